@@ -1,0 +1,205 @@
+"""The configuration: one tree of frozen sections, one YAML file, which is also the chart's values and its ConfigMap.
+
+Rules:
+1. Every knob has a default, chosen by a benchmark or a stated reason; there are few of them.
+2. An unknown key is an error that names the nearest known one.
+3. Nothing is read from the environment. What is detected (threads, slots) is returned and logged, never written back.
+
+It knows nothing about how a value is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from slipstream.errors import ConfigError
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A frozen group of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    path: str = Field("smollm2-135m", description="name of a known model, or a folder with config.json and safetensors")
+    dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
+    device: str = "cpu"
+    engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
+    threads: int = Field(0, ge=0, description="intra-op threads; 0: cores shared evenly by the services of this machine")
+
+
+class NgramSection(Section):
+    """Named as SGLang's users know them."""
+
+    max_trie_depth: int = Field(18, ge=2, le=64, description="longest suffix that is remembered, in tokens")
+    min_match: int = Field(2, ge=1, description="a shorter matching suffix proposes nothing")
+    min_bfs_breadth: int = Field(1, ge=1)
+    max_bfs_breadth: int = Field(4, ge=1, le=16)
+    match_type: Literal["BFS", "PROB"] = Field("BFS", description="BFS: newest continuation first; PROB: most frequent")
+    capacity: int = Field(1_000_000, ge=1000, description="nodes that one session's trie may hold")
+
+
+class GrowthSection(Section):
+    """The shape of a model drafter's tree."""
+
+    num_steps: int = Field(4, ge=1, le=16, description="depth of the tree")
+    topk: int = Field(1, ge=1, le=16, description="children of a node; 1 is a chain")
+    num_draft_tokens: int = Field(4, ge=1, le=63, description="nodes that are sent, root not counted")
+
+
+class DraftSection(Section):
+    listen: str = "127.0.0.1:50052"
+    metrics_listen: str = "127.0.0.1:9102"
+    drafter: Literal["ngram", "standalone", "eagle3"] = "ngram"
+    model: str = Field("", description="draft model or head: a name or a folder; not for ngram")
+    dtype: Dtype = "bfloat16"
+    device: str = "cpu"
+    threads: int = Field(0, ge=0)
+    max_sessions: int = Field(256, ge=1)
+    max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
+    slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
+    lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
+    ngram: NgramSection = NgramSection()
+    growth: GrowthSection = GrowthSection()
+
+
+class PolicySection(Section):
+    """When speculation pays. See ``policy.py``."""
+
+    enabled: bool = True
+    max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted")
+    enter_gain: float = Field(1.05, gt=0, description="estimated gain at which plain goes back to speculation")
+    leave_gain: float = Field(0.98, gt=0, description="estimated gain below which speculation stops")
+    min_dwell_s: float = Field(0.5, ge=0, description="a mode lasts at least so long")
+    warmup_rounds: int = Field(8, ge=1, description="rounds before a gain is believed")
+    probe_rounds: int = Field(4, ge=1, description="rounds of one probe while plain")
+    probe_after_s: float = Field(1.0, gt=0, description="wait before the first probe; doubles after each that fails")
+    probe_max_s: float = Field(30.0, gt=0)
+    deadline_min_s: float = Field(0.005, gt=0)
+    deadline_max_s: float = Field(0.25, gt=0, description="a step never waits longer for a drafter")
+
+    @model_validator(mode="after")
+    def _gap(self) -> PolicySection:
+        if self.enter_gain <= self.leave_gain:
+            raise ValueError("enter_gain must be above leave_gain, or the policy flaps")
+        return self
+
+
+class TargetSection(Section):
+    listen: str = "127.0.0.1:50051"
+    metrics_listen: str = "127.0.0.1:9101"
+    drafts: tuple[str, ...] = Field(("127.0.0.1:50052",), description="addresses of draft services; none: plain decoding")
+    max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
+    max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
+    slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
+    max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
+    prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
+    max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
+    prefix_cache: bool = True
+    policy: PolicySection = PolicySection()
+
+
+class RouterSection(Section):
+    listen: str = "127.0.0.1:8000"
+    grpc_listen: str = "127.0.0.1:8001"
+    metrics_listen: str = "127.0.0.1:9100"
+    targets: tuple[str, ...] = ("127.0.0.1:50051",)
+    model_name: str = Field("", description="the name clients use; empty: the target's own")
+    api_keys_file: str = Field("", description="one key a line; empty: no keys")
+    max_in_flight: int = Field(128, ge=1)
+    max_queue: int = Field(256, ge=0)
+    max_n: int = Field(8, ge=1)
+    max_body_bytes: int = Field(2 << 20, ge=1024)
+    request_timeout_s: float = Field(600.0, gt=0)
+    reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
+
+
+class WireSection(Section):
+    max_message_bytes: int = Field(4 << 20, ge=64 << 10)
+    keepalive_s: float = Field(10.0, gt=0)
+    connect_backoff_max_s: float = Field(2.0, gt=0)
+    insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
+    reflection: bool = False
+
+
+class LogSection(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "json"
+
+
+class Config(Section):
+    model: ModelSection = ModelSection()
+    target: TargetSection = TargetSection()
+    draft: DraftSection = DraftSection()
+    router: RouterSection = RouterSection()
+    wire: WireSection = WireSection()
+    log: LogSection = LogSection()
+
+
+def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
+    """The configuration of a YAML file (None: all defaults) with ``section.key=value`` overrides on top.
+
+    Raises ConfigError naming the key, and the nearest known key where one was mistyped.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path}: expected sections like 'target:', found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override}: write section.key=value")
+    *sections, last = key.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {override}: {section} is a value, not a section")
+        tree = below
+    try:
+        tree[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: not a YAML value") from error
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            known = _keys_at([str(part) for part in problem["loc"][:-1]])
+            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+            message = f"unknown key; did you mean '{near[0]}'?" if near else f"unknown key; known: {', '.join(known)}"
+        lines.append(f"{where}: {message}")
+    return "\n".join(lines)
+
+
+def _keys_at(sections: list[str]) -> list[str]:
+    kind: type[BaseModel] = Config
+    for section in sections:
+        annotation = kind.model_fields[section].annotation if section in kind.model_fields else None
+        candidates = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not candidates:
+            return []
+        kind = candidates[0]
+    return list(kind.model_fields)

@@ -1,0 +1,1 @@
+"""Algorithms that propose trees, behind one small protocol (``base.Drafter``)."""

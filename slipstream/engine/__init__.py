@@ -1,0 +1,7 @@
+"""One device, one model: batches, KV slots, attention, decoders, sampling. No network, no sessions.
+
+Dimension key, used in every shape comment of this package:
+
+B sessions · T query rows (ragged) · N nodes of one tree, root included · M tokens in one commit · R rows with logits ·
+S slots in the pool · V vocabulary · H hidden · F feature width · L layers · Q, G query / KV heads · D head size
+"""

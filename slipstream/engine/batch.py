@@ -1,0 +1,102 @@
+"""ForwardBatch: one ragged forward for everything, and the builder that makes it.
+
+Rules:
+1. A prefill chunk, a plain step, a tree verification, a draft prefill and a tree growth are all *segments*: some query
+   rows of one sequence, plus the slots of the KV that they may see. The rows' own slots are the last ones of the list.
+2. Visibility is causal, or ruled by ancestor words: the last ``mask_len`` KV entries of a segment form a tree, and bit j of
+   a row's word says whether the row sees entry ``kv_len - mask_len + j``. Everything before them is visible to all rows.
+   With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
+3. A row's KV is written to its slot before attention, so a row sees itself.
+4. Built once, read-only afterwards. Lists until ``build``, tensors after: lists are cheap to append to.
+
+It knows nothing about sessions, sampling or why a row is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.tree import MAX_NODES
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The arrays of one forward pass. Host-side bookkeeping is plain Python: backends plan on the host."""
+
+    tokens: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    slots: torch.Tensor  # int64 [T] where each row's K and V are written
+    q_indptr: tuple[int, ...]  # [B + 1] rows of segment b: q_indptr[b] : q_indptr[b + 1]
+    kv_indptr: tuple[int, ...]  # [B + 1]
+    kv_slots: torch.Tensor  # int64 [kv_indptr[-1]]
+    mask_lens: tuple[int, ...]  # [B] 0: causal
+    words: torch.Tensor  # int64 [T], the bits of the uint64 ancestor word; unused where mask_len is 0
+    logit_rows: torch.Tensor  # int64 [R] rows whose logits are wanted, ascending
+    features: torch.Tensor | None = None  # [T, F] further input of draft heads
+
+    @property
+    def num_rows(self) -> int:
+        return self.q_indptr[-1]
+
+
+@dataclass(slots=True)
+class BatchBuilder:
+    """Collects segments; ``build`` makes the batch."""
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    q_indptr: list[int] = field(default_factory=lambda: [0])
+    kv_indptr: list[int] = field(default_factory=lambda: [0])
+    kv_slots: list[NDArray[np.int64]] = field(default_factory=list)
+    mask_lens: list[int] = field(default_factory=list)
+    words: list[int] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int],
+            context: NDArray[np.int64], words: Sequence[int] | None = None, mask_len: int = 0,
+            logits: str = "all") -> range:
+        """Append a segment and return the indices of its rows.
+
+        tokens, positions, slots: one entry a row. context: int64 [C], slots of the KV before the rows, oldest first.
+        words: ancestor words (uint64 values), one a row, over the last ``mask_len`` entries of context + rows; None: causal.
+        logits: "all", "last" or "none" of the rows get logits.
+        """
+        assert len(tokens) == len(positions) == len(slots) > 0
+        assert (words is None) == (mask_len == 0) and mask_len <= MAX_NODES
+        first = len(self.tokens)
+        self.tokens.extend(tokens)
+        self.positions.extend(positions)
+        self.slots.extend(slots)
+        self.words.extend([0] * len(tokens) if words is None else _signed(words))
+        self.mask_lens.append(mask_len)
+        self.q_indptr.append(len(self.tokens))
+        self.kv_slots.append(context)
+        self.kv_slots.append(np.asarray(slots, np.int64))
+        self.kv_indptr.append(self.kv_indptr[-1] + len(context) + len(slots))
+        rows = range(first, len(self.tokens))
+        if logits == "all":
+            self.logit_rows.extend(rows)
+        elif logits == "last":
+            self.logit_rows.append(rows[-1])
+        return rows
+
+    def build(self, device: torch.device | str = "cpu", features: torch.Tensor | None = None) -> ForwardBatch:
+        """The finished batch. features: [T, F] or None."""
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.from_numpy(np.asarray(values, np.int64)).to(device)
+
+        kv_slots = torch.from_numpy(np.concatenate(self.kv_slots)).to(device)
+        return ForwardBatch(tensor(self.tokens), tensor(self.positions), tensor(self.slots), tuple(self.q_indptr),
+                            tuple(self.kv_indptr), kv_slots, tuple(self.mask_lens), tensor(self.words),
+                            tensor(self.logit_rows), features)
+
+
+def _signed(words: Sequence[int]) -> list[int]:
+    # torch has no useful uint64: the same 64 bits travel as int64.
+    return [int(w) - (1 << 64) if int(w) >= 1 << 63 else int(w) for w in words]

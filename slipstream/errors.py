@@ -1,0 +1,96 @@
+"""Every error Slipstream raises on purpose, and the one table that maps them to gRPC and HTTP.
+
+Rules:
+1. ``assert`` means a bug of ours; an exception of this module means that the world did something.
+2. ``DrafterLost`` never reaches a client: the answer goes on in plain decoding.
+3. An error in one session closes one session, never the stream or the process.
+
+It knows nothing about grpc or HTTP libraries: statuses are names and numbers.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """The root of all errors below; never raised itself."""
+
+
+class InvalidRequest(SlipstreamError):
+    """A client asked for something that cannot be; ``field`` names what."""
+
+    def __init__(self, field: str, message: str, code: str = "invalid_value") -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+        self.code = code
+
+
+class NotFound(InvalidRequest):
+    """A client named something that is not here (a model)."""
+
+
+class CapacityError(SlipstreamError):
+    """No room (slots, sessions, queue); ``retry_after_s`` says when to try again, in seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(SlipstreamError):
+    """The service is shutting down and takes no new work; another one will."""
+
+
+class Unavailable(SlipstreamError):
+    """No backend can take the request now."""
+
+
+class DrafterLost(SlipstreamError):
+    """The drafter is gone or silent. Handled in the target; a client never sees it."""
+
+
+class LocalProtocolError(SlipstreamError):
+    """We broke the protocol: a bug on this side."""
+
+
+class RemoteProtocolError(SlipstreamError):
+    """The peer broke the protocol; ``field`` names the part of its message that is wrong."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class PairingError(RemoteProtocolError):
+    """The handshake shows that target and draft do not fit; ``field`` names what differs."""
+
+
+class ConfigError(SlipstreamError):
+    """The configuration (YAML, flags) is wrong; the message names the key and what to do."""
+
+
+class ModelError(SlipstreamError):
+    """A model folder cannot be used; the message names the file, field or tensor."""
+
+
+# error -> (gRPC status name, HTTP status, OpenAI error type); the first match in order wins.
+STATUS: tuple[tuple[type[SlipstreamError], str, int, str], ...] = (
+    (NotFound, "NOT_FOUND", 404, "invalid_request_error"),
+    (InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error"),
+    (CapacityError, "RESOURCE_EXHAUSTED", 429, "overloaded_error"),
+    (Draining, "UNAVAILABLE", 503, "service_unavailable"),
+    (Unavailable, "UNAVAILABLE", 503, "service_unavailable"),
+    (DrafterLost, "UNAVAILABLE", 503, "service_unavailable"),
+    (PairingError, "FAILED_PRECONDITION", 500, "server_error"),
+    (RemoteProtocolError, "INVALID_ARGUMENT", 400, "invalid_request_error"),
+    (SlipstreamError, "INTERNAL", 500, "server_error"),
+)
+
+
+def status_of(error: BaseException) -> tuple[str, int, str]:
+    """The (gRPC status name, HTTP status, OpenAI error type) of ``error``; INTERNAL for strangers."""
+    for kind, grpc_name, http, openai_type in STATUS:
+        if isinstance(error, kind):
+            return grpc_name, http, openai_type
+    return "INTERNAL", 500, "server_error"
