@@ -3,7 +3,8 @@
 Rules:
 1. Positions are absolute: token i of a session stands at position i, the prompt included. ``base`` is the number of
    committed tokens, so the newest one stands at ``base - 1``.
-2. Commits tile the answer: a commit at ``base`` appends its tokens at ``base, base + 1, …``; its last token is the bonus.
+2. Commits tile the answer: a commit at ``base`` appends its tokens at ``base, base + 1, …``; its last token is the
+   bonus token.
 3. The feature row at position i is the target state from which token i + 1 was chosen. A commit's rows therefore start
    at ``base - 1`` and are as many as its tokens.
 4. Node ids in a growth are the drafter's and positive; a negative parent id ``-b`` names the committed token at b - 1.
@@ -23,6 +24,7 @@ from slipstream.errors import InvalidRequest
 from slipstream.tree import Floats, Ints
 
 PROTOCOL_VERSION = 1
+DROP_REASONS = ("capacity", "unknown", "gap", "expired", "invalid", "draining", "failed")
 FEATURE_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one number
 
 
@@ -106,6 +108,7 @@ class Open:
     tokens: Ints = field(repr=False)  # int32 [L], L = base
     prompt_len: int
     sampling: Sampling
+    wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Commit:
     tokens: Ints  # int32 [M], M >= 1
     features: Features | None = None
     drafted: int = 0  # draft nodes that were verified in this round, root not counted
+    wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +151,7 @@ class Drop:
     """The drafter gives a session up (no room, lost track, lease over); the target goes plain or opens it again."""
 
     session: int
-    reason: str  # "capacity", "unknown", "gap", "expired", "invalid", "draining"
+    reason: str  # one of DROP_REASONS
 
 
 @dataclass(frozen=True, slots=True)

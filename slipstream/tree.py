@@ -128,12 +128,12 @@ class DraftTree:
         """The tree after ``tokens`` were committed: the subtree below the last of them if this tree holds that path,
         else the new root alone. Scores become relative to the new root."""
         base = self.base + len(tokens)
-        node: int | None = 0
+        node = 0
         for token in tokens:
-            node = self.child(node, int(token))
-            if node is None:
+            child = self.child(node, int(token))
+            if child is None:
                 return DraftTree.root_only(base, int(tokens[-1]))
-        assert node is not None
+            node = child
         inside = np.zeros(len(self), bool)
         inside[node] = True
         for n in range(node + 1, len(self)):

@@ -1,0 +1,275 @@
+"""DraftWorker: the engine thread of the draft service. Frames in, frames out.
+
+Rules:
+1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
+   thread and touches nothing that changes).
+2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each peer
+   with one frame.
+3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it is
+   freed.
+4. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
+
+It knows nothing about verification, policies or how frames travel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from slipstream.drafters.base import Drafter
+from slipstream.errors import RemoteProtocolError, SlipstreamError
+from slipstream.log import logger
+from slipstream.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    DraftBound,
+    DraftHello,
+    Drop,
+    Features,
+    Growth,
+    Open,
+    TargetBound,
+    TargetHello,
+)
+from slipstream.metrics import DraftMetrics
+from slipstream.session import DraftEvent, DraftSide, DraftState, check_pair
+from slipstream.wire.server import Peer
+
+Faults = Sequence[tuple[int, RemoteProtocolError]]
+
+
+@dataclass(slots=True)
+class Followed:
+    """A session that a peer opened here. ``number`` is ours: peers count on their own and may collide."""
+
+    number: int
+    peer: Peer
+    side: DraftSide
+    wanted: int = 0  # nodes to grow next; 0: none
+    stale: bool = False  # committed since the last growth
+
+
+@dataclass(slots=True)
+class Round:
+    """What one pass over the inbox collected for the drafter."""
+
+    opens: list[Open] = field(default_factory=list)
+    features: list[Features] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    closes: list[int] = field(default_factory=list)
+    answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
+
+
+class DraftWorker:
+    """Serves one drafter to any number of targets. Implements ``wire.server.PeerEvents``."""
+
+    def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._drafter = drafter
+        self._tokenizer_hash = tokenizer_hash
+        self._lease_s = lease_s
+        self._metrics = metrics
+        self._clock = clock
+        self._log = logger("draft")
+        self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
+        self._sessions: dict[tuple[Peer, int], Followed] = {}
+        self._by_number: dict[int, Followed] = {}
+        self._numbers = itertools.count(1)
+        self._draining = False
+        self._next_sweep_s = clock() + lease_s / 4
+        self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the round it is in."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def drain(self) -> None:
+        """Give every session up, so that targets go on without us; new ones are refused."""
+        self._inbox.put(self._begin_drain)
+
+    def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
+        """The handshake. Raises PairingError naming the field that does not fit."""
+        drafter = self._drafter
+        answer = DraftHello(PROTOCOL_VERSION, hello.incarnation, drafter.name, drafter.vocab_size,
+                            self._tokenizer_hash, drafter.features, drafter.hidden_size, drafter.max_context,
+                            drafter.max_nodes, drafter.max_sessions)
+        check_pair(hello, answer)
+        self._log.info("target connected", peer=peer.name, model=hello.model_id)
+        return answer
+
+    def peer_down(self, peer: Peer) -> None:
+        self._log.info("target disconnected", peer=peer.name)
+        self._inbox.put(lambda round_: self._forget_peer(peer, round_))
+
+    def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
+        self._inbox.put(lambda round_: self._take(peer, items, faults, round_))
+
+    def _run(self) -> None:
+        while True:
+            wait_s = max(0.0, self._next_sweep_s - self._clock())
+            try:
+                event = self._inbox.get(timeout=wait_s)
+            except queue.Empty:
+                self.sweep()
+                continue
+            events = [event]
+            while not self._inbox.empty():
+                events.append(self._inbox.get())
+            if any(e is None for e in events):
+                return
+            self.step([e for e in events if e is not None])
+
+    def step(self, events: Sequence[Callable[[Round], None]]) -> None:
+        """One round over ``events``; the thread calls it, tests may."""
+        round_ = Round()
+        for event in events:
+            event(round_)
+        try:
+            self._tell(round_)
+            self._grow(round_)
+        except SlipstreamError as error:
+            # The drafter is at fault, not a peer: targets go on alone and open their sessions again.
+            self._log.error("drafter failed", error=str(error))
+            self._give_up_all("failed", round_)
+            self._drafter.close(round_.closes)
+        for peer, items in round_.answers.items():
+            peer.send(items)
+        self._metrics.sessions_open(len(self._sessions))
+
+    def sweep(self) -> None:
+        """Free the sessions whose lease is over."""
+        now_s = self._clock()
+        self._next_sweep_s = now_s + self._lease_s / 4
+        round_ = Round()
+        for followed in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
+            self._drop(followed, DraftEvent.EXPIRE, "expired", round_)
+            self._metrics.session_expired()
+        self._drafter.close(round_.closes)
+        for peer, items in round_.answers.items():
+            peer.send(items)
+
+    def _take(self, peer: Peer, items: Sequence[DraftBound], faults: Faults, round_: Round) -> None:
+        for session, error in faults:
+            self._log.warning("invalid message", peer=peer.name, session=session, field=error.field)
+            followed = self._sessions.get((peer, session))
+            if followed is not None:
+                self._drop(followed, DraftEvent.CLOSE, "invalid", round_)
+        for item in items:
+            self._route(peer, item, round_)
+
+    def _route(self, peer: Peer, item: DraftBound, round_: Round) -> None:
+        followed = self._sessions.get((peer, item.session))
+        if followed is None:
+            if isinstance(item, Commit):
+                round_.answers[peer].append(Drop(item.session, "unknown"))
+            if not isinstance(item, Open):
+                return
+            followed = self._begin(peer, item, round_)
+            if followed is None:
+                return
+        event = followed.side.receive(item, self._clock())
+        number = followed.number
+        match event, item:
+            case DraftEvent.OPEN, Open():
+                # An earlier opening in the same round is void: the drafter hears of the newest alone.
+                self._unsay(number, round_)
+                round_.opens.append(replace(item, session=number))
+                followed.wanted, followed.stale = item.wanted, True
+            case DraftEvent.FEATURES, Features():
+                round_.features.append(replace(item, session=number))
+            case DraftEvent.COMMIT, Commit():
+                round_.commits.append(replace(item, session=number))
+                followed.wanted, followed.stale = item.wanted, True
+            case DraftEvent.GAP, _:
+                self._forget(followed, round_)
+                round_.answers[peer].append(Drop(item.session, "gap"))
+            case DraftEvent.CLOSE, _:
+                self._forget(followed, round_)
+
+    def _begin(self, peer: Peer, item: Open, round_: Round) -> Followed | None:
+        if self._draining or len(self._sessions) >= self._drafter.max_sessions:
+            round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
+            return None
+        followed = Followed(next(self._numbers), peer, DraftSide(item.session))
+        self._sessions[(peer, item.session)] = followed
+        self._by_number[followed.number] = followed
+        return followed
+
+    def _tell(self, round_: Round) -> None:
+        self._drafter.close(round_.closes)
+        for number in self._drafter.open(round_.opens) if round_.opens else ():
+            refused = self._by_number.get(number)
+            if refused is not None:
+                self._unsay(number, round_)
+                self._drop(refused, DraftEvent.CLOSE, "capacity", round_)
+        if round_.features:
+            self._drafter.absorb(round_.features)
+        if round_.commits:
+            self._drafter.commit(round_.commits)
+            self._metrics.commits_absorbed(len(round_.commits))
+
+    def _grow(self, round_: Round) -> None:
+        stale = [f for f in self._sessions.values() if f.stale]
+        for followed in stale:
+            followed.stale = False
+        wanting = [f for f in stale if f.wanted > 0]
+        if not wanting:
+            return
+        started_s = self._clock()
+        growths = self._drafter.grow([f.number for f in wanting],
+                                     [min(f.wanted, self._drafter.max_nodes) for f in wanting])
+        draft_s = self._clock() - started_s
+        self._metrics.grown(draft_s, sum(len(g.ids) for g in growths))
+        for growth in growths:
+            followed = self._by_number[growth.session]
+            round_.answers[followed.peer].append(replace(growth, session=followed.side.session, draft_s=draft_s))
+        answered = {growth.session for growth in growths}
+        for followed in wanting:
+            if followed.number not in answered:
+                empty = Growth.empty(followed.side.session, followed.side.base, draft_s)
+                round_.answers[followed.peer].append(empty)
+
+    def _unsay(self, number: int, round_: Round) -> None:
+        round_.opens = [o for o in round_.opens if o.session != number]
+        round_.features = [f for f in round_.features if f.session != number]
+        round_.commits = [c for c in round_.commits if c.session != number]
+
+    def _drop(self, followed: Followed, event: DraftEvent, reason: str, round_: Round) -> None:
+        followed.side.apply(event)
+        self._forget(followed, round_)
+        round_.answers[followed.peer].append(Drop(followed.side.session, reason))
+
+    def _forget(self, followed: Followed, round_: Round) -> None:
+        self._sessions.pop((followed.peer, followed.side.session), None)
+        self._by_number.pop(followed.number, None)
+        self._unsay(followed.number, round_)
+        round_.closes.append(followed.number)
+
+    def _forget_peer(self, peer: Peer, round_: Round) -> None:
+        for followed in [f for f in self._sessions.values() if f.peer is peer]:
+            followed.side.apply(DraftEvent.LOST)
+            self._forget(followed, round_)
+        round_.answers.pop(peer, None)
+
+    def _begin_drain(self, round_: Round) -> None:
+        self._draining = True
+        self._give_up_all("draining", round_)
+
+    def _give_up_all(self, reason: str, round_: Round) -> None:
+        for followed in list(self._sessions.values()):
+            self._drop(followed, DraftEvent.CLOSE, reason, round_)
+
+    @property
+    def num_open(self) -> int:
+        return sum(f.side.state is DraftState.OPEN for f in self._sessions.values())

@@ -1,0 +1,74 @@
+"""What a user asks of the public service and what comes back, as frozen values: shared by router and client.
+
+Rules:
+1. An option that is None takes the server's default.
+2. An answer is a stream of deltas; the last one carries ``finish`` and ``usage``.
+
+It knows nothing about HTTP, gRPC, tokenizers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How an answer is made. ``stop`` and ``logit_bias`` (token id, bias) are empty by default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = field(default=(), repr=False)
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    top_logprobs: int | None = None
+    speculate: bool | None = None  # False: plain decoding for this request
+
+
+@dataclass(frozen=True, slots=True)
+class TextToken:
+    """One token of the answer; ``drafted`` when a drafter had proposed it. logprob: natural log, if asked for."""
+
+    id: int
+    text: str = field(repr=False)
+    drafted: bool = False
+    logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    rounds: int = 0  # steps of the target
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens for each step of the target: 1 is plain decoding."""
+        return self.completion_tokens / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop" or "length")."""
+
+    text: str = field(default="", repr=False)
+    tokens: tuple[TextToken, ...] = ()
+    finish: str = ""
+    usage: Usage | None = None

@@ -1,0 +1,240 @@
+"""The drafter without a model: what followed the newest tokens the last times that they stood in this session.
+
+Rules:
+1. Suffixes of the prompt and the answer are matched, the longest first; continuations of shorter matches are merged in.
+2. The tree grows best first by an estimate of acceptance: a longer match is more to be trusted, and what the first
+   choices of a node are believed to take is not left for the later ones (the escape of PPM, Cleary and Witten 1984).
+3. A node is expanded only when it was sent, so a second ``grow`` at the same base sends further nodes of the same tree.
+4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
+
+The index holds, for a few suffix lengths, a chain from each position to the one before it with an equal suffix: one
+dictionary entry a token and length, where a trie would hold ``max_trie_depth`` nodes. Parameters are named as SGLang's.
+It knows nothing about sampling: the same tree is right for greedy and sampled requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.config import NgramSection
+from slipstream.messages import Commit, Features, Growth, Open
+from slipstream.tree import MAX_NODES
+
+CHAIN = 24  # occurrences looked at for one suffix length, the newest first
+MEMBERS = 48  # occurrences that one tree is grown from
+DOUBT = 1.5  # a match of n tokens is trusted n / (n + DOUBT)
+
+
+class Match(NamedTuple):
+    """``length`` tokens before ``end`` equal the newest ones, so what stands at ``end`` may come next."""
+
+    length: int
+    end: int
+
+
+class SuffixIndex:
+    """The tokens of one session and, for some suffix lengths, where an equal suffix ended before."""
+
+    __slots__ = ("_before", "_keep", "_longest", "_newest", "_orders", "tokens")
+
+    def __init__(self, section: NgramSection) -> None:
+        self._longest = section.max_trie_depth
+        self._keep = max(section.capacity // section.max_trie_depth, section.max_trie_depth)
+        orders = [min(section.min_match, section.max_trie_depth)]
+        while orders[-1] * 2 <= section.max_trie_depth:
+            orders.append(orders[-1] * 2)
+        self._orders = tuple(orders)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.tokens: list[int] = []
+        # newest: hash of a suffix -> where it ended last; a collision is found out when the tokens are compared.
+        self._newest: tuple[dict[int, int], ...] = tuple({} for _ in self._orders)
+        self._before: tuple[list[int], ...] = tuple([-1] for _ in self._orders)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. Once twice the capacity is reached, the older half is forgotten."""
+        for token in tokens:
+            self._append(token)
+        if len(self.tokens) > 2 * self._keep:
+            kept = self.tokens[-self._keep:]
+            self._clear()
+            for token in kept:
+                self._append(token)
+
+    def _append(self, token: int) -> None:
+        text = self.tokens
+        text.append(token)
+        end = len(text)
+        for order, newest, before in zip(self._orders, self._newest, self._before, strict=True):
+            if order > end:
+                before.append(-1)
+                continue
+            key = hash(tuple(text[end - order:]))
+            before.append(newest.get(key, -1))
+            newest[key] = end
+
+    def matches(self) -> list[Match]:
+        """Earlier occurrences of the newest tokens, the longest first and the newest first among equals."""
+        found: dict[int, int] = {}
+        for before in reversed(self._before):
+            end = before[-1]
+            for _ in range(CHAIN):
+                if end < 0:
+                    break
+                if end not in found:
+                    length = self._common(end)
+                    if length >= self._orders[0]:
+                        found[end] = length
+                end = before[end]
+            if len(found) >= MEMBERS:
+                break
+        ranked = sorted(((length, end) for end, length in found.items()), reverse=True)
+        return [Match(length, end) for length, end in ranked[:MEMBERS]]
+
+    def _common(self, end: int) -> int:
+        text, last, length = self.tokens, len(self.tokens), 0
+        most = min(self._longest, end)
+        while length < most and text[end - 1 - length] == text[last - 1 - length]:
+            length += 1
+        return length
+
+    def following(self, end: int, ahead: int) -> int:
+        """The token ``ahead`` places after ``end``, the text repeating itself from ``end`` on."""
+        return self.tokens[end + ahead % (len(self.tokens) - end)]
+
+
+class Branch(NamedTuple):
+    """A node that could be sent next. The heap orders by ``cost`` = minus its score, then by age."""
+
+    cost: float
+    age: int
+    parent: int  # id
+    token: int
+    depth: int  # 1 below the root
+    members: list[Match]  # occurrences that continue so
+
+
+@dataclass(slots=True)
+class NgramSession:
+    index: SuffixIndex
+    base: int
+    next_id: int
+    heap: list[Branch] | None = None  # None: no tree for this base yet
+    sent: int = 0  # nodes of the tree at this base
+    age: int = 0
+
+
+class NgramDrafter:
+    """See the module. All costs are host microseconds; batches are loops."""
+
+    name = "ngram"
+    features = None
+    vocab_size = 0
+    hidden_size = 0
+    max_nodes = MAX_NODES - 1
+
+    def __init__(self, section: NgramSection, max_sessions: int) -> None:
+        self._section = section
+        self._sessions: dict[int, NgramSession] = {}
+        self.max_sessions = max_sessions
+        self.max_context = max(section.capacity // section.max_trie_depth, section.max_trie_depth)
+
+    def open(self, opens: Sequence[Open]) -> list[int]:
+        """Begin sessions (again); returns the ids beyond ``max_sessions``."""
+        refused = []
+        for message in opens:
+            known = self._sessions.get(message.session)
+            if known is None and len(self._sessions) >= self.max_sessions:
+                refused.append(message.session)
+                continue
+            index = SuffixIndex(self._section)
+            index.extend(message.tokens[-2 * self.max_context:].tolist())
+            next_id = 1 if known is None else known.next_id
+            self._sessions[message.session] = NgramSession(index, len(message.tokens), next_id)
+        return refused
+
+    def absorb(self, features: Sequence[Features]) -> None:
+        """Nothing: it reads tokens alone."""
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Append committed tokens; the next tree begins at the new base."""
+        for message in commits:
+            session = self._sessions.get(message.session)
+            if session is None:
+                continue
+            tokens = message.tokens.tolist()
+            session.index.extend(tokens)
+            session.base += len(tokens)
+            session.heap, session.sent = None, 0
+
+    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
+        """Up to ``budgets[i]`` further nodes for each known session, best first."""
+        growths = []
+        for session_id, budget in zip(ids, budgets, strict=True):
+            session = self._sessions.get(session_id)
+            if session is not None:
+                growths.append(self._grow(session_id, session, budget))
+        return growths
+
+    def close(self, ids: Sequence[int]) -> None:
+        """Forget sessions."""
+        for session_id in ids:
+            self._sessions.pop(session_id, None)
+
+    def _grow(self, session_id: int, session: NgramSession, budget: int) -> Growth:
+        started = perf_counter()
+        if session.heap is None:
+            session.heap = []
+            self._push(session, -session.base, 0.0, 0, session.index.matches())
+        nodes: list[tuple[int, int, int, float]] = []
+        while session.heap and len(nodes) < budget and session.sent < self.max_nodes:
+            branch = heapq.heappop(session.heap)
+            nodes.append((session.next_id, branch.parent, branch.token, -branch.cost))
+            if branch.depth < self._section.max_trie_depth:
+                self._push(session, session.next_id, branch.cost, branch.depth, branch.members)
+            session.next_id += 1
+            session.sent += 1
+        if not nodes:
+            return Growth.empty(session_id, session.base, perf_counter() - started)
+        new_ids, parents, tokens, scores = zip(*nodes, strict=True)
+        return Growth(session_id, session.base, np.array(new_ids, np.int32), np.array(parents, np.int32),
+                      np.array(tokens, np.int32), np.array(scores, np.float32), perf_counter() - started)
+
+    def _push(self, session: NgramSession, parent: int, cost: float, depth: int, members: list[Match]) -> None:
+        """Put the children of a node at ``depth`` on the heap: one for each distinct continuation of its members."""
+        assert session.heap is not None
+        if not members:
+            return
+        groups: dict[int, list[Match]] = {}
+        for member in members:
+            groups.setdefault(session.index.following(member.end, depth), []).append(member)
+        ranked = list(groups.items())
+        if self._section.match_type == "PROB":
+            ranked.sort(key=lambda group: -len(group[1]))
+        left = 1.0
+        for token, group in ranked[:self._breadth(members[0].length + depth)]:
+            matched = group[0].length + depth
+            share = matched / (matched + DOUBT)
+            if self._section.match_type == "PROB":
+                share *= len(group) / len(members)
+                heapq.heappush(session.heap, Branch(cost - log(share), session.age, parent, token, depth + 1, group))
+            else:
+                heapq.heappush(session.heap, Branch(cost - log(left * share), session.age, parent, token, depth + 1,
+                                                    group))
+                left *= 1.0 - share
+            session.age += 1
+
+    def _breadth(self, matched: int) -> int:
+        """Children of a node: fewer the longer the match, from ``max_bfs_breadth`` to ``min_bfs_breadth``."""
+        section = self._section
+        over = min(1.0, max(0, matched - section.min_match) / max(1, section.max_trie_depth - section.min_match))
+        most = max(section.min_bfs_breadth, section.max_bfs_breadth)
+        return max(1, round(most - over * (most - section.min_bfs_breadth)))

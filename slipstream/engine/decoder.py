@@ -1,0 +1,138 @@
+"""The decoder of the Llama family: Llama, Mistral, SmolLM2, Qwen2, Qwen3 as flags of one class.
+
+Rules:
+1. Batch, pool and taps are arguments; a model holds weights and nothing that changes.
+2. A tap at layer i is the residual stream that enters layer i; at the number of layers it is the state after the final norm.
+3. ``DecoderLayer`` may be built with a wider attention input than its residual stream: draft heads are such layers.
+
+It knows nothing about sessions, slots' owners or files. Format: tensor names as in transformers' checkpoints.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.engine.attention import AttentionPlan, attend, plan_attention
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm, rotate, silu_mul, take
+from slipstream.engine.model import ModelConfig
+
+
+class Step:
+    """What all layers of one forward share: where to write, how to rotate, who sees whom."""
+
+    __slots__ = ("cos", "plan", "sin", "slots")
+
+    def __init__(self, batch: ForwardBatch, rope: Rope, config: ModelConfig, dtype: torch.dtype) -> None:
+        self.slots = batch.slots
+        self.cos, self.sin = rope.rows(batch.positions)
+        self.plan: AttentionPlan = plan_attention(batch, config.group, dtype, config.sliding_window)
+
+
+class Attention:
+    """Fused q, k, v; rotary positions; KV written to the pool; the output projection."""
+
+    __slots__ = ("_config", "_k_norm", "_o", "_q_norm", "_qkv")
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str, in_features: int) -> None:
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        widths = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
+        weight = torch.cat([take(tensors, f"{prefix}.{name}.weight", width, in_features) for name, width in widths])
+        bias = None
+        if config.qkv_bias:
+            bias = torch.cat([take(tensors, f"{prefix}.{name}.bias", width) for name, width in widths])
+        self._config = config
+        self._qkv = Linear(weight, bias)
+        self._o = Linear(take(tensors, f"{prefix}.o_proj.weight", config.hidden_size, heads * size),
+                         take(tensors, f"{prefix}.o_proj.bias", config.hidden_size) if config.o_bias else None)
+        self._q_norm = take(tensors, f"{prefix}.q_norm.weight", size) if config.qk_norm else None
+        self._k_norm = take(tensors, f"{prefix}.k_norm.weight", size) if config.qk_norm else None
+
+    def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        """x [T, in], one layer's kv [S, 2, G, D], written at the step's slots -> [T, H]."""
+        config = self._config
+        heads, both = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = self._qkv(x).view(len(x), both + config.num_kv_heads, config.head_dim)
+        if self._q_norm is not None and self._k_norm is not None:
+            qkv[:, :heads] = rms_norm(qkv[:, :heads], self._q_norm, config.norm_eps)
+            qkv[:, heads:both] = rms_norm(qkv[:, heads:both], self._k_norm, config.norm_eps)
+        rotate(qkv[:, :both], step.cos, step.sin)
+        kv.index_copy_(0, step.slots, qkv[:, heads:].view(len(x), 2, config.num_kv_heads, config.head_dim))
+        return self._o(attend(qkv[:, :heads], kv, step.plan, config.head_dim**-0.5))
+
+
+class DecoderLayer:
+    """One layer; ``in_features`` is the width that attention reads, H unless a draft head reads more."""
+
+    __slots__ = ("_attention", "_down", "_eps", "_gate_up", "_input_norm", "_post_norm")
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str, in_features: int | None = None) -> None:
+        """tensors: by name, already in the dtype and on the device to run in; prefix: such as ``model.layers.0``."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._attention = Attention(config, tensors, f"{prefix}.self_attn", in_features or hidden)
+        self._input_norm = take(tensors, f"{prefix}.input_layernorm.weight", hidden)
+        self._post_norm = take(tensors, f"{prefix}.post_attention_layernorm.weight", hidden)
+        names = [f"{prefix}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        gate, up = (take(tensors, f"{name}.weight", inner, hidden) for name in names[:2])
+        down = take(tensors, f"{names[2]}.weight", hidden, inner)
+        self._gate_up = Linear(torch.cat((gate, up)), torch.cat([take(tensors, f"{name}.bias", inner)
+                               for name in names[:2]]) if config.mlp_bias else None)
+        self._down = Linear(down, take(tensors, f"{names[2]}.bias", hidden) if config.mlp_bias else None)
+        self._eps = config.norm_eps
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's input norm; draft heads apply it themselves, to the token's half of a wider input."""
+        return rms_norm(x, self._input_norm, self._eps)
+
+    def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor,
+                 attention_input: torch.Tensor | None = None) -> torch.Tensor:
+        """Residual stream x [T, H] -> [T, H]. attention_input [T, in_features] replaces ``norm(x)``."""
+        x = x + self._attention(self.norm(x) if attention_input is None else attention_input, step, kv)
+        return x + self._down(silu_mul(self._gate_up(rms_norm(x, self._post_norm, self._eps))))
+
+
+class Decoder:
+    """A whole model of the family; see ``model.CausalModel``."""
+
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "config", "device", "dtype")
+
+    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
+        """tensors: by name, already in the dtype and on the device to run in. Raises ModelError naming a tensor."""
+        self.config = config
+        self._embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        self._layers = [DecoderLayer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers)]
+        self._norm = take(tensors, "model.norm.weight", config.hidden_size)
+        self._head = Linear(self._embedding if config.tied_embeddings
+                            else take(tensors, "lm_head.weight", config.vocab_size, config.hidden_size))
+        self._rope = Rope(config, self.dtype, self.device)
+
+    @staticmethod
+    def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """As ``Decoder(...)``, of tensors in any dtype and place."""
+        return Decoder(config, {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()})
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
+        x = self.embed(batch.tokens)
+        step = Step(batch, self._rope, self.config, self.dtype)
+        streams = [x]
+        for layer, kv in zip(self._layers, pool.kv, strict=True):
+            x = layer(x, step, kv)
+            streams.append(x)
+        streams[-1] = rms_norm(x, self._norm, self.config.norm_eps)
+        return streams[-1], torch.cat([streams[i] for i in taps], -1) if taps else None
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] after the final norm -> [R, V] in float32, float64 for a float64 model."""
+        return self._head(hidden).to(torch.promote_types(self.dtype, torch.float32))
+
+    @torch.inference_mode()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H]."""
+        return F.embedding(tokens, self._embedding)

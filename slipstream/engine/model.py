@@ -1,0 +1,223 @@
+"""What a model is: its measures, read from a Hugging Face folder and validated, and the protocol of both engines.
+
+Rules:
+1. A field that is missing, of the wrong type or not supported is a ModelError that names the file and the field.
+2. Nothing is guessed from a model's name; flags come from ``model_type`` and from fields.
+
+It knows nothing about tensors on disk, layers or batches beyond their types.
+Format: ``config.json`` and ``generation_config.json`` as transformers writes them, nested ``rope_parameters`` included.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.errors import ModelError
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# model_type -> (bias of q, k and v; norm of q and k)
+FAMILY = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched. ``kind`` is "linear" or "llama3"; the other fields are llama3's."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The measures of a decoder. The rotary and norm fields rule ``decoder.py``; ``hf.py`` leaves them to transformers."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int  # 0: none; else how many of the newest tokens a row sees, itself included
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @staticmethod
+    def from_folder(folder: str | Path) -> ModelConfig:
+        """Read and check ``config.json`` (and ``generation_config.json`` for end tokens) of ``folder``."""
+        path = Path(folder) / "config.json"
+        return parse_config(read_json(path), str(path), _eos_of(Path(folder)))
+
+
+class CausalModel(Protocol):
+    """One model on one device; ``decoder.Decoder`` and ``hf.HFModel`` are the two kinds."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States after the final norm [T, H], and the tapped states side by side [T, len(taps) * H] or None."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] after the final norm -> [R, V] in float32 (float64 for a float64 model)."""
+        ...
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H], what enters layer 0."""
+        ...
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a configured name. Raises ModelError naming the known ones."""
+    if name not in DTYPES:
+        raise ModelError(f"dtype '{name}' is not known; use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelError naming the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors "
+                         "('slipstream models prepare' makes one)") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected an object, found {type(content).__name__}")
+    return content
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed access to one JSON object; errors name file and field."""
+
+    where: str
+    raw: dict[str, Any]
+
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = 1 << 24) -> int:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ModelError(f"{self.where}: {name}: expected a number from {low} to {high}, found {value!r}")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
+            raise ModelError(f"{self.where}: {name}: expected a positive number, found {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.raw.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.where}: {name}: expected true or false, found {value!r}")
+        return value
+
+    def must_be(self, name: str, *allowed: Any) -> None:
+        if self.raw.get(name, allowed[0]) not in allowed:
+            raise ModelError(f"{self.where}: {name}: {self.raw[name]!r} is not supported by this engine; "
+                             "try engine: hf")
+
+
+def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
+    """The ModelConfig of a parsed ``config.json``; ``where`` names it in errors. Raises ModelError."""
+    fields = _Fields(where, raw)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILY:
+        raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILY)}; "
+                         "engine: hf takes any causal language model of transformers")
+    fields.must_be("hidden_act", "silu", "swish")
+    qkv_bias, qk_norm = FAMILY[model_type]
+    attention_bias = fields.flag("attention_bias", False)
+    num_heads = fields.integer("num_attention_heads", high=1024)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=num_heads)
+    hidden_size = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", hidden_size // num_heads, high=1024)
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ModelError(f"{where}: num_key_value_heads: {num_heads} query heads do not divide into {num_kv_heads} "
+                         f"groups, or head_dim {head_dim} is odd")
+    theta, scaling = _rope(fields)
+    return ModelConfig(
+        model_type, fields.integer("vocab_size"), hidden_size, fields.integer("intermediate_size"),
+        fields.integer("num_hidden_layers", high=1024), num_heads, num_kv_heads, head_dim,
+        fields.integer("max_position_embeddings", 2048), fields.real("rms_norm_eps", 1e-6), theta, scaling,
+        fields.flag("tie_word_embeddings", False), qkv_bias or attention_bias, attention_bias,
+        fields.flag("mlp_bias", False), qk_norm, _window(fields, model_type), eos_token_ids,
+    )
+
+
+def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+    raw = fields.raw
+    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(nested, dict):
+        raise ModelError(f"{fields.where}: rope_parameters: expected an object, found {type(nested).__name__}")
+    rope = _Fields(f"{fields.where}: rope_parameters", nested)
+    theta = rope.real("rope_theta", raw.get("rope_theta") or 10000.0)
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind in ("default", None):
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind, rope.real("factor"))
+    if kind == "llama3":
+        return theta, RopeScaling(kind, rope.real("factor"), rope.real("low_freq_factor"),
+                                  rope.real("high_freq_factor"), rope.integer("original_max_position_embeddings"))
+    raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear and llama3 are)")
+
+
+def _window(fields: _Fields, model_type: str) -> int:
+    # Qwen configs carry a window that a second field switches off.
+    if model_type in ("qwen2", "qwen3"):
+        fields.must_be("use_sliding_window", False)
+        return 0
+    if model_type != "mistral" or fields.raw.get("sliding_window") is None:
+        return 0
+    return fields.integer("sliding_window", low=64)
+
+
+def _eos_of(folder: Path) -> tuple[int, ...]:
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        value = read_json(path).get("eos_token_id")
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(v, int) and v >= 0 for v in values):
+            raise ModelError(f"{path}: eos_token_id: expected token ids, found {value!r}")
+        ids.update(values)
+    return tuple(sorted(ids))

@@ -1,0 +1,120 @@
+"""ModelRunner: a model with its KV pool, its slots and, when somebody reads them, its feature rows.
+
+Rules:
+1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
+2. The same runner serves target and draft; it never learns why a row is there.
+
+It knows nothing about sessions, trees, sampling or the network.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.model import CausalModel, ModelConfig
+from slipstream.errors import CapacityError
+
+PROFILE_CONTEXT = 128
+PROFILE_REPEATS = 3
+
+
+class ModelRunner:
+    """Runs batches of one model. All methods belong to the engine thread."""
+
+    __slots__ = ("_features", "model", "pool", "slots", "taps")
+
+    def __init__(self, model: CausalModel, num_slots: int) -> None:
+        config = model.config
+        self.model = model
+        self.slots = Slots(num_slots)
+        self.pool = KVPool(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.dtype,
+                           model.device)
+        self.taps: tuple[int, ...] = ()
+        self._features = torch.empty(0, 0)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def feature_width(self) -> int:
+        """F: numbers in one feature row; 0 without taps."""
+        return len(self.taps) * self.config.hidden_size
+
+    def set_taps(self, layers: tuple[int, ...]) -> None:
+        """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. Rows that were kept
+        under other taps are forgotten: tokens computed before need a new prefill to have features."""
+        assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
+        if layers != self.taps:
+            self.taps = layers
+            self._features = torch.empty(self.pool.num_slots if layers else 0, self.feature_width,
+                                         dtype=self.model.dtype, device=self.model.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a batch: KV (and features, with taps) are written at its slots. Returns the logits [R, V]."""
+        hidden, tapped = self.model.forward(batch, self.pool, self.taps)
+        if tapped is not None:
+            self._features.index_copy_(0, batch.slots, tapped)
+        rows = batch.logit_rows
+        return self.model.logits(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
+
+    def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
+        """[M, F], the feature rows of tokens by their slots, in the model's dtype."""
+        assert self.taps, "no taps are set"
+        index = torch.from_numpy(np.asarray(slots, np.int64)).to(self._features.device)
+        return self._features.index_select(0, index)
+
+    def profile(self, rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> dict[int, float]:
+        """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
+        do not fit the free slots are left out."""
+        costs: dict[int, float] = {}
+        for count in rows:
+            try:
+                slots = self.slots.alloc(PROFILE_CONTEXT + count)
+            except CapacityError:
+                break
+            try:
+                costs[count] = self._time(slots, count)
+            finally:
+                self.slots.free(slots)
+        return costs
+
+    def _time(self, slots: NDArray[np.int64], count: int) -> float:
+        self.pool.kv[:, torch.from_numpy(slots).to(self.pool.kv.device)] = 0  # garbage may hold slow or infinite numbers
+        words = [(2 << i) - 1 for i in range(count)]
+        times = []
+        for _ in range(PROFILE_REPEATS + 1):
+            began = time.perf_counter()
+            builder = BatchBuilder()
+            builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
+                        slots[:PROFILE_CONTEXT], words, count)
+            self.forward(builder.build(self.model.device)).argmax(-1).tolist()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
+
+
+def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,
+                  share: float = 0.5, device: torch.device | str = "cpu") -> int:
+    """How many slots to give a pool: room for ``max_sessions`` whole contexts (0: the model's), or what fits into
+    ``share`` of the memory that is free on the device now; at least one context of 1024 tokens."""
+    context = min(max_context or config.max_context, config.max_context)
+    wanted = max_sessions * context
+    per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    fits = int(_free_memory(torch.device(device)) * share) // per_slot
+    return max(min(wanted, fits), min(context, 1024))
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,79 @@
+"""From a model folder to a model: safetensors in, a checked ``CausalModel`` out.
+
+Rules:
+1. Only safetensors are read, never pickles; shards follow ``model.safetensors.index.json``.
+2. A missing file, tensor or a wrong shape is a ModelError that names it.
+
+It knows nothing about where folders come from (``models.py``) or how weights are laid out in memory (``layers.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, dtype_of, read_json
+from slipstream.errors import ModelError
+
+__all__ = ["DTYPES", "CausalModel", "ModelConfig", "dtype_of", "load_model", "load_tensors"]
+
+
+def load_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder's safetensors by name, in its stored dtype, on the CPU. Raises ModelError."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _sharded(folder, index)
+    return _tensors_of(folder / "model.safetensors")
+
+
+def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
+               engine: str = "decoder") -> CausalModel:
+    """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf". Raises ModelError."""
+    if engine == "hf":
+        # transformers takes seconds to import, which the default engine need not pay.
+        from slipstream.engine.hf import HFModel
+
+        return HFModel.from_folder(folder, dtype, device)
+    if engine != "decoder":
+        raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
+    config = ModelConfig.from_folder(folder)
+    return Decoder.from_tensors(config, load_tensors(folder), dtype_of(dtype), device_of(device))
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device of a configured name. Raises ModelError when torch cannot use it here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    if not path.exists():
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: no mapping, only keys()
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not readable as safetensors: {error}") from error
+
+
+def _sharded(folder: Path, index: Path) -> dict[str, torch.Tensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{index}: weight_map: {name!r} is not the name of a file of this folder")
+        tensors.update(_tensors_of(folder / name))
+    missing = sorted(set(weight_map) - set(tensors))
+    if missing:
+        raise ModelError(f"{index}: tensor {missing[0]} is in the index but in none of its files")
+    return tensors

@@ -1,0 +1,148 @@
+"""Requests for tokens, the pieces of their answers and a target's state: values to protobuf bytes and back.
+
+Rules:
+1. What a client asks is checked before use and refused as InvalidRequest naming the field.
+2. What a target answers is checked too; an answer that is none raises RemoteProtocolError.
+3. Times travel as whole microseconds.
+
+It knows nothing about sockets. Format: ``proto/slipstream/v1/target.proto``.
+"""
+
+from __future__ import annotations
+
+from slipstream.errors import InvalidRequest, RemoteProtocolError
+from slipstream.requests import DraftStatus, Finish, Piece, Request, State, TargetInfo, TokenLogprob
+from slipstream.v1 import common_pb2, target_pb2
+from slipstream.wire.fields import (
+    INT32_MAX,
+    decode_sampling,
+    encode_sampling,
+    int_bytes,
+    ints_of,
+    microseconds,
+    name_of,
+    parse,
+    require,
+)
+
+MAX_TOP_LOGPROBS = 20
+
+FINISHES: dict[int, Finish] = {
+    target_pb2.FINISH_REASON_UNSPECIFIED: "", target_pb2.FINISH_REASON_STOP: "stop",
+    target_pb2.FINISH_REASON_LENGTH: "length",
+}
+FINISH_NUMBERS = {name: target_pb2.FinishReason.ValueType(number) for number, name in FINISHES.items()}
+STATES: dict[int, State] = {
+    target_pb2.SPECULATION_STATE_SPECULATE: "speculate", target_pb2.SPECULATION_STATE_SHADOW: "shadow",
+    target_pb2.SPECULATION_STATE_PLAIN: "plain",
+}
+STATE_NUMBERS = {name: target_pb2.SpeculationState.ValueType(number) for number, name in STATES.items()}
+
+
+def encode_start(request: Request) -> bytes:
+    """The first message of a Generate call."""
+    return target_pb2.GenerateRequest(start=target_pb2.GenerateStart(
+        request_id=request.request_id, tokens=int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
+        max_tokens=request.max_tokens, top_logprobs=request.top_logprobs, mode=_mode(request.speculate),
+    )).SerializeToString()
+
+
+def encode_control(speculate: bool) -> bytes:
+    """A later message of a Generate call: the mode from now on."""
+    return target_pb2.GenerateRequest(control=target_pb2.GenerateControl(mode=_mode(speculate))).SerializeToString()
+
+
+def _mode(speculate: bool) -> common_pb2.Mode.ValueType:
+    return common_pb2.MODE_AUTO if speculate else common_pb2.MODE_PLAIN
+
+
+def decode_start(data: bytes, vocab_size: int, max_context: int) -> Request:
+    """Raises InvalidRequest naming the field."""
+    message = target_pb2.GenerateRequest()
+    try:
+        parse(message, data, "request")
+        require(message.WhichOneof("content") == "start", "request", "the first message of the call must be start")
+        wire = message.start
+        name_of("request_id", wire.request_id)
+        tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
+        speculate = _speculate(wire.mode)
+    except RemoteProtocolError as error:
+        raise InvalidRequest(error.field, error.message) from error
+    top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
+    if not tokens:
+        raise InvalidRequest("tokens", "must hold at least one token")
+    if not 1 <= wire.max_tokens <= INT32_MAX:
+        raise InvalidRequest("max_tokens", "must be at least 1")
+    if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
+        raise InvalidRequest("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
+    sampling = decode_sampling(wire.sampling, vocab_size)
+    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate)
+
+
+def decode_control(data: bytes) -> bool:
+    """Whether the answer may be speculated on from now on. Raises RemoteProtocolError."""
+    message = target_pb2.GenerateRequest()
+    parse(message, data, "control")
+    require(message.WhichOneof("content") == "control", "control", "a later message of the call must be control")
+    return _speculate(message.control.mode)
+
+
+def _speculate(mode: int) -> bool:
+    require(mode in (common_pb2.MODE_AUTO, common_pb2.MODE_PLAIN), "mode", f"unknown mode {mode}")
+    return mode == common_pb2.MODE_AUTO
+
+
+def encode_piece(piece: Piece) -> bytes:
+    return target_pb2.GenerateResponse(
+        tokens=int_bytes(piece.tokens), accepted=piece.accepted, drafted=piece.drafted,
+        logprobs=[target_pb2.TokenLogprobs(
+            logprob=entry.logprob, top_ids=[token for token, _ in entry.top],
+            top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
+        finish_reason=FINISH_NUMBERS[piece.finish], verify_us=microseconds(piece.verify_s),
+        wait_us=microseconds(piece.wait_s), state=STATE_NUMBERS[piece.state], cached_tokens=piece.cached_tokens,
+        queue_us=microseconds(piece.queue_s),
+    ).SerializeToString()
+
+
+def decode_piece(data: bytes) -> Piece:
+    """Raises RemoteProtocolError."""
+    wire = target_pb2.GenerateResponse()
+    parse(wire, data, "piece")
+    tokens = ints_of("tokens", wire.tokens, 0, INT32_MAX, INT32_MAX).tolist()
+    require(wire.accepted <= len(tokens), "accepted", "more than the tokens of the piece")
+    require(len(wire.logprobs) in (0, len(tokens)), "logprobs", "not as many as the tokens")
+    require(wire.finish_reason in FINISHES, "finish_reason", f"unknown reason {wire.finish_reason}")
+    require(wire.state in STATES, "state", f"unknown state {wire.state}")
+    logprobs = tuple(_logprob(entry) for entry in wire.logprobs)
+    return Piece(
+        tuple(tokens), wire.accepted, wire.drafted, logprobs, FINISHES[wire.finish_reason], wire.verify_us / 1e6,
+        wire.wait_us / 1e6, STATES[wire.state], wire.cached_tokens, wire.queue_us / 1e6,
+    )
+
+
+def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
+    require(len(wire.top_ids) == len(wire.top_logprobs), "logprobs", "ids and values differ in number")
+    return TokenLogprob(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
+
+
+def encode_info(info: TargetInfo) -> bytes:
+    drafts = [target_pb2.DraftInfo(address=draft.address, connected=draft.connected, drafter=draft.drafter,
+                                   problem=draft.problem) for draft in info.drafts]
+    return target_pb2.GetInfoResponse(
+        model_id=info.model_id, vocab_size=info.vocab_size, max_context=info.max_context,
+        tokenizer_hash=info.tokenizer_hash, sessions_running=info.sessions_running,
+        sessions_waiting=info.sessions_waiting, slots_total=info.slots_total, slots_free=info.slots_free,
+        draining=info.draining, drafts=drafts,
+    ).SerializeToString()
+
+
+def decode_info(data: bytes) -> TargetInfo:
+    """Raises RemoteProtocolError."""
+    wire = target_pb2.GetInfoResponse()
+    parse(wire, data, "info")
+    require(wire.vocab_size >= 1 and wire.max_context >= 1, "info", "names no vocabulary or context")
+    drafts = tuple(DraftStatus(draft.address, draft.connected, draft.drafter, draft.problem) for draft in wire.drafts)
+    return TargetInfo(
+        wire.model_id, wire.vocab_size, wire.max_context, wire.tokenizer_hash, wire.sessions_running,
+        wire.sessions_waiting, wire.slots_total, wire.slots_free, wire.draining, drafts,
+    )

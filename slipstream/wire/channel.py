@@ -1,0 +1,94 @@
+"""Channels and their options, one table for both ends: message sizes, keepalive, back-off; and the names of methods.
+
+Rules:
+1. Keepalive is set on both ends from the same setting: a peer that vanishes without a word is noticed after
+   ``keepalive_s`` plus half of it (15 s by default), on either end.
+2. A channel takes no proxy from the environment and shares no connection with another channel.
+
+It knows nothing about what is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from grpc import aio
+
+from slipstream.config import WireSection
+from slipstream.wire.tls import TlsFiles, channel_credentials
+
+DRAFT_SERVICE = "slipstream.v1.DraftService"
+TARGET_SERVICE = "slipstream.v1.TargetService"
+INFERENCE_SERVICE = "slipstream.v1.InferenceService"
+
+Options = Sequence[tuple[str, int]]
+
+
+@dataclass(slots=True)
+class WireCounts:
+    """What passed, counted since the start; whoever serves metrics reads it."""
+
+    frames_in: int = 0
+    frames_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    stale_frames: int = 0
+    invalid_items: int = 0
+    reconnects: int = 0
+    overflows: int = 0
+    oversized_items: int = 0
+
+    def sent(self, frame: bytes) -> None:
+        self.frames_out += 1
+        self.bytes_out += len(frame)
+
+    def got(self, frame: bytes) -> None:
+        self.frames_in += 1
+        self.bytes_in += len(frame)
+
+
+def client_options(wire: WireSection) -> Options:
+    return (
+        *_common_options(wire),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", round(wire.connect_backoff_max_s * 1000)),
+    )
+
+
+def server_options(wire: WireSection) -> Options:
+    return (
+        *_common_options(wire),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(wire.keepalive_s * 500)),
+        ("grpc.max_concurrent_streams", 1024),
+        ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share its connections
+    )
+
+
+def _common_options(wire: WireSection) -> Options:
+    return (
+        ("grpc.max_receive_message_length", wire.max_message_bytes),
+        ("grpc.max_send_message_length", wire.max_message_bytes),
+        ("grpc.keepalive_time_ms", round(wire.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(wire.keepalive_s * 500)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    )
+
+
+def open_channel(address: str, wire: WireSection, tls: TlsFiles | None) -> aio.Channel:
+    """A channel to ``address`` (host:port); connects when it is first used. Raises ConfigError for unreadable files."""
+    if tls is None:
+        return aio.insecure_channel(address, options=client_options(wire))
+    return aio.secure_channel(address, channel_credentials(tls), options=client_options(wire))
+
+
+def open_sync_channel(address: str, wire: WireSection, tls: TlsFiles | None) -> grpc.Channel:
+    """The same for programs without asyncio."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=client_options(wire))
+    return grpc.secure_channel(address, channel_credentials(tls), options=client_options(wire))

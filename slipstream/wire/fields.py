@@ -1,0 +1,104 @@
+"""The single fields of wire messages: checked reading, and the parts that several messages share.
+
+Rules:
+1. A check that fails raises RemoteProtocolError naming the field; of a request, InvalidRequest.
+2. Arrays are little-endian and read-only views of the received bytes; lengths are checked before anything is made.
+
+It knows nothing about whole messages or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from slipstream.errors import InvalidRequest, RemoteProtocolError
+from slipstream.messages import FEATURE_DTYPES, Sampling
+from slipstream.tree import Ints
+from slipstream.v1 import common_pb2
+
+INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
+MAX_NAME = 256  # characters of a name, a hash or a reason
+
+DTYPE_NUMBERS = {name: common_pb2.FeatureDtype.Value(f"FEATURE_DTYPE_{name.upper()}") for name in FEATURE_DTYPES}
+DTYPE_NAMES: dict[int, str] = {number: name for name, number in DTYPE_NUMBERS.items()}
+
+
+def parse(message: Message, data: bytes, field: str) -> None:
+    """Fill ``message`` from ``data``; RemoteProtocolError when the bytes are not one."""
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise RemoteProtocolError(field, "not a message of this protocol") from error
+
+
+def require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise RemoteProtocolError(field, message)
+
+
+def within(field: str, value: int, low: int, high: int) -> int:
+    """``value`` if it lies in [low, high], else RemoteProtocolError."""
+    if not low <= value <= high:
+        raise RemoteProtocolError(field, f"{value} is not between {low} and {high}")
+    return value
+
+
+def int_bytes(values: Sequence[int] | Ints) -> bytes:
+    """int32 little-endian."""
+    return np.asarray(values, "<i4").tobytes()
+
+
+def ints_of(field: str, data: bytes, low: int, high: int, max_count: int) -> Ints:
+    """int32 [n], n <= max_count, each in [low, high]; a view of ``data``."""
+    require(len(data) % 4 == 0, field, f"{len(data)} bytes are not whole int32 values")
+    require(len(data) // 4 <= max_count, field, f"{len(data) // 4} values are more than {max_count}")
+    values: Ints = np.frombuffer(data, "<i4")
+    if len(values):
+        within(field, int(values.min()), low, high)
+        within(field, int(values.max()), low, high)
+    return values
+
+
+def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
+    return common_pb2.Sampling(
+        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias],
+        min_tokens=sampling.min_tokens, stop_token_ids=sampling.stop_token_ids, seed=sampling.seed,
+    )
+
+
+def decode_sampling(wire: common_pb2.Sampling, vocab_size: int) -> Sampling:
+    """Raises InvalidRequest naming the field."""
+    require_ids("stop_token_ids", wire.stop_token_ids, vocab_size)
+    require_ids("logit_bias", [entry.token_id for entry in wire.logit_bias], vocab_size)
+    return Sampling(
+        wire.temperature, wire.top_k, wire.top_p, wire.min_p, wire.presence_penalty, wire.frequency_penalty,
+        wire.repetition_penalty, tuple((entry.token_id, entry.bias) for entry in wire.logit_bias), wire.min_tokens,
+        tuple(wire.stop_token_ids), wire.seed,
+    )
+
+
+def require_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not all(0 <= token < vocab_size for token in ids):
+        raise InvalidRequest(field, f"holds a token outside the vocabulary of {vocab_size}")
+
+
+def name_of(field: str, text: str) -> str:
+    require(len(text) <= MAX_NAME, field, f"longer than {MAX_NAME} characters")
+    return text
+
+
+def dtype_of(number: int) -> str:
+    require(number in DTYPE_NAMES, "features.dtype", f"unknown dtype {number}")
+    return DTYPE_NAMES[number]
+
+
+def microseconds(seconds: float) -> int:
+    """uint32, clipped."""
+    return min(max(round(seconds * 1e6), 0), UINT32_MAX)

@@ -1,0 +1,79 @@
+"""The handshake of a draft stream: both hellos to protobuf bytes and back.
+
+Rules:
+1. The protocol version is looked at before anything else, so a peer of another release is refused by that name.
+2. Every number and name is checked against bounds of its own.
+
+It knows nothing about frames or sockets, nor whether target and draft fit together (``session.check_pair``). Format: ``proto/slipstream/v1/draft.proto``.
+"""
+
+from __future__ import annotations
+
+from slipstream.errors import PairingError
+from slipstream.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
+from slipstream.v1 import draft_pb2
+from slipstream.wire.fields import DTYPE_NUMBERS, INT32_MAX, dtype_of, name_of, parse, require, within
+
+MAX_TAPS = 64  # layers that one drafter reads
+
+
+def encode_target_hello(hello: TargetHello) -> bytes:
+    return draft_pb2.ExchangeRequest(hello=draft_pb2.TargetHello(
+        protocol_version=hello.protocol_version, incarnation=hello.incarnation, model_id=hello.model_id,
+        vocab_size=hello.vocab_size, tokenizer_hash=hello.tokenizer_hash, hidden_size=hello.hidden_size,
+        num_layers=hello.num_layers, max_context=hello.max_context,
+    )).SerializeToString()
+
+
+def decode_target_hello(data: bytes) -> TargetHello:
+    """Raises RemoteProtocolError; PairingError for another protocol version."""
+    message = draft_pb2.ExchangeRequest()
+    parse(message, data, "hello")
+    require(message.WhichOneof("content") == "hello", "hello", "the first message of a stream must be the hello")
+    wire = message.hello
+    check_version(wire.protocol_version)
+    return TargetHello(
+        wire.protocol_version, wire.incarnation, name_of("model_id", wire.model_id),
+        within("vocab_size", wire.vocab_size, 1, INT32_MAX), name_of("tokenizer_hash", wire.tokenizer_hash),
+        within("hidden_size", wire.hidden_size, 1, 1 << 20), within("num_layers", wire.num_layers, 1, 1 << 16),
+        within("max_context", wire.max_context, 1, INT32_MAX),
+    )
+
+
+def encode_draft_hello(hello: DraftHello) -> bytes:
+    spec = hello.features
+    features = None if spec is None else draft_pb2.FeatureSpec(
+        layers=spec.layers, width=spec.width, dtype=DTYPE_NUMBERS[spec.dtype])
+    return draft_pb2.ExchangeResponse(hello=draft_pb2.DraftHello(
+        protocol_version=hello.protocol_version, incarnation=hello.incarnation, drafter=hello.drafter,
+        vocab_size=hello.vocab_size, tokenizer_hash=hello.tokenizer_hash, features=features,
+        hidden_size=hello.hidden_size, max_context=min(hello.max_context, INT32_MAX), max_nodes=hello.max_nodes,
+        max_sessions=hello.max_sessions,
+    )).SerializeToString()
+
+
+def decode_draft_hello(data: bytes) -> DraftHello:
+    """Raises RemoteProtocolError; PairingError for another protocol version."""
+    message = draft_pb2.ExchangeResponse()
+    parse(message, data, "hello")
+    require(message.WhichOneof("content") == "hello", "hello", "the first message of a stream must be the hello")
+    wire = message.hello
+    check_version(wire.protocol_version)
+    return DraftHello(
+        wire.protocol_version, wire.incarnation, name_of("drafter", wire.drafter),
+        within("vocab_size", wire.vocab_size, 0, INT32_MAX), name_of("tokenizer_hash", wire.tokenizer_hash),
+        _spec(wire.features) if wire.HasField("features") else None,
+        within("hidden_size", wire.hidden_size, 0, 1 << 20), within("max_context", wire.max_context, 1, INT32_MAX),
+        within("max_nodes", wire.max_nodes, 1, INT32_MAX), within("max_sessions", wire.max_sessions, 1, INT32_MAX),
+    )
+
+
+def check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise PairingError("protocol_version", f"the peer speaks version {version}, this side {PROTOCOL_VERSION}; "
+                                               "run the same release of both services")
+
+
+def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
+    require(1 <= len(wire.layers) <= MAX_TAPS, "features.layers", f"{len(wire.layers)} is not between 1 and {MAX_TAPS}")
+    return FeatureSpec(tuple(wire.layers), within("features.width", wire.width, 1, 1 << 24), dtype_of(wire.dtype))

@@ -1,0 +1,206 @@
+"""Answers: what happens to one answer at each turn of its life, from admission to its last token.
+
+Rules:
+1. Admission takes what the prefix cache holds; release gives back what was computed, so that the next prompt finds it.
+2. A commit goes to its client, its drafter (with its feature rows), its policy and the counters, in one place.
+3. The policy decides how many nodes pay; a drafter that is wanted and not there is looked for at each commit.
+4. Pieces leave in one go when the step is over (``deliver``).
+
+Runs on the engine thread alone. It knows nothing about schedules, batches or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from slipstream.config import PolicySection
+from slipstream.engine.prefix import RadixCache
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.sampling import TokenHistory
+from slipstream.log import logger
+from slipstream.messages import Drop, Growth
+from slipstream.metrics import TargetMetrics
+from slipstream.policy import Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.requests import Finish, Piece, Request
+from slipstream.session import TargetSide
+from target_service.links import DraftPool
+from target_service.running import Running, Sink
+from target_service.step import Verified
+
+Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
+
+
+class Answers:
+    """The life of answers; the worker decides when, this decides what."""
+
+    def __init__(self, runner: ModelRunner, cache: RadixCache | None, pool: DraftPool, config: PolicySection,
+                 costs: StepCosts, metrics: TargetMetrics, dispatch: Dispatch) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._pool = pool
+        self._config = config
+        self._costs = costs
+        self._metrics = metrics
+        self._dispatch = dispatch
+        self._log = logger("target")
+        self._pieces: list[tuple[Sink, Piece | Exception]] = []
+
+    def begin(self, number: int, request: Request, sink: Sink, now_s: float) -> Running:
+        """An answer that waits for its turn."""
+        side = TargetSide(number, request.tokens, len(request.tokens), request.sampling)
+        policy = SpeculationPolicy(self._config, self._costs)
+        if not request.speculate:
+            policy.forbid(now_s)
+        history = TokenHistory(request.tokens) if request.sampling.path_dependent else None
+        return Running(number, request, side, policy, sink, now_s, history)
+
+    def admit(self, running: Running, now_s: float) -> None:
+        """Give it its slots, as far as the prefix cache has them, and a drafter."""
+        running.slots = np.zeros(running.max_len + 1, np.int64)
+        if self._cache is not None:
+            match = self._cache.match(running.side.tokens[:-1])
+            self._cache.lock(match)
+            running.match = match
+            running.take_slots(match.slots)
+            running.borrowed = running.computed
+            if running.first_step_s is None:
+                running.cached_tokens = running.computed
+                self._metrics.prefix_cache(running.computed, running.side.base)
+        self._follow(running, now_s)
+
+    def put_back(self, running: Running) -> None:
+        """Take its slots away; it will be computed again from its tokens."""
+        self._pool.detach(running)
+        self._return_slots(running)
+        self._log.debug("put back", session=running.number)
+
+    def release(self, running: Running) -> None:
+        """It is over: its drafter is told, its KV goes to the prefix cache."""
+        self._pool.close(running)
+        self._return_slots(running)
+
+    def fail(self, running: Running, error: Exception) -> None:
+        """It cannot go on."""
+        self.release(running)
+        self._pieces.append((running.sink, error))
+
+    def nodes(self, running: Running, others: int, now_s: float) -> int:
+        """Rows to verify for it now, root included."""
+        if len(running.side.tree) == 1:
+            return 1
+        return 1 + min(len(running.side.tree) - 1, running.policy.budget(now_s, others))
+
+    def prefilled(self, running: Running, started_s: float) -> None:
+        """A chunk of its prompt is computed."""
+        running.first_step_s = running.first_step_s or started_s
+        self._pool.send_features(running)
+
+    def heard(self, running: Running, message: Growth | Drop, now_s: float) -> None:
+        """Its drafter sent something. Raises RemoteProtocolError for what cannot be."""
+        self._pool.received(running, message, now_s)
+        if isinstance(message, Drop):
+            self.drafter_lost(running, "overload" if message.reason == "capacity" else "draft_unavailable", now_s)
+            if now_s >= running.retry_at_s:
+                running.policy.drafter_ready(now_s)
+
+    def drafter_lost(self, running: Running, reason: str, now_s: float) -> None:
+        """Nobody follows it any more, through no wish of ours."""
+        if running.link is not None:
+            running.link = None
+            running.side.lost()
+        self._note(running, running.policy.drafter_lost(now_s, reason))
+
+    def switch(self, running: Running, allowed: bool, now_s: float) -> None:
+        """Its client (or the router's policy) allows or forbids speculation from now on."""
+        if allowed:
+            self._note(running, running.policy.allow(now_s))
+        else:
+            self._note(running, running.policy.forbid(now_s))
+            self._pool.detach(running)
+
+    def commit(self, verified: Verified, started_s: float, step_s: float, batch: int) -> bool:
+        """Make the verdict part of the answer. Returns whether the answer is over."""
+        running, now_s = verified.running, started_s + step_s
+        tokens, finish = self._cut(running, verified.verdict.tokens)
+        running.first_step_s = running.first_step_s or started_s
+        first = running.side.num_output == 0
+        drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
+        waited_s = self._waited(running, started_s)
+        self._observe(running, verified, accepted, waited_s, step_s, now_s)
+        self._metrics.round(drafted=drafted, accepted=accepted, emitted=len(tokens), wait_s=waited_s, batch=batch)
+        piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
+                      running.policy.mode.value)
+        if first:
+            piece = replace(piece, cached_tokens=running.cached_tokens,
+                            queue_s=max(0.0, running.first_step_s - running.arrived_s))
+        self._pieces.append((running.sink, piece))
+        if running.history is not None:
+            running.history.append(tokens)
+        if finish:
+            running.side.commit(tokens)
+            return True
+        wanted = running.policy.budget(now_s, batch - 1) if running.policy.wants_drafts(now_s) else 0
+        self._pool.commit(running, tokens, drafted, wanted)
+        running.committed_s, running.heard_s = now_s, None
+        running.wait_until_s = now_s + running.policy.deadline_s()
+        self._follow(running, now_s)
+        return False
+
+    def deliver(self) -> None:
+        """Hand the pieces of the step to their readers."""
+        if self._pieces:
+            self._dispatch(self._pieces)
+            self._pieces = []
+
+    def _follow(self, running: Running, now_s: float) -> None:
+        # Shadow keeps its drafter informed; plain opens no traffic at all.
+        wants = running.policy.wants_drafts(now_s)
+        if running.link is not None and running.policy.mode.value == "plain" and not wants:
+            self._pool.detach(running)
+        elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
+            running.committed_s, running.heard_s = now_s, None
+            running.wait_until_s = now_s + running.policy.deadline_s()
+
+    def _cut(self, running: Running, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
+        stops = running.request.sampling.stop_token_ids
+        room = running.request.max_tokens - running.side.num_output
+        for count, token in enumerate(tokens[:room], start=1):
+            if token in stops:
+                return tokens[:count], "stop"
+        return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
+
+    def _waited(self, running: Running, started_s: float) -> float:
+        if running.link is None or running.side.num_output == 0:
+            return 0.0
+        answered_s = running.heard_s if running.heard_s is not None else min(started_s, running.wait_until_s)
+        return max(0.0, answered_s - running.committed_s)
+
+    def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step_s: float,
+                 now_s: float) -> None:
+        depths = verified.tree.depths()
+        followed = running.link is not None and running.policy.wants_drafts(now_s)
+        round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(depths[-1:].max(initial=0)),
+                       verify_s=step_s, wait_s=waited_s, rows=len(verified.tree),
+                       late=followed and not running.side.heard)
+        self._note(running, running.policy.observe(now_s, round_))
+
+    def _note(self, running: Running, transition: Transition | None) -> None:
+        if transition is None:
+            return
+        self._metrics.transition(transition.before.value, transition.after.value, transition.reason)
+        self._log.info("mode", session=running.number, before=transition.before.value, after=transition.after.value,
+                       reason=transition.reason, gain=round(transition.gain, 3))
+
+    def _return_slots(self, running: Running) -> None:
+        computed, borrowed = running.computed, running.borrowed
+        if self._cache is None:
+            self._runner.slots.free(running.slots[borrowed:computed])
+        else:
+            # The cache takes the whole row: it knows its own part and frees what it has twice.
+            self._cache.insert(running.side.tokens[:computed], running.slots[:computed])
+            if running.match is not None:
+                self._cache.unlock(running.match)
+        running.match, running.computed, running.borrowed = None, 0, 0

@@ -1,0 +1,156 @@
+"""DraftPool: which drafter follows which answer, and what is to be said to each.
+
+Rules:
+1. All of it runs on the engine thread; links tell it of their fate through the worker's inbox.
+2. What one step has to say to a link leaves as one frame, when the step is over (``flush``).
+3. A lost or unwilling drafter costs its answers nothing but speed: they decode alone and ask again later.
+4. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
+
+It knows nothing about what is drafted or how it is verified.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from slipstream.engine.runner import ModelRunner
+from slipstream.log import logger
+from slipstream.messages import Commit, DraftBound, DraftHello, Drop, Features, FeatureSpec, Growth
+from slipstream.metrics import TargetMetrics
+from slipstream.wire.link import Link
+from target_service.features import feature_rows
+from target_service.running import Running
+
+RETRY_S = 1.0  # after a drafter gave a session up for lack of room
+FEATURE_CHUNK = 256  # rows of one Features item: well below the message limit for any known model
+
+
+class DraftPool:
+    """The ready drafts of one target."""
+
+    def __init__(self, runner: ModelRunner, metrics: TargetMetrics) -> None:
+        self._runner = runner
+        self._metrics = metrics
+        self._log = logger("target")
+        self._ready: dict[Link, DraftHello] = {}
+        self._sessions: dict[Link, int] = {}
+        self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
+        self._spec: FeatureSpec | None = None
+
+    @property
+    def any_ready(self) -> bool:
+        return bool(self._ready)
+
+    def link_up(self, link: Link, hello: DraftHello) -> bool:
+        """A drafter is there. Returns whether features have to be stored anew: rows of older tokens are missing then."""
+        spec, retapped = hello.features, False
+        if spec is not None and self._spec is not None and spec != self._spec and self._reads_features():
+            self._log.warning("draft refused", address=link.address, field="features",
+                              found=str(spec.layers), expected=str(self._spec.layers))
+            return False
+        if spec is not None and spec != self._spec:
+            self._runner.set_taps(spec.layers)
+            self._spec, retapped = spec, True
+        self._ready[link] = hello
+        self._sessions[link] = 0
+        self._log.info("draft connected", address=link.address, drafter=hello.drafter)
+        return retapped
+
+    def link_down(self, link: Link, reason: str) -> bool:
+        """A drafter is gone. Returns whether it had been in use."""
+        self._outbox.pop(link, None)
+        self._sessions.pop(link, None)
+        if self._ready.pop(link, None) is None:
+            return False
+        self._metrics.drafter_lost(reason)
+        self._log.warning("draft lost", address=link.address, reason=reason)
+        return True
+
+    def attach(self, running: Running, now_s: float, wanted: int) -> bool:
+        """Let the least busy drafter follow ``running``, if there is one that has room."""
+        open_links = [link for link, hello in self._ready.items() if self._sessions[link] < hello.max_sessions]
+        if not open_links or now_s < running.retry_at_s:
+            return False
+        link = min(open_links, key=lambda candidate: self._sessions[candidate])
+        hello = self._ready[link]
+        running.link = link
+        self._sessions[link] += 1
+        self._outbox[link].append(running.side.attach(wanted))
+        running.features_sent = max(running.features_from, running.side.base - hello.max_context)
+        self.send_features(running)
+        return True
+
+    def detach(self, running: Running) -> None:
+        """Nobody follows ``running`` any more; its drafter, if it had one, is told."""
+        link, running.link = running.link, None
+        message = running.side.detach()
+        if link in self._ready:
+            self._sessions[link] -= 1
+            if message is not None:
+                self._outbox[link].append(message)
+
+    def close(self, running: Running) -> None:
+        """The answer is over."""
+        link, running.link = running.link, None
+        message = running.side.close()
+        if link in self._ready:
+            self._sessions[link] -= 1
+            if message is not None:
+                self._outbox[link].append(message)
+
+    def send_features(self, running: Running) -> None:
+        """Hand over the rows of the prompt that have been computed since the last time."""
+        spec = self._spec_of(running)
+        if spec is None or running.link is None:
+            return
+        while running.features_sent < running.computed:
+            stop = min(running.computed, running.features_sent + FEATURE_CHUNK)
+            self._outbox[running.link].append(self._features(running, spec, running.features_sent, stop))
+            running.features_sent = stop
+
+    def commit(self, running: Running, tokens: tuple[int, ...], drafted: int, wanted: int) -> None:
+        """Commit ``tokens``, whose predecessors' KV (and rows) are computed, and tell the drafter."""
+        spec, features = self._spec_of(running), None
+        if spec is not None:
+            features = self._features(running, spec, running.computed - len(tokens), running.computed)
+            running.features_sent = running.computed
+        message: Commit | None = running.side.commit(tokens, features, drafted, wanted)
+        if message is not None and running.link in self._ready:
+            self._outbox[running.link].append(message)
+
+    def received(self, running: Running, message: Growth | Drop, now_s: float) -> None:
+        """Take what a drafter sent for ``running``. Raises RemoteProtocolError for what cannot be."""
+        joined = running.side.receive(message)
+        if isinstance(message, Drop):
+            self._log.debug("drafter gave up", session=running.number, reason=message.reason)
+            if running.link in self._sessions:
+                self._sessions[running.link] -= 1
+            running.link = None
+            if message.reason in ("capacity", "draining", "failed", "invalid"):
+                running.retry_at_s = now_s + RETRY_S
+        elif joined < 0:
+            self._metrics.round_outcome("discarded_stale")
+        elif running.heard_s is None and running.side.heard:
+            running.heard_s = now_s
+
+    def flush(self) -> None:
+        """Send what the step had to say."""
+        for link, items in self._outbox.items():
+            if items:
+                link.send(items)
+        self._outbox.clear()
+
+    def links(self) -> Iterable[Link]:
+        return self._ready
+
+    def _reads_features(self) -> bool:
+        return any(hello.features is not None for hello in self._ready.values())
+
+    def _spec_of(self, running: Running) -> FeatureSpec | None:
+        hello = self._ready.get(running.link) if running.link is not None else None
+        return hello.features if hello is not None else None
+
+    def _features(self, running: Running, spec: FeatureSpec, start: int, stop: int) -> Features:
+        rows = self._runner.features(running.slots[start:stop])
+        return Features(running.number, start, feature_rows(rows, spec.dtype), stop - start, spec.dtype)

@@ -1,0 +1,76 @@
+"""Running: all that the target holds for one answer while it is being made.
+
+Rules:
+1. ``slots[:computed]`` are the KV slots of committed tokens 0 … computed - 1, one each. While decoding, ``computed`` is
+   ``base - 1``: the newest committed token is the root of the tree and has no KV yet.
+2. The first ``borrowed`` of them belong to the prefix cache, the rest to this answer.
+3. Only the engine thread touches it.
+
+It knows nothing about the schedule, the links or the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.engine.prefix import Match
+from slipstream.engine.sampling import TokenHistory
+from slipstream.policy import SpeculationPolicy
+from slipstream.requests import Piece, Request
+from slipstream.session import TargetSide
+from slipstream.wire.link import Link
+
+Sink = Callable[[Piece | Exception], None]
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One answer in the making. ``sink`` takes its pieces, or the error that ends it."""
+
+    number: int
+    request: Request
+    side: TargetSide
+    policy: SpeculationPolicy
+    sink: Sink
+    arrived_s: float
+    history: TokenHistory | None
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    computed: int = 0
+    borrowed: int = 0
+    match: Match | None = None
+    cached_tokens: int = 0
+    link: Link | None = None
+    retry_at_s: float = 0.0  # no drafter is asked again before
+    committed_s: float = 0.0  # when the newest token was committed
+    heard_s: float | None = None  # when the drafter answered for it
+    wait_until_s: float = 0.0  # the deadline of the drafter's answer
+    features_from: int = 0  # rows of earlier positions were never stored
+    features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
+    first_step_s: float | None = None
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < self.side.base - 1
+
+    @property
+    def num_prefill(self) -> int:
+        """Committed tokens whose KV is missing, the root not counted."""
+        return self.side.base - 1 - self.computed
+
+    @property
+    def max_len(self) -> int:
+        return len(self.request.tokens) + self.request.max_tokens
+
+    def waits(self, now_s: float) -> bool:
+        """Whether the step should leave it out for a while, because growth may still come in time."""
+        return (self.link is not None and not self.side.heard and len(self.side.tree) == 1
+                and now_s < self.wait_until_s and self.policy.wants_drafts(now_s))
+
+    def take_slots(self, slots: NDArray[np.int64]) -> None:
+        """``slots`` hold the KV of the committed tokens that follow."""
+        self.slots[self.computed : self.computed + len(slots)] = slots
+        self.computed += len(slots)

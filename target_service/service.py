@@ -1,0 +1,157 @@
+"""TargetService: the asyncio face of the engine thread. Implements ``requests.Backend``.
+
+Rules:
+1. A request is checked whole before anything is taken for it; what cannot ever fit is refused at once, by field.
+2. An answer that its reader leaves (``aclose``, cancellation) is cancelled within one step.
+3. While draining, new requests are refused and running ones finish.
+
+It knows nothing about gRPC or HTTP; ``wire.target`` serves it to the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from slipstream.config import TargetSection
+from slipstream.errors import CapacityError, Draining, InvalidRequest
+from slipstream.requests import DraftStatus, Piece, Request, TargetInfo
+from slipstream.tree import MAX_NODES
+from target_service.running import Running, Sink
+from target_service.worker import TargetWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served: facts about the model and the room."""
+
+    model_id: str
+    vocab_size: int
+    max_context: int
+    tokenizer_hash: str
+    num_slots: int
+
+
+class LoopDispatch:
+    """Carries pieces from the engine thread to the event loop, one call a step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_hand_over, pieces)
+
+
+class TargetAnswer:
+    """One running answer as its reader sees it. Implements ``requests.Answer``."""
+
+    def __init__(self, worker: TargetWorker, clock: Callable[[], float]) -> None:
+        self._worker = worker
+        self._clock = clock
+        self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._running: Running | None = None
+        self._over = False
+
+    def start(self, number: int, request: Request) -> None:
+        running = self._worker.answers.begin(number, request, self._pieces.put_nowait, self._clock())
+        self._running = running
+        self._worker.post(lambda: self._worker.enqueue(running))
+
+    def set_speculation(self, allowed: bool) -> None:
+        running = self._running
+        if running is None or self._over:
+            return
+        self._worker.post(lambda: self._worker.switch(running, allowed))
+
+    async def aclose(self) -> None:
+        running = self._running
+        if running is None or self._over:
+            return
+        self._over = True
+        self._worker.post(lambda: self._worker.cancel(running))
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        try:
+            while not self._over:
+                piece = await self._pieces.get()
+                if isinstance(piece, Exception):
+                    self._over = True
+                    raise piece
+                if piece.finish:
+                    self._over = True
+                yield piece
+        finally:
+            await self.aclose()
+
+
+class TargetService:
+    """Takes requests for one target."""
+
+    def __init__(self, worker: TargetWorker, served: Served, config: TargetSection,
+                 drafts: Callable[[], Sequence[DraftStatus]], clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker = worker
+        self._served = served
+        self._config = config
+        self._drafts = drafts
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._draining = False
+
+    def submit(self, request: Request) -> TargetAnswer:
+        """Begin an answer. Raises InvalidRequest, CapacityError or Draining."""
+        if self._draining:
+            raise Draining("the target is shutting down; another one will take the request")
+        self._check(request)
+        if self._worker.num_waiting > self._config.max_waiting:
+            raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
+        answer = TargetAnswer(self._worker, self._clock)
+        answer.start(next(self._numbers), request)
+        return answer
+
+    async def info(self) -> TargetInfo:
+        served, worker = self._served, self._worker
+        return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
+                          worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
+                          self._draining, tuple(self._drafts()))
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuse new requests and wait for the running ones. Returns whether all of them finished in time."""
+        self._draining = True
+        deadline_s = self._clock() + grace_s
+        while self._worker.num_running or self._worker.num_waiting:
+            if self._clock() > deadline_s:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    def _check(self, request: Request) -> None:
+        served = self._served
+        tokens, room = request.tokens, min(served.max_context, served.num_slots - MAX_NODES)
+        bias_ids = [token for token, _ in request.sampling.logit_bias]
+        checks = (
+            ("prompt", len(tokens) > 0, "is empty", "invalid_value"),
+            ("prompt", all(0 <= token < served.vocab_size for token in tokens),
+             f"has a token outside the vocabulary of {served.vocab_size}", "invalid_value"),
+            ("max_tokens", request.max_tokens >= 1, "must be at least 1", "invalid_value"),
+            ("prompt", len(tokens) < room, f"has {len(tokens)} tokens; at most {room - 1} fit",
+             "context_length_exceeded"),
+            ("max_tokens", len(tokens) + request.max_tokens <= room,
+             f"{request.max_tokens} and a prompt of {len(tokens)} exceed the {room} tokens that fit",
+             "context_length_exceeded"),
+            ("logit_bias", all(0 <= token < served.vocab_size for token in bias_ids),
+             "names a token outside the vocabulary", "invalid_value"),
+            ("top_logprobs", request.top_logprobs is None or 0 <= request.top_logprobs <= 20,
+             "must be between 0 and 20", "invalid_value"),
+        )
+        for field, holds, message, code in checks:
+            if not holds:
+                raise InvalidRequest(field, message, code)
+
+
+def _hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+    for sink, piece in pieces:
+        sink(piece)

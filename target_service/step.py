@@ -1,0 +1,97 @@
+"""One step of the target on the device: prompt chunks and trees in, verdicts out.
+
+Rules:
+1. One forward for everything. Plain decoding is a tree with one node, in the same batch as all others.
+2. Tree nodes take any free slots. After the walk the accepted nodes' slots are the answer's, the rest are freed: no KV is
+   copied.
+3. The choice at a node depends on that node's own path alone: penalties, min_tokens and noise follow the path.
+
+It knows nothing about drafters, schedules or clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.sampling import ChoiceRows, choose, logprobs
+from slipstream.requests import TokenLogprob
+from slipstream.tree import DraftTree
+from slipstream.verify import Verdict, walk
+from target_service.running import Running
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What one answer got out of a step."""
+
+    running: Running
+    tree: DraftTree
+    verdict: Verdict
+    logprobs: tuple[TokenLogprob, ...]
+
+
+def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
+             trees: Sequence[tuple[Running, DraftTree]]) -> list[Verified]:
+    """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
+
+    Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
+    """
+    builder = BatchBuilder()
+    for running, rows in prefill:
+        _add_prefill(builder, runner, running, rows)
+    node_slots, sessions, first = [], [], 0
+    for running, tree in trees:
+        slots = runner.slots.alloc(len(tree))
+        node_slots.append(slots)
+        _add_tree(builder, running, tree, slots)
+        sessions.append(_choice_rows(running, tree, first))
+        first += len(tree)
+    try:
+        logits = runner.forward(builder.build(runner.device))
+        choices = choose(logits, sessions) if sessions else []
+    except Exception:
+        for slots in node_slots:  # nobody owns them yet
+            runner.slots.free(slots)
+        raise
+    results = []
+    for (running, tree), slots, rows in zip(trees, node_slots, sessions, strict=True):
+        verdict = walk(tree, choices[rows.rows.start : rows.rows.stop])
+        path = np.array(verdict.path)
+        running.take_slots(slots[path])
+        runner.slots.free(np.delete(slots, path))
+        wanted = running.request.top_logprobs
+        probabilities: tuple[TokenLogprob, ...] = ()
+        if wanted is not None:
+            probabilities = tuple(logprobs(logits[rows.rows.start + path], verdict.tokens, wanted))
+        results.append(Verified(running, tree, verdict, probabilities))
+    return results
+
+
+def _add_prefill(builder: BatchBuilder, runner: ModelRunner, running: Running, rows: int) -> None:
+    start = running.computed
+    slots = runner.slots.alloc(rows)
+    builder.add(running.side.tokens[start : start + rows], range(start, start + rows), slots.tolist(),
+                running.slots[:start], logits="none")
+    running.take_slots(slots)
+
+
+def _add_tree(builder: BatchBuilder, running: Running, tree: DraftTree, slots: np.ndarray) -> None:
+    positions = (tree.base - 1 + tree.depths()).tolist()
+    plain = len(tree) == 1
+    builder.add(tree.tokens.tolist(), positions, slots.tolist(), running.slots[: running.computed],
+                words=None if plain else tree.ancestor_words().tolist(), mask_len=0 if plain else len(tree))
+
+
+def _choice_rows(running: Running, tree: DraftTree, first: int) -> ChoiceRows:
+    depths = tree.depths()
+    sampling = running.request.sampling
+    # Paths cost Python time; only penalties look at them.
+    paths = [tree.tokens[tree.path(node)[1:]].tolist() for node in range(len(tree))] if sampling.path_dependent else (
+        [[]] * len(tree))
+    return ChoiceRows(sampling, range(first, first + len(tree)), (tree.base + depths).tolist(),
+                      (running.side.num_output + depths).tolist(), running.history, paths)

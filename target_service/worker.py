@@ -1,0 +1,259 @@
+"""TargetWorker: the engine thread of the target service. It owns every answer from its request to its last token.
+
+Rules:
+1. One thread mutates answers, slots, trees and policies; the outside only enqueues.
+2. A turn: take everything that waits in the inbox, decide (``scheduler``), make room, run one step, commit its verdicts.
+3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
+4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
+
+It knows nothing about text, HTTP or how frames travel.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from slipstream.config import TargetSection
+from slipstream.engine.prefix import RadixCache
+from slipstream.engine.runner import ModelRunner
+from slipstream.errors import RemoteProtocolError
+from slipstream.log import logger
+from slipstream.messages import DraftHello, TargetBound
+from slipstream.metrics import TargetMetrics
+from slipstream.policy import StepCosts
+from slipstream.wire.link import Link
+from target_service.answers import Answers, Dispatch
+from target_service.links import DraftPool
+from target_service.running import Running
+from target_service.scheduler import Decision, Facts, Limits, decide
+from target_service.step import run_step
+
+Event = Callable[[], None]
+
+
+class TargetWorker:
+    """Turns requests into answers. Implements ``wire.link.LinkEvents``; requests come through ``Answers``."""
+
+    def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
+                 dispatch: Dispatch, clock: Callable[[], float] = time.monotonic) -> None:
+        self._runner = runner
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._log = logger("target")
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._cache = RadixCache(runner.slots) if config.prefix_cache else None
+        self.pool = DraftPool(runner, metrics)
+        self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
+        self._limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []  # in order of arrival
+        self._costs = costs
+        self._thread = threading.Thread(target=self._run, name="target-worker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the turn it is in; what still runs is left where it is."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a new answer could have: free ones and those that the prefix cache would give up."""
+        return self._runner.slots.num_free + (self._cache.num_evictable if self._cache else 0)
+
+    def post(self, event: Event) -> None:
+        """Let the engine thread do ``event`` before its next step. From any thread."""
+        self._inbox.put(event)
+
+    def enqueue(self, running: Running) -> None:
+        """On the engine thread: a request has come."""
+        self._waiting.append(running)
+
+    def cancel(self, running: Running) -> None:
+        """On the engine thread: nobody wants this answer any more."""
+        if running in self._waiting:
+            self._waiting.remove(running)
+        elif running in self._running:
+            self._running.remove(running)
+            self.answers.release(running)
+
+    def switch(self, running: Running, allowed: bool) -> None:
+        """On the engine thread: whoever asked for the answer allows or forbids speculation from now on."""
+        self.answers.switch(running, allowed, self._clock())
+
+    def check(self) -> Future[None]:
+        """Prove, between two turns, that every slot is free or owned once. The future raises AssertionError if not."""
+        result: Future[None] = Future()
+
+        def prove() -> None:
+            try:
+                owned = [running.slots[running.borrowed : running.computed] for running in self._running]
+                self._runner.slots.check([*owned, *(self._cache.owned() if self._cache else ())])
+                result.set_result(None)
+            except AssertionError as error:
+                result.set_exception(error)
+
+        self.post(prove)
+        return result
+
+    def link_up(self, link: Link, hello: DraftHello) -> None:
+        def event() -> None:
+            if self.pool.link_up(link, hello):
+                self._forget_features()
+            for running in self._everyone():
+                running.policy.drafter_ready(self._clock())
+
+        self.post(event)
+
+    def link_down(self, link: Link, reason: str) -> None:
+        def event() -> None:
+            self.pool.link_down(link, reason)
+            for running in self._everyone():
+                if running.link is link:
+                    self.answers.drafter_lost(running, "draft_unavailable", self._clock())
+
+        self.post(event)
+
+    def received(self, link: Link, items: Sequence[TargetBound],
+                 faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        self.post(lambda: self._take(link, items, faults))
+
+    def _take(self, link: Link, items: Sequence[TargetBound],
+              faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        followed = {running.number: running for running in self._everyone() if running.link is link}
+        for session, error in faults:
+            self._refuse(followed.get(session), error)
+        for item in items:
+            running = followed.get(item.session)
+            if running is None:
+                self._metrics.round_outcome("discarded_stale")
+                continue
+            try:
+                self.answers.heard(running, item, self._clock())
+            except RemoteProtocolError as error:
+                self._refuse(running, error)
+
+    def _refuse(self, running: Running | None, error: RemoteProtocolError) -> None:
+        self._metrics.round_outcome("rejected_invalid")
+        if running is not None:
+            self._log.warning("invalid growth", session=running.number, field=error.field)
+            self.pool.detach(running)
+            self.answers.drafter_lost(running, "incompatible", self._clock())
+
+    def _everyone(self) -> list[Running]:
+        return [*self._running, *self._waiting]
+
+    def _forget_features(self) -> None:
+        # The feature store was laid out anew: rows of tokens computed before it are not there.
+        if self._cache is not None:
+            self._cache.clear()
+        for running in self._everyone():
+            running.features_from = running.computed
+
+    def _run(self) -> None:
+        wait_s: float | None = None
+        while self._drain(wait_s):
+            wait_s = self.turn()
+
+    def _drain(self, wait_s: float | None) -> bool:
+        """Do what waits in the inbox; with nothing there, wait (None: for ever). Returns False when told to stop."""
+        try:
+            event = self._inbox.get(block=wait_s != 0.0, timeout=wait_s)
+            while event is not None:
+                event()
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def turn(self) -> float | None:
+        """Decide and act once. Returns how long there is nothing to do: 0.0 for go on, None for until something comes."""
+        now_s = self._clock()
+        decision = self._decide(now_s)
+        if decision.empty:
+            self.pool.flush()
+            deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
+            return max(1e-4, min(deadlines) - now_s) if deadlines else None
+        self._act(decision)
+        self.pool.flush()
+        self.answers.deliver()
+        self._metrics.load(len(self._running), len(self._waiting), self._runner.slots.num_free)
+        return 0.0
+
+    def _decide(self, now_s: float) -> Decision:
+        # What the others cost depends here on how many they are, not on the nodes they will get: one look is enough.
+        others = max(0, sum(not running.prefilling for running in self._running) - 1)
+        running = [self._facts(running, others, now_s) for running in self._running]
+        waiting = [Facts(r.number, 0, r.side.base - 1, 1, False) for r in self._waiting]
+        return decide(running, waiting, self.num_free_slots, self._limits)
+
+    def _facts(self, running: Running, others: int, now_s: float) -> Facts:
+        held = running.computed - running.borrowed
+        if running.prefilling:
+            return Facts(running.number, held, running.num_prefill, 1, False)
+        if running.waits(now_s):
+            return Facts(running.number, held, 0, 1, True)
+        return Facts(running.number, held, 0, self.answers.nodes(running, others, now_s), False)
+
+    def _act(self, decision: Decision) -> None:
+        for number in decision.put_back:
+            running = next(r for r in self._running if r.number == number)
+            self._running.remove(running)
+            self.answers.put_back(running)
+            self._waiting.appendleft(running)
+            self._metrics.preempted()
+        for number in decision.admit:
+            running = next(r for r in self._waiting if r.number == number)
+            self._waiting.remove(running)
+            self.answers.admit(running, self._clock())
+            self._running.append(running)
+        self._running.sort(key=lambda r: r.number)
+        if decision.prefill or decision.verify:
+            self._step(decision)
+
+    def _step(self, decision: Decision) -> None:
+        by_number = {running.number: running for running in self._running}
+        prefill = [(by_number[number], rows) for number, rows in decision.prefill]
+        trees = [(by_number[number], by_number[number].side.tree.best(rows)) for number, rows in decision.verify]
+        rows = sum(rows for _, rows in prefill) + sum(len(tree) for _, tree in trees)
+        self._make_room(rows)
+        started_s = self._clock()
+        try:
+            results = run_step(self._runner, prefill, trees)
+        except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
+            self._log.exception("step failed", rows=rows)
+            for running in [r for r, _ in prefill] + [r for r, _ in trees]:
+                self._running.remove(running)
+                self.answers.fail(running, error)
+            return
+        step_s = self._clock() - started_s
+        self._costs.observe(rows, step_s)
+        self._metrics.step(step_s, rows)
+        for running, _ in prefill:
+            self.answers.prefilled(running, started_s)
+        for verified in results:
+            if self.answers.commit(verified, started_s, step_s, len(trees)):
+                self._running.remove(verified.running)
+                self.answers.release(verified.running)
+
+    def _make_room(self, rows: int) -> None:
+        short = rows - self._runner.slots.num_free
+        if short > 0 and self._cache is not None:
+            self._cache.evict(short)

@@ -1,0 +1,155 @@
+"""The n-gram drafter: what it proposes, in which order, and that its index forgets without losing its way."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from slipstream.config import NgramSection
+from slipstream.drafters.ngram import NgramDrafter, SuffixIndex
+from slipstream.messages import Commit, Growth, Open, Sampling
+from tests.growth_rules import GrowthLedger
+
+
+def opened(tokens: list[int], **knobs: object) -> NgramDrafter:
+    drafter = NgramDrafter(NgramSection.model_validate(knobs), max_sessions=2)
+    assert drafter.open([Open(7, np.array(tokens, np.int32), 1, Sampling())]) == []
+    return drafter
+
+
+def paths(growth: Growth) -> set[tuple[int, ...]]:
+    """Token paths from the root, one for each node."""
+    found: dict[int, tuple[int, ...]] = {-growth.base: ()}
+    for node, parent, token in zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), strict=True):
+        found[node] = (*found[parent], token)
+    return set(found.values()) - {()}
+
+
+def test_continues_the_longest_match() -> None:
+    drafter = opened([1, 2, 3, 4, 5, 6, 9, 2, 3, 8, 8, 1, 2, 3])
+    (growth,) = drafter.grow([7], [4])
+    assert (4,) in paths(growth) and (4, 5) in paths(growth)  # 1 2 3 beats the newer 2 3
+    assert growth.tokens[0] == 4
+
+
+def test_shorter_matches_are_merged_in_as_siblings() -> None:
+    drafter = opened([1, 2, 3, 4, 5, 6, 9, 2, 3, 8, 8, 1, 2, 3])
+    (growth,) = drafter.grow([7], [12])
+    assert {(4,), (8,)} <= paths(growth)
+
+
+def test_nothing_matches_nothing_grows() -> None:
+    drafter = opened([1, 2, 3, 4])
+    (growth,) = drafter.grow([7], [8])
+    assert len(growth.ids) == 0 and growth.base == 4
+
+
+def test_a_match_below_min_match_proposes_nothing() -> None:
+    assert len(opened([5, 1, 6, 7, 1], min_match=2).grow([7], [8])[0].ids) == 0
+    assert len(opened([5, 1, 6, 7, 1], min_match=1).grow([7], [1])[0].ids) == 1
+
+
+def test_newest_first_or_most_frequent_first() -> None:
+    text = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2]
+    newest = opened(text, match_type="BFS", max_trie_depth=2).grow([7], [1])[0]
+    frequent = opened(text, match_type="PROB", max_trie_depth=2).grow([7], [1])[0]
+    assert newest.tokens.tolist() == [4] and frequent.tokens.tolist() == [3]
+
+
+def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
+    (growth,) = opened([1, 2, 3, 1, 2, 3, 1]).grow([7], [63])
+    assert (2, 3, 1, 2, 3, 1, 2) in paths(growth)
+
+
+def test_breadth_and_depth_are_bounded() -> None:
+    text = [t for n in range(10) for t in (1, 2, 10 + n)] + [1, 2]
+    knobs = {"max_bfs_breadth": 3, "max_trie_depth": 4}
+    (growth,) = opened(text, **knobs).grow([7], [63])
+    assert sum(len(path) == 1 for path in paths(growth)) == 3
+    assert max(len(path) for path in paths(growth)) <= 4
+
+
+def test_a_second_grow_adds_only_further_nodes() -> None:
+    text = [1, 2, 3, 0, 1, 2, 3, 5, 1, 2, 4, 0, 1, 2]
+    whole = paths(opened(text).grow([7], [20])[0])
+    drafter, ledger = opened(text), GrowthLedger(text)
+    for budget in (3, 0, 1, 16):
+        ledger.take(drafter.grow([7], [budget])[0], budget, vocab_size=6)
+    assert len(ledger.scores) - 1 == len(whole) == 20
+
+
+def test_a_commit_starts_a_new_tree_and_ids_go_on() -> None:
+    drafter, ledger = opened([1, 2, 3, 1, 2]), GrowthLedger([1, 2, 3, 1, 2])
+    ledger.take(drafter.grow([7], [4])[0], 4, vocab_size=4)
+    drafter.commit([Commit(7, 5, np.array([3, 1], np.int32))])
+    ledger.commit([3, 1])
+    (growth,) = drafter.grow([7], [4])
+    ledger.take(growth, 4, vocab_size=4)
+    assert growth.parents[0] == -7 and growth.tokens[0] == 2
+
+
+def test_room_and_strangers() -> None:
+    drafter = opened([1, 2, 1, 2])
+    opens = [Open(n, np.array([1, 2], np.int32), 1, Sampling()) for n in (7, 8, 9)]
+    assert drafter.open(opens) == [9]
+    assert drafter.grow([9, 1], [4, 4]) == []
+    drafter.close([7, 55])
+    assert drafter.open([opens[2]]) == []
+
+
+def test_opening_again_forgets_the_text_but_not_the_ids() -> None:
+    drafter = opened([1, 2, 1, 2])
+    first = drafter.grow([7], [2])[0]
+    drafter.open([Open(7, np.array([4, 5, 4, 5], np.int32), 1, Sampling())])
+    second = drafter.grow([7], [2])[0]
+    assert set(second.tokens.tolist()) == {4, 5}
+    assert set(first.ids.tolist()).isdisjoint(second.ids.tolist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_matches_equal_a_naive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    section = NgramSection(max_trie_depth=6, min_match=2)
+    index, text = SuffixIndex(section), []
+    for _ in range(300):
+        token = rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 7])
+        text.append(token)
+        index.extend([token])
+        naive = []
+        for end in range(2, len(text)):
+            length = 0
+            while length < min(6, end) and text[end - 1 - length] == text[-1 - length]:
+                length += 1
+            if length >= 2:
+                naive.append((length, end))
+        found = [tuple(match) for match in index.matches()]
+        if len(naive) <= 16:  # below the bound of a chain the search is complete
+            assert found == sorted(naive, reverse=True), (seed, len(text))
+        assert set(found) <= set(naive), (seed, len(text))
+
+
+def test_capacity_forgets_the_oldest() -> None:
+    section = NgramSection(max_trie_depth=18, capacity=1000)
+    index = SuffixIndex(section)
+    index.extend([1, 2, 3])
+    index.extend([10 + n % 40 for n in range(500)])
+    assert len(index.tokens) <= 2 * (1000 // 18) + 500 and index.tokens[0] != 1
+    index.extend([1, 2])
+    assert index.matches() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_random_sessions_obey_the_rules(seed: int, match_type: str) -> None:
+    rng = random.Random(seed)
+    tokens = [rng.randrange(4) for _ in range(20)]
+    drafter, ledger = opened(tokens, match_type=match_type), GrowthLedger(tokens)
+    for _ in range(80):
+        for _ in range(rng.randrange(3)):
+            budget = rng.randrange(70)
+            ledger.take(drafter.grow([7], [budget])[0], budget, vocab_size=4)
+        new = [rng.randrange(4) for _ in range(rng.randint(1, 5))]
+        drafter.commit([Commit(7, len(ledger.tokens), np.array(new, np.int32))])
+        ledger.commit(new)

@@ -1,0 +1,163 @@
+"""The two sides of a session: tables, and any schedule of deliveries, losses and cuts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from slipstream.errors import LocalProtocolError, PairingError, RemoteProtocolError
+from slipstream.messages import PROTOCOL_VERSION, Commit, DraftHello, Drop, FeatureSpec, Growth, Sampling, TargetHello
+from slipstream.session import (
+    DRAFT_TABLE,
+    TARGET_TABLE,
+    DraftEvent,
+    DraftSide,
+    DraftState,
+    TargetEvent,
+    TargetSide,
+    TargetState,
+    check_pair,
+)
+from slipstream.tree import DraftTree
+
+NOT_AFTER_CLOSE = {TargetEvent.ATTACH, TargetEvent.COMMIT}  # ours to send: a bug if it happens
+
+
+def growth(base: int, nodes: list[tuple[int, int, int]], session: int = 1) -> Growth:
+    ids, parents, tokens = (np.array(column, np.int32) for column in zip(*nodes, strict=True))
+    return Growth(session, base, ids, parents, tokens, -np.arange(1, len(nodes) + 1, dtype=np.float32))
+
+
+def side(tokens: list[int] | None = None) -> TargetSide:
+    return TargetSide(1, tokens or [5, 6, 7], 3, Sampling())
+
+
+def test_every_state_and_event_has_a_row() -> None:
+    missing = set(itertools.product(TargetState, TargetEvent)) - set(TARGET_TABLE)
+    assert missing == {(TargetState.CLOSED, event) for event in NOT_AFTER_CLOSE}
+    assert set(itertools.product(DraftState, DraftEvent)) == set(DRAFT_TABLE)
+
+
+def test_committing_after_the_end_is_our_own_bug() -> None:
+    target = side()
+    target.close()
+    with pytest.raises(LocalProtocolError):
+        target.commit([1])
+
+
+def test_growth_that_crosses_a_commit_still_finds_its_parents() -> None:
+    target = side()
+    target.attach()
+    target.receive(growth(3, [(1, -3, 10), (2, 1, 11)]))
+    target.commit([10])  # node 1 is the root now
+    assert target.receive(growth(3, [(3, 2, 12), (4, 1, 13), (5, -3, 14)])) == 2
+    assert sorted(target.tree.tokens.tolist()) == [10, 11, 12, 13], "14 continued a branch that lost"
+    assert not target.heard, "what was drafted for an older base is no answer to this one"
+
+
+def test_growth_drafted_before_several_commits_is_followed_along_the_committed_text() -> None:
+    target = side()
+    target.attach()
+    target.commit([10])
+    target.commit([11])
+    assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 99)])) == 1
+    assert target.tree.tokens.tolist() == [11, 12]
+
+
+def test_growth_of_an_earlier_opening_is_stale() -> None:
+    target = side()
+    target.attach()
+    target.detach()
+    target.commit([10])
+    assert target.receive(growth(3, [(1, -3, 10)])) == -1
+    target.attach()
+    assert target.receive(growth(3, [(1, -3, 10)])) == -1
+
+
+def test_a_drafter_that_claims_to_be_ahead_is_refused() -> None:
+    target = side()
+    target.attach()
+    with pytest.raises(RemoteProtocolError, match=r"growth\.base"):
+        target.receive(growth(4, [(1, -4, 10)]))
+
+
+def test_losing_the_drafter_keeps_its_nodes() -> None:
+    target = side()
+    target.attach()
+    target.receive(growth(3, [(1, -3, 10)]))
+    target.lost()
+    assert target.state is TargetState.ALONE and len(target.tree) == 2
+    assert target.commit([10]) is None, "nobody follows, so nothing is sent"
+
+
+def test_the_draft_side_tells_repeats_and_gaps_from_commits() -> None:
+    draft = DraftSide(1)
+    commit = Commit(1, 3, np.array([10], np.int32))
+    assert draft.receive(commit, 0.0) is DraftEvent.GAP and draft.state is DraftState.ABSENT
+    assert draft.receive(side().attach(), 0.0) is DraftEvent.OPEN and draft.base == 3
+    assert draft.receive(commit, 1.0) is DraftEvent.COMMIT and draft.base == 4
+    assert draft.receive(commit, 2.0) is DraftEvent.REPEAT and draft.base == 4
+    assert draft.receive(Commit(1, 9, np.array([1], np.int32)), 3.0) is DraftEvent.GAP
+    assert draft.state is DraftState.ABSENT and draft.heard_s == 3.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_the_wire_does_the_tree_continues_the_committed_tokens(seed: int) -> None:
+    """Random growth (true guesses, lies, late, twice, reordered) against random commits: every path of the tree is one
+    that the drafter proposed below tokens that were committed, and the root is the newest committed token."""
+    rng = np.random.default_rng(seed)
+    target, proposed, ids, wire = side(), set(), itertools.count(1), []
+    target.attach()
+    names: dict[int, tuple[int, ...]] = {}  # node id -> all tokens up to and with it
+    for _ in range(60):
+        parent, prefix = -target.base, tuple(target.tokens)
+        nodes = []
+        for _ in range(int(rng.integers(1, 5))):
+            node, token = next(ids), int(rng.integers(3))
+            nodes.append((node, parent, token))
+            names[node] = (*prefix, token)
+            proposed.add(names[node])
+            parent, prefix = (node, names[node]) if rng.random() < 0.7 else (-target.base, tuple(target.tokens))
+        wire.append(growth(target.base, nodes))
+        while wire and rng.random() < 0.6:
+            target.receive(wire.pop(int(rng.integers(len(wire)))))
+        if rng.random() < 0.7:
+            target.commit([int(t) for t in rng.integers(3, size=int(rng.integers(1, 4)))])
+        if rng.random() < 0.05:
+            target.receive(Drop(1, "expired"))
+            target.attach()
+            wire.clear()
+        check_tree(target.tree, target.tokens, proposed, seed)
+
+
+def check_tree(tree: DraftTree, tokens: list[int], proposed: set[tuple[int, ...]], seed: int) -> None:
+    assert tree.base == len(tokens) and int(tree.tokens[0]) == tokens[-1], seed
+    assert int(tree.ids[0]) == -tree.base
+    for node in range(1, len(tree)):
+        assert (*tokens, *(int(tree.tokens[n]) for n in tree.path(node)[1:])) in proposed, seed
+
+
+TARGET = TargetHello(PROTOCOL_VERSION, 7, "m", 100, "hash", 32, 4, 64)
+DRAFT = DraftHello(PROTOCOL_VERSION, 7, "ngram", 0, "", None, 0, 64, 16, 8)
+
+
+def test_a_fitting_pair_is_accepted() -> None:
+    check_pair(TARGET, DRAFT)
+
+
+@pytest.mark.parametrize(("field", "change"), [
+    ("protocol_version", {"protocol_version": 99}),
+    ("incarnation", {"incarnation": 8}),
+    ("vocab_size", {"vocab_size": 101}),
+    ("tokenizer_hash", {"tokenizer_hash": "other"}),
+    ("hidden_size", {"hidden_size": 64}),
+    ("features.layers", {"features": FeatureSpec((1, 5), 64)}),
+    ("features.width", {"features": FeatureSpec((1, 2), 32)}),
+])
+def test_a_pair_that_does_not_fit_is_refused_by_name(field: str, change: dict[str, object]) -> None:
+    fields = {name: getattr(DRAFT, name) for name in DRAFT.__slots__} | change
+    with pytest.raises(PairingError) as caught:
+        check_pair(TARGET, DraftHello(**fields))
+    assert caught.value.field == field

@@ -1,0 +1,83 @@
+"""DraftTree against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from trees import random_tree
+
+from slipstream.tree import MAX_NODES, DraftTree
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """Every node as its token path below the root, with its score: what a tree means, whatever its numbering."""
+    return {tuple(int(tree.tokens[n]) for n in tree.path(node)[1:]): float(tree.scores[node])
+            for node in range(len(tree))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ancestor_words_and_depths_equal_the_brute_force_relation(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, int(rng.integers(1, MAX_NODES + 1)))
+    words = tree.ancestor_words()
+    for node in range(len(tree)):
+        path = tree.path(node)
+        assert {j for j in range(len(tree)) if int(words[node]) >> j & 1} == set(path), seed
+        assert tree.depths()[node] == len(path) - 1, seed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rerooting_twice_equals_rerooting_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 40, vocab=3)
+    tokens = [int(t) for t in rng.integers(3, size=4)]
+    once = tree.reroot(tokens)
+    twice = tree.reroot(tokens[:2]).reroot(tokens[2:])
+    assert paths_of(once).keys() == paths_of(twice).keys()
+    assert once.base == twice.base == tree.base + 4
+    assert int(once.ids[0]) == -once.base
+    np.testing.assert_allclose(sorted(once.scores), sorted(twice.scores), atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reroot_keeps_exactly_what_continues_the_committed_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 30, vocab=3)
+    node = int(rng.integers(len(tree)))
+    tokens = [int(tree.tokens[n]) for n in tree.path(node)[1:]] or [99]
+    kept = paths_of(tree.reroot(tokens))
+    expected = {path[len(tokens):] for path in paths_of(tree) if path[: len(tokens)] == tuple(tokens)} or {()}
+    assert kept.keys() == expected, seed
+
+
+def test_reroot_outside_the_tree_is_plain_decoding() -> None:
+    tree = DraftTree.root_only(3, 1).append([1, 2], [-3, 1], [5, 6], [-0.1, -0.2])
+    plain = tree.reroot([7])
+    assert len(plain) == 1 and plain.base == 4 and plain.tokens.tolist() == [7] and plain.ids.tolist() == [-4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_is_connected_and_takes_the_highest_scores(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 50)
+    for size in (1, 2, 7, len(tree)):
+        best = tree.best(size)
+        assert len(best) == min(size, len(tree))
+        assert paths_of(best).items() <= paths_of(tree).items()
+        assert (best.parents[1:] < np.arange(1, len(best))).all() and (best.parents[1:] >= 0).all()
+        np.testing.assert_allclose(np.sort(best.scores), np.sort(tree.scores)[::-1][: len(best)][::-1])
+
+
+def test_append_leaves_out_what_does_not_fit() -> None:
+    tree = DraftTree.root_only(3, 1)
+    tree = tree.append([1, 2, 3, 1, 4, 5], [-3, 1, 77, -3, -3, 1], [10, 11, 12, 13, 10, 14],
+                       [-1.0, -0.5, -1.0, -1.0, -1.0, float("nan")])
+    assert tree.ids.tolist() == [-3, 1, 2, 5], "an unknown parent, a used id and a used sibling's token are left out"
+    assert tree.scores.tolist() == [0.0, -1.0, -1.0, -np.inf], "scores never rise, and nonsense counts as the worst"
+
+
+def test_append_stops_at_the_word_size() -> None:
+    tree = DraftTree.root_only(1, 0)
+    tree = tree.append(range(1, 200), [-1] * 199, range(199), [-1.0] * 199)
+    assert len(tree) == MAX_NODES
+    assert int(tree.ancestor_words()[-1]) == 1 | 1 << 63
