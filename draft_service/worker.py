@@ -3,10 +3,10 @@
 Rules:
 1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
    thread and touches nothing that changes).
-2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each peer
-   with one frame.
-3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it is
-   freed.
+2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each
+   peer with one frame.
+3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it
+   is freed.
 4. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
@@ -39,7 +39,7 @@ from slipstream.messages import (
 )
 from slipstream.metrics import DraftMetrics
 from slipstream.session import DraftEvent, DraftSide, DraftState, check_pair
-from slipstream.wire.server import Peer
+from slipstream.wire.peers import Peer
 
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
@@ -105,11 +105,9 @@ class DraftWorker:
                             self._tokenizer_hash, drafter.features, drafter.hidden_size, drafter.max_context,
                             drafter.max_nodes, drafter.max_sessions)
         check_pair(hello, answer)
-        self._log.info("target connected", peer=peer.name, model=hello.model_id)
         return answer
 
     def peer_down(self, peer: Peer) -> None:
-        self._log.info("target disconnected", peer=peer.name)
         self._inbox.put(lambda round_: self._forget_peer(peer, round_))
 
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
@@ -154,12 +152,13 @@ class DraftWorker:
         round_ = Round()
         for followed in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
             self._drop(followed, DraftEvent.EXPIRE, "expired", round_)
-            self._metrics.session_expired()
+            self._metrics.expired("lease")
         self._drafter.close(round_.closes)
         for peer, items in round_.answers.items():
             peer.send(items)
 
     def _take(self, peer: Peer, items: Sequence[DraftBound], faults: Faults, round_: Round) -> None:
+        self._metrics.invalid_item(len(faults))
         for session, error in faults:
             self._log.warning("invalid message", peer=peer.name, session=session, field=error.field)
             followed = self._sessions.get((peer, session))
@@ -217,7 +216,8 @@ class DraftWorker:
             self._drafter.absorb(round_.features)
         if round_.commits:
             self._drafter.commit(round_.commits)
-            self._metrics.commits_absorbed(len(round_.commits))
+            for commit in round_.commits:
+                self._metrics.committed(len(commit.tokens))
 
     def _grow(self, round_: Round) -> None:
         stale = [f for f in self._sessions.values() if f.stale]
@@ -230,7 +230,7 @@ class DraftWorker:
         growths = self._drafter.grow([f.number for f in wanting],
                                      [min(f.wanted, self._drafter.max_nodes) for f in wanting])
         draft_s = self._clock() - started_s
-        self._metrics.grown(draft_s, sum(len(g.ids) for g in growths))
+        self._metrics.grew(draft_s, sum(len(g.ids) for g in growths))
         for growth in growths:
             followed = self._by_number[growth.session]
             round_.answers[followed.peer].append(replace(growth, session=followed.side.session, draft_s=draft_s))

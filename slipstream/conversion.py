@@ -51,7 +51,7 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of the folder: where it comes from and, for query and key rows, how many heads to put back in order."""
+    """One tensor of the folder and its source; ``interleaved_heads`` of query and key rows are put back in order."""
 
     source: str
     name: str
@@ -94,8 +94,8 @@ def read_dimensions(source: GgufFile) -> Dimensions:
     heads, hidden = size("llama.attention.head_count"), size("llama.embedding_length")
     kv_heads, head_dim = size("llama.attention.head_count_kv"), size("llama.rope.dimension_count")
     if head_dim % 2 or heads % kv_heads or heads * head_dim != hidden:
-        raise ModelError(f"llama.attention.head_count: {heads} heads ({kv_heads} for keys) of {head_dim} do not make up "
-                         f"llama.embedding_length {hidden}")
+        raise ModelError(f"llama.attention.head_count: {heads} heads ({kv_heads} for keys) of {head_dim} do not make "
+                         f"up llama.embedding_length {hidden}")
     return Dimensions(
         layers=size("llama.block_count"), hidden=hidden, ffn=size("llama.feed_forward_length"), heads=heads,
         kv_heads=kv_heads, head_dim=head_dim, vocab=size("llama.vocab_size"), context=size("llama.context_length"),

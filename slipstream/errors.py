@@ -29,6 +29,10 @@ class NotFound(InvalidRequest):
     """A client named something that is not here (a model)."""
 
 
+class TooLarge(InvalidRequest):
+    """A client sent more bytes than the configuration allows."""
+
+
 class CapacityError(SlipstreamError):
     """No room (slots, sessions, queue); ``retry_after_s`` says when to try again, in seconds."""
 
@@ -43,6 +47,10 @@ class Draining(SlipstreamError):
 
 class Unavailable(SlipstreamError):
     """No backend can take the request now."""
+
+
+class DeadlineExceeded(SlipstreamError):
+    """A request took longer than the configuration allows."""
 
 
 class DrafterLost(SlipstreamError):
@@ -77,10 +85,12 @@ class ModelError(SlipstreamError):
 # error -> (gRPC status name, HTTP status, OpenAI error type); the first match in order wins.
 STATUS: tuple[tuple[type[SlipstreamError], str, int, str], ...] = (
     (NotFound, "NOT_FOUND", 404, "invalid_request_error"),
+    (TooLarge, "INVALID_ARGUMENT", 413, "invalid_request_error"),
     (InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error"),
     (CapacityError, "RESOURCE_EXHAUSTED", 429, "overloaded_error"),
     (Draining, "UNAVAILABLE", 503, "service_unavailable"),
     (Unavailable, "UNAVAILABLE", 503, "service_unavailable"),
+    (DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "timeout_error"),
     (DrafterLost, "UNAVAILABLE", 503, "service_unavailable"),
     (PairingError, "FAILED_PRECONDITION", 500, "server_error"),
     (RemoteProtocolError, "INVALID_ARGUMENT", 400, "invalid_request_error"),

@@ -4,15 +4,14 @@ Rules:
 1. Every value is checked for presence, type and size before it is used; a ModelError names the key or the tensor.
 2. A dequantised value is what the format defines: ``scale * quant (+ minimum)`` in float32, nothing rounded further.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of 32 values, Q4_1 as (scale, minimum: float16;
-16 bytes of nibbles, low halves first), Q8_0 as (scale: float16; 32 int8).
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of 32 values, Q4_1 as (scale, minimum:
+float16; 16 bytes of nibbles, low halves first), Q8_0 as (scale: float16; 32 int8).
 
 It knows nothing about models, layers or tokenizers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -74,11 +73,11 @@ KINDS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
 class GgufFile:
     """One open file, memory-mapped. ``tensor_shapes`` holds name -> shape in row-major (numpy) order."""
 
-    __slots__ = ("_fields", "_path", "_tensors", "tensor_shapes")
+    __slots__ = ("_fields", "_name", "_tensors", "tensor_shapes")
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError when ``path`` is not a readable GGUF file."""
-        self._path = path
+        self._name = path.name
         try:
             with path.open("rb") as file:
                 magic = file.read(len(MAGIC))
@@ -96,47 +95,42 @@ class GgufFile:
             name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()
         }
 
-    def sha256(self) -> str:
-        """The digest of the whole file, in hexadecimal."""
-        with self._path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     def value(self, key: str, kind: type[Value]) -> Value:
         """One metadata value. Raises ModelError when it is missing, of another type, or not finite."""
         found = self._contents(key)
         if kind is float and isinstance(found, int) and not isinstance(found, bool):
             found = float(found)
         if type(found) is not kind or (isinstance(found, float) and not math.isfinite(found)):
-            raise ModelError(f"{self._path.name}: {key}: expected {kind.__name__}, found {type(found).__name__}")
+            raise ModelError(f"{self._name}: {key}: expected {kind.__name__}, found {type(found).__name__}")
         return found
 
     def values(self, key: str, kind: type[Value]) -> list[Value]:
         """One metadata array. Raises ModelError like ``value``."""
         found = self._contents(key)
         if not isinstance(found, list) or not all(type(item) is kind for item in found):
-            raise ModelError(f"{self._path.name}: {key}: expected an array of {kind.__name__}")
+            raise ModelError(f"{self._name}: {key}: expected an array of {kind.__name__}")
         return found
 
     def tensor(self, name: str) -> Floats:
         """One tensor, dequantised: float32, of its shape in ``tensor_shapes``. Raises ModelError."""
         if name not in self._tensors:
-            raise ModelError(f"{self._path.name}: no tensor {name}")
+            raise ModelError(f"{self._name}: no tensor {name}")
         tensor, shape = self._tensors[name], self.tensor_shapes[name]
         kind = tensor.tensor_type.name
         if kind not in KINDS:
-            raise ModelError(f"{self._path.name}: {name}: type {kind} is not supported; known: {', '.join(KINDS)}")
+            raise ModelError(f"{self._name}: {name}: type {kind} is not supported; known: {', '.join(KINDS)}")
         block_bytes, block_values, dequantise = KINDS[kind]
         raw = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
         count = math.prod(shape)
         if count % block_values or raw.size != count // block_values * block_bytes:
-            raise ModelError(f"{self._path.name}: {name}: {raw.size} bytes do not fit shape {shape} of type {kind}")
+            raise ModelError(f"{self._name}: {name}: {raw.size} bytes do not fit shape {shape} of type {kind}")
         return dequantise(raw).reshape(shape)
 
     def _contents(self, key: str) -> object:
         if key not in self._fields:
-            raise ModelError(f"{self._path.name}: no metadata key {key}")
+            raise ModelError(f"{self._name}: no metadata key {key}")
         try:
             found: object = self._fields[key].contents()
         except DAMAGE as error:
-            raise ModelError(f"{self._path.name}: {key}: damaged: {error}") from error
+            raise ModelError(f"{self._name}: {key}: damaged: {error}") from error
         return found

@@ -37,7 +37,8 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
         refuse_private,
     ]
     renderer: Any = (structlog.processors.JSONRenderer() if section.format == "json"
-                     else structlog.dev.ConsoleRenderer(colors=out.isatty()))
+                     else structlog.dev.ConsoleRenderer(
+                         colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback))
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -116,8 +116,11 @@ class RouterMetrics:
         self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
         self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
 
-    def request(self, endpoint: str, code: int, mode: str, seconds: float) -> None:
+    def request(self, endpoint: str, code: int, mode: str) -> None:
+        """``mode``: speculative, plain, mixed, or none for a request that got no token."""
         self._requests.of(endpoint, str(code), mode).inc()
+
+    def finished(self, seconds: float, mode: str) -> None:
         self._duration.of(mode).observe(seconds)
 
     def failed(self, kind: str) -> None:
@@ -185,6 +188,7 @@ class TargetMetrics:
         self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with drafts.", "direction")
         self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason")
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
+        self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
         self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
 
     def request(self, outcome: str) -> None:
@@ -235,6 +239,9 @@ class TargetMetrics:
 
     def invalid_growth(self, count: int = 1) -> None:
         self._invalid.of().inc(count)
+
+    def stale_growth(self) -> None:
+        self._stale.of().inc()
 
     def drafts_connected(self, count: int) -> None:
         self._links.of().set(count)

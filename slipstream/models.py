@@ -4,7 +4,7 @@ Rules:
 1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``root``.
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
-3. What is converted is pinned by its SHA-256: another file is refused.
+3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
 
 Importing it costs no torch, transformers or gguf: the router imports it too.
 It knows nothing about the weights' meaning.
@@ -20,10 +20,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -49,7 +50,7 @@ class KnownModel:
     license: str
 
 
-KNOWN = {
+KNOWN: Mapping[str, KnownModel] = MappingProxyType({
     model.name: model
     for model in (
         KnownModel(
@@ -62,7 +63,7 @@ KNOWN = {
             license="Apache-2.0",
         ),
     )
-}
+})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +125,15 @@ def is_prepared(folder: Path) -> bool:
         return False
 
 
-def prepare(name: str, dest: Path | None = None, progress: bool = True) -> Path:
-    """Convert the known model ``name`` into ``dest`` (None: below ``default_root``) unless that is done already.
+def prepare(name: str, dest: Path | None = None, progress: bool = True,
+            known: Mapping[str, KnownModel] = KNOWN) -> Path:
+    """Convert the ``known`` model ``name`` into ``dest`` (None: below ``default_root``) unless that is done already.
 
     ``progress`` draws a bar on standard error. Needs the ``engine`` extra. Raises ModelError.
     """
-    if name not in KNOWN:
-        raise ModelError(f"cannot prepare '{name}'; known: {', '.join(KNOWN)}")
-    model = KNOWN[name]
+    if name not in known:
+        raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
+    model = known[name]
     folder = Path(dest).expanduser() if dest is not None else default_root() / name
     if is_prepared(folder):
         return folder
@@ -202,13 +204,13 @@ def _convert(model: KnownModel, source: Path, fresh: Path, report: Callable[[int
         from slipstream.conversion import convert
         from slipstream.gguf_file import GgufFile
     except ImportError as error:
-        raise ModelError(f"preparing a model needs the engine's packages; run: pip install 'slipstream[engine]' ({error})"
+        raise ModelError(f"preparing a model needs more packages ({error}); run: pip install 'slipstream[engine]'"
                          ) from error
-    opened = GgufFile(source)
-    found = opened.sha256()
+    with source.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
         raise ModelError(f"{model.file}: sha256 is {found}, expected {model.sha256}; run: {model.install}")
-    convert(opened, fresh, report)
+    convert(GgufFile(source), fresh, report)
     receipt = {
         "format": FORMAT, "name": model.name, "license": model.license,
         "source": {"package": model.package, "file": model.file, "sha256": found},

@@ -12,7 +12,7 @@ Runs on the engine thread alone. It knows nothing about schedules, batches or so
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,14 +23,25 @@ from slipstream.engine.sampling import TokenHistory
 from slipstream.log import logger
 from slipstream.messages import Drop, Growth
 from slipstream.metrics import TargetMetrics
-from slipstream.policy import Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.policy import ExchangeTimes, Mode, Reason, Round, SpeculationPolicy, StepCosts, Transition
 from slipstream.requests import Finish, Piece, Request
 from slipstream.session import TargetSide
+from slipstream.tree import MAX_NODES
 from target_service.links import DraftPool
 from target_service.running import Running, Sink
 from target_service.step import Verified
 
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward that is done: when it began, how long it took, how many rows and trees were in it."""
+
+    started_s: float
+    seconds: float
+    rows: int
+    num_trees: int
 
 
 class Answers:
@@ -44,6 +55,7 @@ class Answers:
         self._config = config
         self._costs = costs
         self._metrics = metrics
+        self._exchange = ExchangeTimes()  # one for all: a new answer need not learn how far the drafts are
         self._dispatch = dispatch
         self._log = logger("target")
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
@@ -51,15 +63,16 @@ class Answers:
     def begin(self, number: int, request: Request, sink: Sink, now_s: float) -> Running:
         """An answer that waits for its turn."""
         side = TargetSide(number, request.tokens, len(request.tokens), request.sampling)
-        policy = SpeculationPolicy(self._config, self._costs)
+        policy = SpeculationPolicy(self._config, self._costs, self._exchange, now_s)
         if not request.speculate:
             policy.forbid(now_s)
-        history = TokenHistory(request.tokens) if request.sampling.path_dependent else None
+        history = TokenHistory.of(request.sampling, request.tokens)
         return Running(number, request, side, policy, sink, now_s, history)
 
     def admit(self, running: Running, now_s: float) -> None:
         """Give it its slots, as far as the prefix cache has them, and a drafter."""
-        running.slots = np.zeros(running.max_len + 1, np.int64)
+        # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
+        running.slots = np.zeros(running.max_len + MAX_NODES, np.int64)
         if self._cache is not None:
             match = self._cache.match(running.side.tokens[:-1])
             self._cache.lock(match)
@@ -68,7 +81,7 @@ class Answers:
             running.borrowed = running.computed
             if running.first_step_s is None:
                 running.cached_tokens = running.computed
-                self._metrics.prefix_cache(running.computed, running.side.base)
+                self._metrics.prompt(running.side.base, running.computed)
         self._follow(running, now_s)
 
     def put_back(self, running: Running) -> None:
@@ -84,12 +97,13 @@ class Answers:
 
     def fail(self, running: Running, error: Exception) -> None:
         """It cannot go on."""
+        self._metrics.request("failed")
         self.release(running)
         self._pieces.append((running.sink, error))
 
     def nodes(self, running: Running, others: int, now_s: float) -> int:
         """Rows to verify for it now, root included."""
-        if len(running.side.tree) == 1:
+        if len(running.side.tree) == 1 or running.request.max_tokens - running.side.num_output == 1:
             return 1
         return 1 + min(len(running.side.tree) - 1, running.policy.budget(now_s, others))
 
@@ -102,11 +116,11 @@ class Answers:
         """Its drafter sent something. Raises RemoteProtocolError for what cannot be."""
         self._pool.received(running, message, now_s)
         if isinstance(message, Drop):
-            self.drafter_lost(running, "overload" if message.reason == "capacity" else "draft_unavailable", now_s)
+            self.drafter_lost(running, "draft_unavailable", now_s)
             if now_s >= running.retry_at_s:
                 running.policy.drafter_ready(now_s)
 
-    def drafter_lost(self, running: Running, reason: str, now_s: float) -> None:
+    def drafter_lost(self, running: Running, reason: Reason, now_s: float) -> None:
         """Nobody follows it any more, through no wish of ours."""
         if running.link is not None:
             running.link = None
@@ -121,16 +135,17 @@ class Answers:
             self._note(running, running.policy.forbid(now_s))
             self._pool.detach(running)
 
-    def commit(self, verified: Verified, started_s: float, step_s: float, batch: int) -> bool:
+    def commit(self, verified: Verified, step: Step) -> bool:
         """Make the verdict part of the answer. Returns whether the answer is over."""
+        started_s, step_s = step.started_s, step.seconds
         running, now_s = verified.running, started_s + step_s
         tokens, finish = self._cut(running, verified.verdict.tokens)
         running.first_step_s = running.first_step_s or started_s
         first = running.side.num_output == 0
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
-        waited_s = self._waited(running, started_s)
-        self._observe(running, verified, accepted, waited_s, step_s, now_s)
-        self._metrics.round(drafted=drafted, accepted=accepted, emitted=len(tokens), wait_s=waited_s, batch=batch)
+        waited_s = self.waited(running, started_s)
+        self._observe(running, verified, accepted, waited_s, step, now_s)
+        self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
                       running.policy.mode.value)
         if first:
@@ -140,9 +155,10 @@ class Answers:
         if running.history is not None:
             running.history.append(tokens)
         if finish:
+            self._metrics.request(finish)
             running.side.commit(tokens)
             return True
-        wanted = running.policy.budget(now_s, batch - 1) if running.policy.wants_drafts(now_s) else 0
+        wanted = running.policy.budget(now_s, step.num_trees - 1) if running.policy.wants_drafts(now_s) else 0
         self._pool.commit(running, tokens, drafted, wanted)
         running.committed_s, running.heard_s = now_s, None
         running.wait_until_s = now_s + running.policy.deadline_s()
@@ -158,7 +174,7 @@ class Answers:
     def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
         wants = running.policy.wants_drafts(now_s)
-        if running.link is not None and running.policy.mode.value == "plain" and not wants:
+        if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
         elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
             running.committed_s, running.heard_s = now_s, None
@@ -172,35 +188,44 @@ class Answers:
                 return tokens[:count], "stop"
         return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
 
-    def _waited(self, running: Running, started_s: float) -> float:
+    def waited(self, running: Running, started_s: float) -> float:
+        """Seconds that it stood still for its drafter before the step that began at ``started_s``."""
         if running.link is None or running.side.num_output == 0:
             return 0.0
         answered_s = running.heard_s if running.heard_s is not None else min(started_s, running.wait_until_s)
         return max(0.0, answered_s - running.committed_s)
 
-    def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step_s: float,
+    def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step: Step,
                  now_s: float) -> None:
-        depths = verified.tree.depths()
-        followed = running.link is not None and running.policy.wants_drafts(now_s)
-        round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(depths[-1:].max(initial=0)),
-                       verify_s=step_s, wait_s=waited_s, rows=len(verified.tree),
-                       late=followed and not running.side.heard)
+        awaited = running.link is not None and running.wait_until_s > running.committed_s
+        round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows, late=awaited and not running.side.heard,
+                       exchange_s=running.heard_s - running.committed_s if running.heard_s is not None else None)
         self._note(running, running.policy.observe(now_s, round_))
+
+    def _outcome(self, running: Running, drafted: int) -> str:
+        if drafted:
+            return "used"
+        if running.policy.mode is Mode.PLAIN:
+            return "plain"
+        return "draft_missing" if running.link is None or running.side.heard else "discarded_late"
 
     def _note(self, running: Running, transition: Transition | None) -> None:
         if transition is None:
             return
-        self._metrics.transition(transition.before.value, transition.after.value, transition.reason)
+        self._metrics.mode.changed(transition.before.value, transition.after.value, transition.reason)
         self._log.info("mode", session=running.number, before=transition.before.value, after=transition.after.value,
                        reason=transition.reason, gain=round(transition.gain, 3))
 
     def _return_slots(self, running: Running) -> None:
-        computed, borrowed = running.computed, running.borrowed
+        # The last commit may have been cut: what was computed beyond it is nobody's.
+        known, computed = min(running.computed, running.side.base), running.computed
+        self._runner.slots.free(running.slots[known:computed])
         if self._cache is None:
-            self._runner.slots.free(running.slots[borrowed:computed])
+            self._runner.slots.free(running.slots[running.borrowed : known])
         else:
             # The cache takes the whole row: it knows its own part and frees what it has twice.
-            self._cache.insert(running.side.tokens[:computed], running.slots[:computed])
+            self._cache.insert(running.side.tokens[:known], running.slots[:known])
             if running.match is not None:
                 self._cache.unlock(running.match)
         running.match, running.computed, running.borrowed = None, 0, 0

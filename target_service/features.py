@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.engine.weights import torch_dtype
+from slipstream.engine.model import dtype_of
 
 
 def feature_rows(rows: torch.Tensor, dtype: str) -> bytes:
     """rows: [M, F], any float dtype and device. Returns M * F numbers of ``dtype``, row-major and little-endian."""
-    cast = rows.to(device="cpu", dtype=torch_dtype(dtype)).contiguous()
+    cast = rows.to(device="cpu", dtype=dtype_of(dtype)).contiguous()
     # numpy has no bfloat16: the bytes are taken without asking what they mean.
     return cast.view(torch.uint8).numpy().tobytes()

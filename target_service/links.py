@@ -42,20 +42,19 @@ class DraftPool:
     def any_ready(self) -> bool:
         return bool(self._ready)
 
-    def link_up(self, link: Link, hello: DraftHello) -> bool:
-        """A drafter is there. Returns whether features have to be stored anew: rows of older tokens are missing then."""
-        spec, retapped = hello.features, False
+    def link_up(self, link: Link, hello: DraftHello) -> None:
+        """A drafter is there. Features that it reads are kept from now on; older tokens have none for it."""
+        spec = hello.features
         if spec is not None and self._spec is not None and spec != self._spec and self._reads_features():
             self._log.warning("draft refused", address=link.address, field="features",
                               found=str(spec.layers), expected=str(self._spec.layers))
-            return False
+            return
         if spec is not None and spec != self._spec:
             self._runner.set_taps(spec.layers)
-            self._spec, retapped = spec, True
+            self._spec = spec
         self._ready[link] = hello
         self._sessions[link] = 0
-        self._log.info("draft connected", address=link.address, drafter=hello.drafter)
-        return retapped
+        self._metrics.drafts_connected(len(self._ready))
 
     def link_down(self, link: Link, reason: str) -> bool:
         """A drafter is gone. Returns whether it had been in use."""
@@ -64,7 +63,7 @@ class DraftPool:
         if self._ready.pop(link, None) is None:
             return False
         self._metrics.drafter_lost(reason)
-        self._log.warning("draft lost", address=link.address, reason=reason)
+        self._metrics.drafts_connected(len(self._ready))
         return True
 
     def attach(self, running: Running, now_s: float, wanted: int) -> bool:
@@ -77,8 +76,10 @@ class DraftPool:
         running.link = link
         self._sessions[link] += 1
         self._outbox[link].append(running.side.attach(wanted))
-        running.features_sent = max(running.features_from, running.side.base - hello.max_context)
-        self.send_features(running)
+        if hello.features is not None:
+            known = self._runner.features_from(running.slots[: running.computed])
+            running.features_sent = max(known, running.side.base - hello.max_context)
+            self.send_features(running)
         return True
 
     def detach(self, running: Running) -> None:
@@ -130,7 +131,7 @@ class DraftPool:
             if message.reason in ("capacity", "draining", "failed", "invalid"):
                 running.retry_at_s = now_s + RETRY_S
         elif joined < 0:
-            self._metrics.round_outcome("discarded_stale")
+            self._metrics.stale_growth()
         elif running.heard_s is None and running.side.heard:
             running.heard_s = now_s
 

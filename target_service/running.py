@@ -48,7 +48,6 @@ class Running:
     committed_s: float = 0.0  # when the newest token was committed
     heard_s: float | None = None  # when the drafter answered for it
     wait_until_s: float = 0.0  # the deadline of the drafter's answer
-    features_from: int = 0  # rows of earlier positions were never stored
     features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
     first_step_s: float | None = None
 

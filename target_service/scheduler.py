@@ -1,8 +1,8 @@
 """What the next step of the target does: a decision over plain facts, without doing it.
 
 Rules:
-1. First come, first served: answers are admitted, prefilled and kept in order of arrival. The oldest always advances, so
-   nobody starves; when slots run out, the youngest is put back and computed again later.
+1. First come, first served: answers are admitted, prefilled and kept in order of arrival. The oldest always advances,
+   so nobody starves; when slots run out, the youngest is put back and computed again later.
 2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
 3. Trees shrink before anyone is put back: draft nodes are a bet, answers are a promise.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes.

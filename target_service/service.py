@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.config import TargetSection
-from slipstream.errors import CapacityError, Draining, InvalidRequest
+from slipstream.errors import CapacityError, Draining, InvalidRequest, Unavailable
 from slipstream.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.tree import MAX_NODES
 from target_service.running import Running, Sink
@@ -105,6 +105,8 @@ class TargetService:
         """Begin an answer. Raises InvalidRequest, CapacityError or Draining."""
         if self._draining:
             raise Draining("the target is shutting down; another one will take the request")
+        if not self._worker.alive:
+            raise Unavailable("the engine thread has ended; the service has to be restarted")
         self._check(request)
         if self._worker.num_waiting > self._config.max_waiting:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")

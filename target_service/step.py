@@ -2,8 +2,8 @@
 
 Rules:
 1. One forward for everything. Plain decoding is a tree with one node, in the same batch as all others.
-2. Tree nodes take any free slots. After the walk the accepted nodes' slots are the answer's, the rest are freed: no KV is
-   copied.
+2. Tree nodes take any free slots. After the walk the accepted nodes' slots are the answer's, the rest are freed: no
+   KV is copied.
 3. The choice at a node depends on that node's own path alone: penalties, min_tokens and noise follow the path.
 
 It knows nothing about drafters, schedules or clients.
@@ -52,22 +52,23 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
         sessions.append(_choice_rows(running, tree, first))
         first += len(tree)
     try:
-        logits = runner.forward(builder.build(runner.device))
+        logits = runner.forward(builder.build(runner.model.device))
         choices = choose(logits, sessions) if sessions else []
     except Exception:
         for slots in node_slots:  # nobody owns them yet
             runner.slots.free(slots)
         raise
     results = []
-    for (running, tree), slots, rows in zip(trees, node_slots, sessions, strict=True):
-        verdict = walk(tree, choices[rows.rows.start : rows.rows.stop])
+    for (running, tree), slots, session in zip(trees, node_slots, sessions, strict=True):
+        begin, end = session.rows.start, session.rows.stop
+        verdict = walk(tree, choices[begin:end])
         path = np.array(verdict.path)
         running.take_slots(slots[path])
         runner.slots.free(np.delete(slots, path))
         wanted = running.request.top_logprobs
         probabilities: tuple[TokenLogprob, ...] = ()
         if wanted is not None:
-            probabilities = tuple(logprobs(logits[rows.rows.start + path], verdict.tokens, wanted))
+            probabilities = tuple(logprobs(logits[begin + path], verdict.tokens, wanted))
         results.append(Verified(running, tree, verdict, probabilities))
     return results
 

@@ -2,7 +2,8 @@
 
 Rules:
 1. One thread mutates answers, slots, trees and policies; the outside only enqueues.
-2. A turn: take everything that waits in the inbox, decide (``scheduler``), make room, run one step, commit its verdicts.
+2. A turn: take everything that waits in the inbox, decide (``scheduler``), make room, run one step, commit its
+   verdicts.
 3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
 4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
 
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import islice
 
 from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
@@ -27,7 +29,7 @@ from slipstream.messages import DraftHello, TargetBound
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
 from slipstream.wire.link import Link
-from target_service.answers import Answers, Dispatch
+from target_service.answers import Answers, Dispatch, Step
 from target_service.links import DraftPool
 from target_service.running import Running
 from target_service.scheduler import Decision, Facts, Limits, decide
@@ -54,6 +56,7 @@ class TargetWorker:
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
         self._costs = costs
+        self._dispatch = dispatch
         self._thread = threading.Thread(target=self._run, name="target-worker", daemon=True)
 
     def start(self) -> None:
@@ -64,6 +67,11 @@ class TargetWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
 
     @property
     def num_running(self) -> int:
@@ -115,8 +123,7 @@ class TargetWorker:
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
         def event() -> None:
-            if self.pool.link_up(link, hello):
-                self._forget_features()
+            self.pool.link_up(link, hello)
             for running in self._everyone():
                 running.policy.drafter_ready(self._clock())
 
@@ -137,13 +144,13 @@ class TargetWorker:
 
     def _take(self, link: Link, items: Sequence[TargetBound],
               faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
-        followed = {running.number: running for running in self._everyone() if running.link is link}
+        followed = {running.number: running for running in self._running if running.link is link}
         for session, error in faults:
             self._refuse(followed.get(session), error)
         for item in items:
             running = followed.get(item.session)
             if running is None:
-                self._metrics.round_outcome("discarded_stale")
+                self._metrics.stale_growth()
                 continue
             try:
                 self.answers.heard(running, item, self._clock())
@@ -151,7 +158,7 @@ class TargetWorker:
                 self._refuse(running, error)
 
     def _refuse(self, running: Running | None, error: RemoteProtocolError) -> None:
-        self._metrics.round_outcome("rejected_invalid")
+        self._metrics.invalid_growth()
         if running is not None:
             self._log.warning("invalid growth", session=running.number, field=error.field)
             self.pool.detach(running)
@@ -160,17 +167,18 @@ class TargetWorker:
     def _everyone(self) -> list[Running]:
         return [*self._running, *self._waiting]
 
-    def _forget_features(self) -> None:
-        # The feature store was laid out anew: rows of tokens computed before it are not there.
-        if self._cache is not None:
-            self._cache.clear()
-        for running in self._everyone():
-            running.features_from = running.computed
-
     def _run(self) -> None:
         wait_s: float | None = None
-        while self._drain(wait_s):
-            wait_s = self.turn()
+        try:
+            while self._drain(wait_s):
+                wait_s = self.turn()
+        except Exception as error:
+            # A bug of ours. Nobody may wait for ever on a thread that is gone: whoever runs is told, and the process
+            # is restarted by whoever watches ``alive``.
+            self._log.exception("the engine thread failed")
+            for running in self._everyone():
+                self._dispatch([(running.sink, error)])
+            raise
 
     def _drain(self, wait_s: float | None) -> bool:
         """Do what waits in the inbox; with nothing there, wait (None: for ever). Returns False when told to stop."""
@@ -184,7 +192,7 @@ class TargetWorker:
         return False
 
     def turn(self) -> float | None:
-        """Decide and act once. Returns how long there is nothing to do: 0.0 for go on, None for until something comes."""
+        """Decide and act once. Returns for how long there is nothing to do: 0.0 go on, None until something comes."""
         now_s = self._clock()
         decision = self._decide(now_s)
         if decision.empty:
@@ -194,14 +202,17 @@ class TargetWorker:
         self._act(decision)
         self.pool.flush()
         self.answers.deliver()
-        self._metrics.load(len(self._running), len(self._waiting), self._runner.slots.num_free)
+        self._metrics.sessions(len(self._running), len(self._waiting))
+        self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
         return 0.0
 
     def _decide(self, now_s: float) -> Decision:
         # What the others cost depends here on how many they are, not on the nodes they will get: one look is enough.
         others = max(0, sum(not running.prefilling for running in self._running) - 1)
         running = [self._facts(running, others, now_s) for running in self._running]
-        waiting = [Facts(r.number, 0, r.side.base - 1, 1, False) for r in self._waiting]
+        # Nobody behind the first that could be admitted matters, and the queue may be long.
+        first = islice(self._waiting, max(0, self._limits.max_running - len(self._running)))
+        waiting = [Facts(r.number, 0, r.side.base - 1, 1, False) for r in first]
         return decide(running, waiting, self.num_free_slots, self._limits)
 
     def _facts(self, running: Running, others: int, now_s: float) -> Facts:
@@ -245,13 +256,15 @@ class TargetWorker:
             return
         step_s = self._clock() - started_s
         self._costs.observe(rows, step_s)
-        self._metrics.step(step_s, rows)
+        step = Step(started_s, step_s, rows, len(trees))
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
+        waited_s = max((self.answers.waited(v.running, started_s) for v in results), default=0.0)
         for verified in results:
-            if self.answers.commit(verified, started_s, step_s, len(trees)):
+            if self.answers.commit(verified, step):
                 self._running.remove(verified.running)
                 self.answers.release(verified.running)
+        self._metrics.step(rows, waited_s, step_s, self._clock() - started_s - step_s)
 
     def _make_room(self, rows: int) -> None:
         short = rows - self._runner.slots.num_free

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from slipstream.messages import Growth
 from slipstream.tree import MAX_NODES, DraftTree
 
@@ -12,36 +14,62 @@ class GrowthLedger:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = list(tokens)
         self.used: set[int] = set()
-        self._restart()
-
-    def _restart(self) -> None:
-        self.scores = {-len(self.tokens): 0.0}  # id -> score, of the nodes below the newest committed token
-        self.edges: set[tuple[int, int]] = set()
-        self.tree = DraftTree.root_only(len(self.tokens), self.tokens[-1])
+        self.tree = DraftTree.root_only(len(tokens), tokens[-1])  # what the target holds
+        self.scores: dict[int, float] = {-len(tokens): 0.0}  # id -> score, of nodes drafted at this base
 
     def commit(self, tokens: list[int]) -> None:
         self.tokens.extend(tokens)
-        self._restart()
+        self.tree = self.tree.reroot(tokens)
+        self.scores = {-len(self.tokens): 0.0}
 
     def take(self, growth: Growth, budget: int, vocab_size: int) -> None:
         """Assert that ``growth`` is valid after everything taken before, and add it."""
         assert growth.base == len(self.tokens), (growth.base, len(self.tokens))
         assert len(growth.ids) <= budget, f"{len(growth.ids)} nodes for a budget of {budget}"
         assert {len(growth.parents), len(growth.tokens), len(growth.scores)} == {len(growth.ids)}
+        known = set(self.tree.ids.tolist())
+        edges = {(int(self.tree.ids[p]), t) for p, t in zip(self.tree.parents[1:], self.tree.tokens[1:].tolist(),
+                                                            strict=True)}
         rows = zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), growth.scores.tolist(),
                    strict=True)
         for node, parent, token, score in rows:
             assert node > 0 and node not in self.used, f"id {node} is not positive or was used before"
-            assert parent in self.scores, f"parent {parent} is unknown"
+            assert parent in known, f"parent {parent} is not in the target's tree"
             assert 0 <= token < vocab_size, f"token {token} is outside the vocabulary"
-            assert (parent, token) not in self.edges, f"two children of {parent} carry {token}"
-            assert score <= self.scores[parent], f"score {score} is above its parent's {self.scores[parent]}"
+            assert (parent, token) not in edges, f"two children of {parent} carry {token}"
+            if parent in self.scores:
+                assert score <= self.scores[parent], f"score {score} is above its parent's {self.scores[parent]}"
             self.used.add(node)
-            self.edges.add((parent, token))
+            known.add(node)
+            edges.add((parent, token))
             self.scores[node] = score
-        assert len(self.scores) <= MAX_NODES
+        assert len(known) <= MAX_NODES
         self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                      growth.scores.tolist())
-        assert len(self.tree) == len(self.scores), "the target's tree leaves nodes out"
+        assert len(self.tree) == len(known), "the target's tree leaves nodes out"
         best = self.tree.best(1 + len(self.tree) // 2)
         assert (best.parents[1:] >= 0).all(), "the best nodes are not connected"
+
+
+def scored_paths(growth: Growth) -> dict[tuple[int, ...], float]:
+    """Token path from the root -> cumulative score, one for each node of a first growth."""
+    paths: dict[int, tuple[int, ...]] = {-growth.base: ()}
+    scores: dict[tuple[int, ...], float] = {}
+    for node, parent, token, score in zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
+                                          growth.scores.tolist(), strict=True):
+        paths[node] = (*paths[parent], token)
+        scores[paths[node]] = score
+    return scores
+
+
+def best_paths(children: Callable[[tuple[int, ...]], tuple[list[int], list[float]]], topk: int, levels: int,
+               most: int) -> dict[tuple[int, ...], float]:
+    """EAGLE-2's tree by its token paths, written down from the paper's text; ``children`` of a path are ranked."""
+    live: dict[tuple[int, ...], float] = {(): 0.0}
+    everything: dict[tuple[int, ...], float] = {}
+    for _ in range(levels):
+        level = {(*path, token): score + own for path, score in live.items()
+                 for token, own in zip(*children(path), strict=True) if own > float("-inf")}
+        everything.update(level)
+        live = dict(sorted(level.items(), key=lambda pair: -pair[1])[:topk])
+    return dict(sorted(everything.items(), key=lambda pair: -pair[1])[:most])

@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import NgramSection
 from slipstream.drafters.ngram import NgramDrafter, SuffixIndex
 from slipstream.messages import Commit, Growth, Open, Sampling
-from tests.growth_rules import GrowthLedger
+from tests.growth_rules import GrowthLedger, scored_paths
 
 
 def opened(tokens: list[int], **knobs: object) -> NgramDrafter:
@@ -21,10 +21,7 @@ def opened(tokens: list[int], **knobs: object) -> NgramDrafter:
 
 def paths(growth: Growth) -> set[tuple[int, ...]]:
     """Token paths from the root, one for each node."""
-    found: dict[int, tuple[int, ...]] = {-growth.base: ()}
-    for node, parent, token in zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), strict=True):
-        found[node] = (*found[parent], token)
-    return set(found.values()) - {()}
+    return set(scored_paths(growth))
 
 
 def test_continues_the_longest_match() -> None:
@@ -77,17 +74,18 @@ def test_a_second_grow_adds_only_further_nodes() -> None:
     drafter, ledger = opened(text), GrowthLedger(text)
     for budget in (3, 0, 1, 16):
         ledger.take(drafter.grow([7], [budget])[0], budget, vocab_size=6)
-    assert len(ledger.scores) - 1 == len(whole) == 20
+    assert len(ledger.tree) - 1 == len(whole) == 20
 
 
-def test_a_commit_starts_a_new_tree_and_ids_go_on() -> None:
+def test_a_commit_re_roots_and_ids_go_on() -> None:
     drafter, ledger = opened([1, 2, 3, 1, 2]), GrowthLedger([1, 2, 3, 1, 2])
     ledger.take(drafter.grow([7], [4])[0], 4, vocab_size=4)
     drafter.commit([Commit(7, 5, np.array([3, 1], np.int32))])
     ledger.commit([3, 1])
     (growth,) = drafter.grow([7], [4])
     ledger.take(growth, 4, vocab_size=4)
-    assert growth.parents[0] == -7 and growth.tokens[0] == 2
+    # The chain 3 1 2 3 became 2 3 on both sides, under its old ids: growth goes on below it.
+    assert growth.parents.tolist() == [4, 5, 6, 7] and growth.tokens.tolist() == [1, 2, 3, 1]
 
 
 def test_room_and_strangers() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from trees import random_tree
 
 from slipstream.tree import MAX_NODES, DraftTree
+from tests.trees import random_tree
 
 
 def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:

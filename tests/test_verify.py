@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from trees import random_tree
 
 from slipstream.tree import DraftTree
 from slipstream.verify import walk
+from tests.trees import random_tree
 
 VOCAB = 4
 

@@ -1,1 +1,29 @@
-"""Algorithms that propose trees, behind one small protocol (``base.Drafter``)."""
+"""Algorithms that propose trees, behind one small protocol (``base.Drafter``), and the one place that picks among them.
+
+An n-gram drafter loads no model: what needs torch is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+from slipstream.config import DraftSection, ModelSection
+from slipstream.drafters.base import Drafter
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.errors import ConfigError
+
+
+def create(section: DraftSection, model: ModelSection) -> Drafter:
+    """The drafter that ``section`` asks for; ``model`` is the target's section (heads read its config and embedding).
+
+    Raises ConfigError when no draft model is named, ModelError when it cannot be used or does not fit the target.
+    """
+    if section.drafter == "ngram":
+        return NgramDrafter(section.ngram, section.max_sessions)
+    if not section.model:
+        raise ConfigError(f"draft.model: a {section.drafter} drafter needs a draft model: a name or a folder")
+    if section.drafter == "standalone":
+        from slipstream.drafters.loading import load_standalone
+
+        return load_standalone(section)
+    from slipstream.drafters.loading import load_eagle
+
+    return load_eagle(section, model)

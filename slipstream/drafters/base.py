@@ -22,13 +22,32 @@ from slipstream.messages import Commit, Features, FeatureSpec, Growth, Open
 class Drafter(Protocol):
     """An algorithm that proposes trees. All methods run on the engine thread of the draft service."""
 
-    name: str
-    features: FeatureSpec | None
-    vocab_size: int  # 0: any
-    hidden_size: int  # of the target; 0: any
-    max_context: int
-    max_nodes: int  # of one tree, root not counted
-    max_sessions: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def features(self) -> FeatureSpec | None: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target; 0: any."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the target; 0: any."""
+        ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def max_nodes(self) -> int:
+        """Of one tree, root not counted."""
+        ...
+
+    @property
+    def max_sessions(self) -> int: ...
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions, or begin them again. Returns the ids for which there is no room (they stay closed)."""

@@ -4,7 +4,7 @@ Rules:
 1. Suffixes of the prompt and the answer are matched, the longest first; continuations of shorter matches are merged in.
 2. The tree grows best first by an estimate of acceptance: a longer match is more to be trusted, and what the first
    choices of a node are believed to take is not left for the later ones (the escape of PPM, Cleary and Witten 1984).
-3. A node is expanded only when it was sent, so a second ``grow`` at the same base sends further nodes of the same tree.
+3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
 
 The index holds, for a few suffix lengths, a chain from each position to the one before it with an equal suffix: one
@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.config import NgramSection
-from slipstream.messages import Commit, Features, Growth, Open
+from slipstream.drafters.sent import SentTree
+from slipstream.messages import Commit, Features, FeatureSpec, Growth, Open
 from slipstream.tree import MAX_NODES
 
 CHAIN = 24  # occurrences looked at for one suffix length, the newest first
@@ -125,10 +126,8 @@ class Branch(NamedTuple):
 @dataclass(slots=True)
 class NgramSession:
     index: SuffixIndex
-    base: int
-    next_id: int
+    sent: SentTree
     heap: list[Branch] | None = None  # None: no tree for this base yet
-    sent: int = 0  # nodes of the tree at this base
     age: int = 0
 
 
@@ -136,7 +135,7 @@ class NgramDrafter:
     """See the module. All costs are host microseconds; batches are loops."""
 
     name = "ngram"
-    features = None
+    features: FeatureSpec | None = None
     vocab_size = 0
     hidden_size = 0
     max_nodes = MAX_NODES - 1
@@ -157,8 +156,8 @@ class NgramDrafter:
                 continue
             index = SuffixIndex(self._section)
             index.extend(message.tokens[-2 * self.max_context:].tolist())
-            next_id = 1 if known is None else known.next_id
-            self._sessions[message.session] = NgramSession(index, len(message.tokens), next_id)
+            sent = SentTree(len(message.tokens), 1 if known is None else known.sent.next_id)
+            self._sessions[message.session] = NgramSession(index, sent)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -172,8 +171,8 @@ class NgramDrafter:
                 continue
             tokens = message.tokens.tolist()
             session.index.extend(tokens)
-            session.base += len(tokens)
-            session.heap, session.sent = None, 0
+            session.sent.commit(tokens)
+            session.heap = None
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
         """Up to ``budgets[i]`` further nodes for each known session, best first."""
@@ -191,21 +190,23 @@ class NgramDrafter:
 
     def _grow(self, session_id: int, session: NgramSession, budget: int) -> Growth:
         started = perf_counter()
+        sent = session.sent
         if session.heap is None:
             session.heap = []
-            self._push(session, -session.base, 0.0, 0, session.index.matches())
+            self._push(session, -sent.base, 0.0, 0, session.index.matches())
         nodes: list[tuple[int, int, int, float]] = []
-        while session.heap and len(nodes) < budget and session.sent < self.max_nodes:
+        while session.heap and len(nodes) < budget and not sent.full:
             branch = heapq.heappop(session.heap)
-            nodes.append((session.next_id, branch.parent, branch.token, -branch.cost))
+            node = sent.find(branch.parent, branch.token)
+            if node is None:
+                node = sent.add(branch.parent, branch.token)
+                nodes.append((node, branch.parent, branch.token, -branch.cost))
             if branch.depth < self._section.max_trie_depth:
-                self._push(session, session.next_id, branch.cost, branch.depth, branch.members)
-            session.next_id += 1
-            session.sent += 1
+                self._push(session, node, branch.cost, branch.depth, branch.members)
         if not nodes:
-            return Growth.empty(session_id, session.base, perf_counter() - started)
+            return Growth.empty(session_id, sent.base, perf_counter() - started)
         new_ids, parents, tokens, scores = zip(*nodes, strict=True)
-        return Growth(session_id, session.base, np.array(new_ids, np.int32), np.array(parents, np.int32),
+        return Growth(session_id, sent.base, np.array(new_ids, np.int32), np.array(parents, np.int32),
                       np.array(tokens, np.int32), np.array(scores, np.float32), perf_counter() - started)
 
     def _push(self, session: NgramSession, parent: int, cost: float, depth: int, members: list[Match]) -> None:

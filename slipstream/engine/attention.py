@@ -13,7 +13,7 @@ It knows nothing about layers, weights or why a row is there. Dimension key: see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,16 +26,18 @@ from slipstream.tree import MAX_NODES
 
 Indices = NDArray[np.int64]
 
+PADDED_ENTRIES = 8192  # KV entries of one padded call, about: bounds what is gathered at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Segments that share one call: b of them, padded to q rows and n KV entries."""
 
     size: tuple[int, int, int]  # b, q, n
-    rows: slice | torch.Tensor  # rows of the batch, b * q
-    slots: slice | torch.Tensor  # KV slots, b * n
+    rows: slice | torch.Tensor  # b * q rows of the batch
+    targets: slice | torch.Tensor  # where their results go; the row after the last one takes those of padding
+    slots: slice | torch.Tensor  # b * n KV slots
     mask: torch.Tensor | None  # [b, 1, q * Q/G, n] added to the scores; None: every row sees everything
-    owners: torch.Tensor | None  # int64: which of the b * q rows are real; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,42 +51,35 @@ def plan_attention(batch: ForwardBatch, group: int, dtype: torch.dtype, window: 
     window: sliding window in tokens, 0 for none."""
     assert window == 0 or window >= MAX_NODES, "a window must hold a whole tree"
     host = _Host(batch, group, dtype, window)
-    likes: dict[tuple[int, int], list[int]] = {}
-    for segment in range(len(batch.mask_lens)):
-        likes.setdefault((host.q_len(segment).bit_length(), host.kv_len(segment).bit_length()), []).append(segment)
-    return AttentionPlan(tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in likes.values()), group)
+    return AttentionPlan(tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in host.likes()), group)
 
 
 def attend(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]. The rows' own KV must be written already."""
-    if len(plan.parts) == 1 and plan.parts[0].owners is None:
-        part = plan.parts[0]
-        rows = q if isinstance(part.rows, slice) else q[part.rows]
-        result = _part(rows, kv, part, plan.group, scale)
-        if isinstance(part.rows, slice):
-            return result
-    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    if len(plan.parts) == 1 and isinstance(plan.parts[0].targets, slice):
+        return _part(_rows(q, plan.parts[0].rows), kv, plan.parts[0], plan.group, scale)
+    out = q.new_empty(q.shape[0] + 1, q.shape[1] * q.shape[2])
     for part in plan.parts:
-        result = _part(q[part.rows], kv, part, plan.group, scale)
-        if part.owners is None:
-            out[part.rows] = result
-        else:
-            assert isinstance(part.rows, torch.Tensor)
-            out.index_copy_(0, part.rows[part.owners], result[part.owners])
-    return out
+        out[part.targets] = _part(_rows(q, part.rows), kv, part, plan.group, scale)
+    return out[:-1]
 
 
 def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, group: int, scale: float) -> torch.Tensor:
     # q [b * q, Q, D] -> [b * q, Q * D]
     b, rows, n = part.size
     heads, size = kv.shape[2], kv.shape[3]
-    entries = kv[part.slots].view(b, n, 2, heads, size)
+    entries = _rows(kv, part.slots).view(b, n, 2, heads, size)
     folded = q.reshape(b, rows, heads, group, size).transpose(1, 2).reshape(b, heads, rows * group, size)
     out = F.scaled_dot_product_attention(folded, entries[:, :, 0].transpose(1, 2), entries[:, :, 1].transpose(1, 2),
                                          attn_mask=part.mask, scale=scale)
     if rows == 1:
         return out.view(b, heads * group * size)
     return out.view(b, heads, rows, group, size).transpose(1, 2).reshape(b * rows, heads * group * size)
+
+
+def _rows(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+    # index_select is several times as fast as indexing by a tensor.
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
 
 
 class _Host:
@@ -107,6 +102,17 @@ class _Host:
     def slots(self, segment: int) -> Indices:
         return self.kv_slots[self.batch.kv_indptr[segment] : self.batch.kv_indptr[segment + 1]]
 
+    def likes(self) -> Iterator[list[int]]:
+        """Segments that go together."""
+        open_groups: dict[tuple[int, int], list[int]] = {}
+        for segment in range(len(self.batch.mask_lens)):
+            n = self.kv_len(segment).bit_length()
+            group = open_groups.setdefault((self.q_len(segment).bit_length(), n), [])
+            group.append(segment)
+            if len(group) << n >= PADDED_ENTRIES:
+                yield open_groups.pop((self.q_len(segment).bit_length(), n))
+        yield from open_groups.values()
+
     def single(self, segment: int) -> Part:
         """One segment, as it is."""
         slots = self.slots(segment)
@@ -115,27 +121,31 @@ class _Host:
         visible = self.visible(segment)
         mask = None if visible.all() else self.additive(visible[None])
         first = self.batch.q_indptr[segment]
-        return Part((1, q, n), slice(first, first + q),
-                    slice(int(slots[0]), int(slots[0]) + n) if run else self.tensor(slots), mask, None)
+        rows = slice(first, first + q)
+        return Part((1, q, n), rows, rows, slice(int(slots[0]), int(slots[0]) + n) if run else self.tensor(slots), mask)
 
     def padded(self, segments: Sequence[int]) -> Part:
         """Several segments, each padded to the most rows and the most KV entries among them."""
         q, n = max(map(self.q_len, segments)), max(map(self.kv_len, segments))
         rows = np.zeros((len(segments), q), np.int64)
+        targets = np.full((len(segments), q), self.batch.num_rows, np.int64)
         slots = np.zeros((len(segments), n), np.int64)
         visible = np.zeros((len(segments), q, n), bool)
         for i, segment in enumerate(segments):
             own, entries = self.q_len(segment), self.kv_len(segment)
             first = self.batch.q_indptr[segment]
-            rows[i, :own], rows[i, own:] = np.arange(first, first + own), first + own - 1
+            targets[i, :own] = rows[i, :own] = np.arange(first, first + own)
+            rows[i, own:] = first + own - 1
             slots[i, :entries] = self.slots(segment)
             slots[i, entries:] = slots[i, entries - 1]
             visible[i, :own, :entries] = self.visible(segment)
             visible[i, own:] = visible[i, own - 1]  # a padding row repeats the last one: no row of nothing but -inf
-        owners = np.concatenate([i * q + np.arange(self.q_len(s)) for i, s in enumerate(segments)])
-        whole = len(owners) == len(segments) * q
-        return Part((len(segments), q, n), self.tensor(rows.ravel()), self.tensor(slots.ravel()),
-                    None if visible.all() else self.additive(visible), None if whole else self.tensor(owners))
+        mask = None if visible.all() else self.additive(visible)
+        if np.array_equal(targets.ravel(), np.arange(self.batch.num_rows)):
+            whole = slice(0, self.batch.num_rows)
+            return Part((len(segments), q, n), whole, whole, self.tensor(slots.ravel()), mask)
+        return Part((len(segments), q, n), self.tensor(rows.ravel()), self.tensor(targets.ravel()),
+                    self.tensor(slots.ravel()), mask)
 
     def visible(self, segment: int) -> NDArray[np.bool_]:
         """bool [q, n]: which KV entries each row of a segment sees."""

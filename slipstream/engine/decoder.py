@@ -2,7 +2,8 @@
 
 Rules:
 1. Batch, pool and taps are arguments; a model holds weights and nothing that changes.
-2. A tap at layer i is the residual stream that enters layer i; at the number of layers it is the state after the final norm.
+2. A tap at layer i is the residual stream that enters layer i; at the number of layers it is the state after the final
+   norm.
 3. ``DecoderLayer`` may be built with a wider attention input than its residual stream: draft heads are such layers.
 
 It knows nothing about sessions, slots' owners or files. Format: tensor names as in transformers' checkpoints.

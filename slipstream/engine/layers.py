@@ -66,7 +66,7 @@ class Linear:
 
 
 def _onednn_works() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 class Rope:

@@ -40,7 +40,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The measures of a decoder. The rotary and norm fields rule ``decoder.py``; ``hf.py`` leaves them to transformers."""
+    """The measures of a decoder. Rotary and norm fields rule ``decoder.py``; ``hf.py`` leaves them to transformers."""
 
     model_type: str
     vocab_size: int
@@ -71,7 +71,7 @@ class ModelConfig:
     def from_folder(folder: str | Path) -> ModelConfig:
         """Read and check ``config.json`` (and ``generation_config.json`` for end tokens) of ``folder``."""
         path = Path(folder) / "config.json"
-        return parse_config(read_json(path), str(path), _eos_of(Path(folder)))
+        return parse_config(read_json(path), str(path), end_tokens(Path(folder)))
 
 
 class CausalModel(Protocol):
@@ -105,6 +105,16 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ModelError(f"dtype '{name}' is not known; use one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device of a configured name. Raises ModelError when torch cannot use it here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -209,7 +219,8 @@ def _window(fields: _Fields, model_type: str) -> int:
     return fields.integer("sliding_window", low=64)
 
 
-def _eos_of(folder: Path) -> tuple[int, ...]:
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer, ascending, of both files that may name them. Raises ModelError."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         path = folder / name

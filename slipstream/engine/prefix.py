@@ -47,7 +47,7 @@ class Match:
 class RadixCache:
     """Belongs to the engine thread, as the slots do."""
 
-    __slots__ = ("_clock", "_num_slots", "_root", "_slots")
+    __slots__ = ("_clock", "_num_locked", "_num_slots", "_root", "_slots")
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -56,6 +56,11 @@ class RadixCache:
     def __len__(self) -> int:
         """Slots that the cache owns."""
         return self._num_slots
+
+    @property
+    def num_evictable(self) -> int:
+        """Slots that ``evict`` could free now."""
+        return self._num_slots - self._num_locked
 
     def match(self, tokens: ArrayLike) -> Match:
         """The longest cached prefix of tokens [n]. Lock it before anything else may evict."""
@@ -66,16 +71,18 @@ class RadixCache:
     def lock(self, match: Match) -> None:
         """Keep the matched prefix until ``unlock``; may be called more than once."""
         for node in _path(match.node):
+            self._num_locked += len(node.slots) if node.locks == 0 else 0
             node.locks += 1
 
     def unlock(self, match: Match) -> None:
         for node in _path(match.node):
             assert node.locks > 0, "unlocked more often than locked"
             node.locks -= 1
+            self._num_locked -= len(node.slots) if node.locks == 0 else 0
 
     def insert(self, tokens: ArrayLike, slots: Indices) -> None:
-        """Give ``slots`` (one for each token, KV written) to the cache. Where it holds a token already the given slot is
-        freed, unless it is that very slot; the caller must not use any of them afterwards without a lock."""
+        """Give ``slots`` (one for each token, KV written) to the cache. Where it holds a token already, the given slot
+        is freed, unless it is that very slot; the caller must not use any of them afterwards without a lock."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
         node, length = self._descend(tokens)
@@ -88,13 +95,13 @@ class RadixCache:
             self._num_slots += len(tokens) - length
 
     def evict(self, n: int) -> int:
-        """Free at least ``n`` slots if unlocked ones are left, whole leaves at a time. Returns how many were freed."""
+        """Free ``n`` slots, or what is not locked: the ends of the least recently used runs. Returns how many."""
         leaves = [(node.used, id(node), node) for node in self._nodes() if not node.children and not node.locks]
         heapq.heapify(leaves)
         freed = 0
         while leaves and freed < n:
             node = heapq.heappop(leaves)[2]
-            freed += self._drop(node)
+            freed += self._trim(node, n - freed)
             parent = node.parent
             if parent is not None and parent is not self._root and not parent.children and not parent.locks:
                 heapq.heappush(leaves, (parent.used, id(parent), parent))
@@ -115,6 +122,7 @@ class RadixCache:
         self._root = Node(None, np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._clock = 0
         self._num_slots = 0
+        self._num_locked = 0
 
     def _descend(self, tokens: Indices) -> tuple[Node, int]:
         # The node at which the longest common prefix ends; splits a run where the prefix ends inside it.
@@ -129,12 +137,17 @@ class RadixCache:
                 break
         return node, at
 
-    def _drop(self, node: Node) -> int:
-        assert node.parent is not None
-        del node.parent.children[int(node.tokens[0])]
-        self._slots.free(node.slots)
-        self._num_slots -= len(node.slots)
-        return len(node.slots)
+    def _trim(self, node: Node, n: int) -> int:
+        # Free the last n slots of a leaf; the leaf itself when nothing is left.
+        assert node.parent is not None and n > 0
+        keep = max(0, len(node.slots) - n)
+        gone = node.slots[keep:]
+        self._slots.free(gone)
+        self._num_slots -= len(gone)
+        if keep == 0:
+            del node.parent.children[int(node.tokens[0])]
+        node.tokens, node.slots = node.tokens[:keep], node.slots[:keep]
+        return len(gone)
 
     def _nodes(self) -> Iterator[Node]:
         pending = list(self._root.children.values())

@@ -30,7 +30,7 @@ PROFILE_REPEATS = 3
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "model", "pool", "slots", "taps")
+    __slots__ = ("_features", "_known", "model", "pool", "slots", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int) -> None:
         config = model.config
@@ -40,6 +40,7 @@ class ModelRunner:
                            model.device)
         self.taps: tuple[int, ...] = ()
         self._features = torch.empty(0, 0)
+        self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
 
     @property
     def config(self) -> ModelConfig:
@@ -56,6 +57,7 @@ class ModelRunner:
         assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
         if layers != self.taps:
             self.taps = layers
+            self._known[:] = False
             self._features = torch.empty(self.pool.num_slots if layers else 0, self.feature_width,
                                          dtype=self.model.dtype, device=self.model.device)
 
@@ -65,6 +67,7 @@ class ModelRunner:
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped)
+            self._known[batch.slots.cpu().numpy()] = True
         rows = batch.logit_rows
         return self.model.logits(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
 
@@ -73,6 +76,11 @@ class ModelRunner:
         assert self.taps, "no taps are set"
         index = torch.from_numpy(np.asarray(slots, np.int64)).to(self._features.device)
         return self._features.index_select(0, index)
+
+    def features_from(self, slots: NDArray[np.int64]) -> int:
+        """The index in ``slots`` from which on every feature row is there (their number: none is)."""
+        unknown = np.flatnonzero(~self._known[slots])
+        return int(unknown[-1]) + 1 if len(unknown) else 0
 
     def profile(self, rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 64)) -> dict[int, float]:
         """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
@@ -90,7 +98,7 @@ class ModelRunner:
         return costs
 
     def _time(self, slots: NDArray[np.int64], count: int) -> float:
-        self.pool.kv[:, torch.from_numpy(slots).to(self.pool.kv.device)] = 0  # garbage may hold slow or infinite numbers
+        self.pool.kv[:, torch.from_numpy(slots).to(self.pool.kv.device)] = 0  # memory may hold anything
         words = [(2 << i) - 1 for i in range(count)]
         times = []
         for _ in range(PROFILE_REPEATS + 1):

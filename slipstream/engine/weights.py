@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, dtype_of, read_json
+from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.errors import ModelError
 
 __all__ = ["DTYPES", "CausalModel", "ModelConfig", "dtype_of", "load_model", "load_tensors"]
@@ -44,22 +44,13 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     return Decoder.from_tensors(config, load_tensors(folder), dtype_of(dtype), device_of(device))
 
 
-def device_of(name: str) -> torch.device:
-    """The torch device of a configured name. Raises ModelError when torch cannot use it here."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device '{name}' cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
-
-
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     if not path.exists():
         raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: no mapping, only keys()
+            names: list[str] = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: not readable as safetensors: {error}") from error
 

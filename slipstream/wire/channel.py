@@ -56,7 +56,7 @@ def client_options(wire: WireSection) -> Options:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.min_reconnect_backoff_ms", 2000),
         ("grpc.max_reconnect_backoff_ms", round(wire.connect_backoff_max_s * 1000)),
     )
 
@@ -76,6 +76,8 @@ def _common_options(wire: WireSection) -> Options:
         ("grpc.max_send_message_length", wire.max_message_bytes),
         ("grpc.keepalive_time_ms", round(wire.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(wire.keepalive_s * 500)),
+        # The core ends a silent connection by this one (default 60 s); its keepalive timeout never fires (grpc #39239).
+        ("grpc.http2.ping_timeout_ms", round(wire.keepalive_s * 500)),
         ("grpc.keepalive_permit_without_calls", 1),
     )
 

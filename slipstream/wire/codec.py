@@ -246,21 +246,26 @@ def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
     tokens: Ints = np.frombuffer(wire.tokens, "<i4")
     scores = np.frombuffer(wire.scores, "<f4")
     _check_nodes(ids.tolist(), parents.tolist(), tokens.tolist(), limits)
-    for score in scores.tolist():
-        require(math.isfinite(score) and score <= SCORE_SLACK, "growth.scores", f"{score} is not a log score")
-    if len(scores) and scores.max() > 0:
+    numbers = scores.tolist()
+    if not all(math.isfinite(score) and score <= SCORE_SLACK for score in numbers):
+        raise RemoteProtocolError("growth.scores", "holds what is not a log score: infinite, not a number or above 0")
+    if max(numbers, default=0.0) > 0:
         scores = np.minimum(scores, np.float32(0))
     return Growth(wire.session, base, ids, parents, tokens, scores, wire.draft_us / 1e6)
 
 
 def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: FrameLimits) -> None:
-    # Plain Python over at most 63 nodes is faster than numpy calls on arrays of five.
+    # Plain Python over at most 63 nodes is faster than numpy on arrays of five; messages are made on failure only.
     inside, before, taken = set(ids), set[int](), set[tuple[int, int]]()
     require(len(inside) == len(ids), "growth.ids", "an id stands twice")
     for node, parent, token in zip(ids, parents, tokens, strict=True):
-        require(parent != 0 and -parent <= limits.max_context, "growth.parents", f"{parent} names no node or position")
-        require(parent not in inside or parent in before, "growth.parents", f"{parent} stands after its child {node}")
-        require(0 <= token < limits.vocab_size, "growth.tokens", f"{token} is outside the vocabulary")
-        require((parent, token) not in taken, "growth.tokens", f"siblings below {parent} share a token")
+        if parent == 0 or -parent > limits.max_context:
+            raise RemoteProtocolError("growth.parents", f"{parent} names no node or position")
+        if parent in inside and parent not in before:
+            raise RemoteProtocolError("growth.parents", f"{parent} stands after its child {node}")
+        if not 0 <= token < limits.vocab_size:
+            raise RemoteProtocolError("growth.tokens", f"{token} is outside the vocabulary")
+        if (parent, token) in taken:
+            raise RemoteProtocolError("growth.tokens", f"siblings below {parent} share a token")
         before.add(node)
         taken.add((parent, token))

@@ -4,7 +4,8 @@ Rules:
 1. The protocol version is looked at before anything else, so a peer of another release is refused by that name.
 2. Every number and name is checked against bounds of its own.
 
-It knows nothing about frames or sockets, nor whether target and draft fit together (``session.check_pair``). Format: ``proto/slipstream/v1/draft.proto``.
+It knows nothing about frames or sockets, nor whether target and draft fit together
+(``session.check_pair`` does). Format: ``proto/slipstream/v1/draft.proto``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way from an engine's thread to a stream: items wait here until the stream's writer, on the event loop, takes them.
+"""The way from an engine's thread to a stream: items wait here until the writer, on the event loop, takes them.
 
 Rules:
 1. ``put`` may be called from any thread and never blocks; what was put together stays together and in order.
@@ -28,10 +28,11 @@ MAX_BYTES = 256 << 20
 
 
 class Outbox(Generic[Item]):
-    """Made on the event loop that takes from it. ``max_batches``: puts that may wait; ``max_bytes``: of feature rows."""
+    """Made on the loop that takes from it. ``max_batches``: puts that may wait; ``max_bytes``: of feature rows."""
 
     def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -92,6 +93,9 @@ class Outbox(Generic[Item]):
         self._weight = 0
 
     def _signal(self, event: asyncio.Event) -> None:
+        if threading.get_ident() == self._thread:
+            event.set()  # the loop is awake already: no need to write to its wake-up pipe
+            return
         # The loop may have been closed between the check and here; then nobody is waiting.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(event.set)

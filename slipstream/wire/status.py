@@ -1,7 +1,7 @@
 """Errors as gRPC statuses and back, so that a caller gets the class that was raised on the other side.
 
 Rules:
-1. The status code comes from ``errors.status_of``; the class, the field and the time to wait travel as trailing metadata.
+1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata.
 2. An error that is not ours becomes INTERNAL without its text: it may hold anything.
 3. Whatever the transport itself reports (refused, reset, too late) is Unavailable.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import grpc
+import structlog
 
 from slipstream.errors import (
     CapacityError,
@@ -44,7 +45,9 @@ class Abortable(Protocol):
 
 
 async def abort(context: Abortable, error: Exception) -> None:
-    """End a call with ``error``; never returns."""
+    """End a call with ``error``; never returns. An error that is not of our kinds is a bug, logged with its trace."""
+    if not isinstance(error, SlipstreamError):
+        structlog.get_logger(part="wire").error("bug while answering a call", exc_info=error)
     await context.abort(*status_parts(error))
 
 
@@ -82,6 +85,8 @@ def error_of(call: FailedCall, who: str) -> SlipstreamError:
         return Draining(details)
     if kind == "Unavailable":
         return Unavailable(details)
+    if call.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return InvalidRequest("api_key", details, "invalid_api_key")
     return Unavailable(f"{who}: {_name(call.code())} {details}".rstrip())
 
 

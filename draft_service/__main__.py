@@ -1,0 +1,51 @@
+"""The draft service as a process: ``python -m draft_service --config slipstream.yaml``. A composition root."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from draft_service.assembly import Draft, build
+from slipstream.config import Config
+from slipstream.log import logger
+from slipstream.process import main
+from slipstream.scrape import MetricsServer
+from slipstream.wire.peers import DraftServicer
+from slipstream.wire.server import GrpcServer, bind_guard
+
+DRAIN_S = 2.0  # a target goes on without a draft at once, so there is little to wait for
+
+
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+    """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
+    ModelError when it cannot begin."""
+    bind_guard(config.draft.listen, config.wire)
+    await host(config, await asyncio.to_thread(build, config), stop, ready)
+
+
+async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+    """The same for a draft that is put together already."""
+    server = GrpcServer(config.draft.listen, config.wire, [DraftServicer(draft.worker, config.wire)],
+                        reflect=config.wire.reflection)
+    await server.start()
+    up = asyncio.Event()
+    metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)
+    metrics.start()
+    draft.worker.start()
+    await server.set_ready(True)
+    up.set()
+    logger("draft").info("ready", listen=config.draft.listen)
+    if ready is not None:
+        ready()
+    await stop.wait()
+    up.clear()
+    logger("draft").info("draining")
+    draft.worker.drain()
+    await server.drain(DRAIN_S)
+    await asyncio.to_thread(draft.worker.stop)
+    metrics.close()
+    logger("draft").info("stopped")
+
+
+if __name__ == "__main__":
+    main("draft_service", serve)

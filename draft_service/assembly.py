@@ -1,0 +1,43 @@
+"""How a draft is put together from a configuration: drafter, worker, metrics. It knows nothing about sockets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from draft_service.worker import DraftWorker
+from slipstream.config import Config
+from slipstream.drafters import create
+from slipstream.drafters.base import Drafter
+from slipstream.log import logger
+from slipstream.metrics import DraftMetrics
+from slipstream.models import resolve, tokenizer_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft that is ready to be started (``worker.start()``) and joined to targets."""
+
+    worker: DraftWorker
+    metrics: DraftMetrics
+
+
+def build(config: Config) -> Draft:
+    """Load the drafter. Raises ModelError or ConfigError."""
+    section = config.draft
+    if section.drafter != "ngram":
+        torch.set_num_threads(section.threads or max(1, (os.cpu_count() or 1) // 2))
+    drafter = create(section, config.model)
+    # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
+    digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
+    return assemble(drafter, digest, section.lease_s)
+
+
+def assemble(drafter: Drafter, digest: str, lease_s: float) -> Draft:
+    """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any."""
+    metrics = DraftMetrics(drafter.name)
+    logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
+                         max_sessions=drafter.max_sessions)
+    return Draft(DraftWorker(drafter, digest, lease_s, metrics), metrics)

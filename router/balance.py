@@ -1,0 +1,300 @@
+"""Where a request goes: the balancer over a list of targets.
+
+Rules:
+1. Least load wins, load being what the target last reported plus what this router has sent since. A target that has
+   probably seen the prompt's beginning is preferred until it is markedly more loaded (rendezvous hashing: a target that
+   comes or goes moves only its own share).
+2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
+   other is left, ejected ones are used all the same: the last target is never ejected.
+3. A request moves to another target only while nothing of its answer was emitted, and moves are at most a fifth of the
+   requests, so that an outage is not multiplied. A move away from a target that drains is free.
+4. A target that answers no poll for long loses the requests that still wait for their first piece.
+
+It knows nothing about HTTP, text or speculation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.log import logger
+from slipstream.metrics import RouterMetrics
+from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceRules:
+    poll_every_s: float = 1.0
+    poll_timeout_s: float = 5.0
+    polls_until_gone: int = 3
+    failures_until_ejected: int = 3
+    ejected_min_s: float = 1.0
+    ejected_max_s: float = 30.0
+    affinity_tokens: int = 64
+    affinity_slack: int = 4  # answers that the preferred target may have beyond 1.25 times the least loaded one's
+    retry_share: float = 0.2
+    retry_reserve: float = 3.0
+
+
+@dataclass(slots=True)
+class Target:
+    """What the balancer knows of one target."""
+
+    name: str
+    backend: Backend
+    info: TargetInfo | None = None
+    in_flight: int = 0
+    in_flight_at_poll: int = 0
+    missed_polls: int = 0
+    failures: int = 0
+    ejections: int = 0
+    ejected_until: float = 0.0
+    problem: str = "not asked yet"
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def load(self) -> int:
+        reported = self.info.sessions_running + self.info.sessions_waiting if self.info else 0
+        return max(reported + self.in_flight - self.in_flight_at_poll, self.in_flight)
+
+    @property
+    def draining(self) -> bool:
+        return self.info is not None and self.info.draining
+
+    @property
+    def ready(self) -> bool:
+        return self.info is not None and not self.problem and not self.info.draining and not self.gone.is_set()
+
+    def affinity(self, prefix: bytes) -> bytes:
+        """The rendezvous score of this target for prompts that begin with ``prefix``."""
+        return hashlib.blake2b(prefix, digest_size=8, key=self.name.encode()[:64]).digest()
+
+
+class Balancer:
+    """Spreads requests over ``targets`` (name to backend); ``tokenizer_hash`` "" fits every target."""
+
+    def __init__(self, targets: Mapping[str, Backend], metrics: RouterMetrics, tokenizer_hash: str = "",
+                 rules: BalanceRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rules = rules or BalanceRules()
+        self._targets = [Target(name, backend) for name, backend in targets.items()]
+        self._metrics = metrics
+        self._tokenizer_hash = tokenizer_hash
+        self._clock = clock
+        self._retries = self.rules.retry_reserve
+        self._log = logger("balance")
+
+    @property
+    def ready(self) -> bool:
+        return any(target.ready for target in self._targets)
+
+    @property
+    def info(self) -> TargetInfo | None:
+        """What the first ready target says of itself; None while none has answered."""
+        known = [t for t in self._targets if t.info is not None]
+        return next((t.info for t in known if t.ready), known[0].info if known else None)
+
+    @property
+    def drafts_connected(self) -> int:
+        infos = [target.info for target in self._targets if target.info is not None]
+        return sum(draft.connected for info in infos for draft in info.drafts)
+
+    def submit(self, request: Request) -> Answer:
+        """Never raises; the answer's iteration does."""
+        self._retries = min(self._retries + self.rules.retry_share, 10.0)
+        return RoutedAnswer(self, request)
+
+    async def run(self) -> None:
+        """Poll all targets until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self.rules.poll_every_s)
+
+    async def poll(self) -> None:
+        await asyncio.gather(*(self._ask(target) for target in self._targets))
+        self._metrics.targets(sum(target.ready for target in self._targets))
+
+    async def _ask(self, target: Target) -> None:
+        before = target.problem
+        try:
+            async with asyncio.timeout(self.rules.poll_timeout_s):
+                target.info = await target.backend.info()
+        except Exception as error:  # whatever a target does, the others are still asked
+            target.missed_polls += 1
+            target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
+            if target.missed_polls >= self.rules.polls_until_gone:
+                target.gone.set()
+        else:
+            target.missed_polls, target.in_flight_at_poll = 0, target.in_flight
+            target.gone.clear()
+            target.problem = self._misfit(target.info)
+        if target.problem != before:
+            self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
+
+    def _misfit(self, info: TargetInfo) -> str:
+        if self._tokenizer_hash and info.tokenizer_hash and info.tokenizer_hash != self._tokenizer_hash:
+            return "has another tokenizer than this router; give both the same model"
+        return ""
+
+    def pick(self, tokens: tuple[int, ...], tried: Collection[str] = ()) -> Target:
+        """The target for a prompt; one of ``tried`` never. Raises Draining or Unavailable."""
+        left = [t for t in self._targets if t.name not in tried and not t.draining]
+        now = self._clock()
+        usable = [t for t in left if t.ready and t.ejected_until <= now] or [t for t in left if not self._mismatched(t)]
+        if usable:
+            return self._choose(usable, tokens)
+        if self._targets and all(t.draining for t in self._targets):
+            raise Draining("all targets are shutting down; try again soon")
+        raise Unavailable("no target can take the request now; try again soon")
+
+    def _mismatched(self, target: Target) -> bool:
+        return target.info is not None and bool(self._misfit(target.info))
+
+    def _choose(self, usable: list[Target], tokens: tuple[int, ...]) -> Target:
+        prefix = np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
+        by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
+        least = min(by_affinity, key=lambda t: t.load)
+        preferred = by_affinity[0]
+        bound = least.load * 1.25 + self.rules.affinity_slack
+        return preferred if preferred.load <= bound and len(tokens) >= self.rules.affinity_tokens else least
+
+    def succeeded(self, target: Target) -> None:
+        if target.ejections:
+            self._metrics.breaker(target.name, 0)
+            self._log.info("target back", target=target.name)
+        target.failures = target.ejections = 0
+
+    def failed(self, target: Target, error: SlipstreamError) -> None:
+        """Count a failure that is the target's fault; a full or draining one does what it should."""
+        if isinstance(error, InvalidRequest | CapacityError | Draining):
+            return
+        target.failures += 1
+        if target.failures < self.rules.failures_until_ejected and not target.ejections:
+            return
+        pause = min(self.rules.ejected_min_s * 2.0**target.ejections, self.rules.ejected_max_s)
+        target.failures, target.ejections = 0, target.ejections + 1
+        target.ejected_until = self._clock() + pause
+        self._metrics.breaker(target.name, 2)
+        self._log.warning("target ejected", target=target.name, seconds=pause, error=type(error).__name__)
+
+    def may_move(self, request: Request, tried: Collection[str], error: SlipstreamError) -> bool:
+        """Whether ``request`` may go to a target besides ``tried`` after ``error``; takes it from the budget."""
+        if isinstance(error, InvalidRequest):
+            return False
+        try:
+            self.pick(request.tokens, tried)
+        except SlipstreamError:
+            return False
+        if isinstance(error, Draining):
+            return True
+        if self._retries < 1.0:
+            self._metrics.retry_refused()
+            return False
+        self._retries -= 1.0
+        return True
+
+    def moved(self, target: Target) -> None:
+        self._metrics.retried(target.name)
+
+
+class RoutedAnswer:
+    """An answer that finds its target, and another one if the first fails before it said anything."""
+
+    def __init__(self, balancer: Balancer, request: Request) -> None:
+        self._balancer = balancer
+        self._request = request
+        self._tried: set[str] = set()
+        self._target: Target | None = None
+        self._answer: Answer | None = None
+        self._pieces: AsyncIterator[Piece] | None = None
+        self._speculate = request.speculate
+        self._emitted = False
+        self._finished = False
+
+    def __aiter__(self) -> RoutedAnswer:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._finished:
+            try:
+                target = self._target or self._start()
+                piece = await (self._next() if self._emitted else self._first(target))
+            except SlipstreamError as error:
+                await self._failed(error)
+                continue
+            if not self._emitted:
+                self._emitted = True
+                self._balancer.succeeded(target)
+            if piece.finish:
+                await self.aclose()
+            return piece
+        raise StopAsyncIteration
+
+    def set_speculation(self, allowed: bool) -> None:
+        self._speculate = allowed
+        if self._answer is not None:
+            self._answer.set_speculation(self._speculate)
+
+    async def aclose(self) -> None:
+        self._finished = True
+        await self._leave()
+
+    def _start(self) -> Target:
+        target = self._balancer.pick(self._request.tokens, self._tried)
+        self._target = target
+        target.in_flight += 1
+        self._answer = target.backend.submit(self._request)
+        if self._speculate != self._request.speculate:
+            self._answer.set_speculation(self._speculate)
+        self._pieces = aiter(self._answer)
+        return target
+
+    async def _next(self) -> Piece:
+        assert self._pieces is not None
+        try:
+            return await anext(self._pieces)
+        except StopAsyncIteration:
+            raise Unavailable("the target ended the answer before its end") from None
+
+    async def _first(self, target: Target) -> Piece:
+        """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
+        piece: asyncio.Task[Piece] = asyncio.ensure_future(self._next())
+        gone: asyncio.Task[bool] = asyncio.ensure_future(target.gone.wait())
+        try:
+            await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not piece.done():
+                raise Unavailable(f"target {target.name} does not answer")
+            return await piece
+        finally:
+            gone.cancel()
+            piece.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SlipstreamError):
+                await piece
+
+    async def _failed(self, error: SlipstreamError) -> None:
+        """Leave the target; raises ``error`` unless the request may move on."""
+        target = self._target
+        await self._leave()
+        if target is not None:
+            self._balancer.failed(target, error)
+            self._tried.add(target.name)
+            if not self._emitted and self._balancer.may_move(self._request, self._tried, error):
+                self._balancer.moved(target)
+                return
+        self._finished = True
+        raise error
+
+    async def _leave(self) -> None:
+        answer, target = self._answer, self._target
+        self._answer = self._target = self._pieces = None
+        if target is not None:
+            target.in_flight -= 1
+        if answer is not None:
+            await answer.aclose()

@@ -1,0 +1,85 @@
+"""The public gRPC service's answers: the same bodies, checks and runs as over HTTP, other clothes.
+
+Rules:
+1. Options become a body and pass through ``schemas.parse``: both surfaces have the same defaults and limits.
+2. An empty model name means the one that is here.
+
+It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import fields
+from typing import Any
+
+from router.completion import TextDelta
+from router.gateway import Gateway, Job
+from router.schemas import ChatBody, CompletionBody, parse
+from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.errors import SlipstreamError
+
+
+class GatewayFront:
+    """Implements the wire's ``Front`` on a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def chat(self, model: str, messages: tuple[Message, ...],
+                   options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        """Raises errors of slipstream.errors, like all here."""
+        raw = self._raw(model, options)
+        raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
+        if options.top_logprobs is not None:
+            raw["logprobs"] = True
+        with self._counting("chat"):
+            job = await self._gateway.plan_chat(parse(ChatBody, raw))
+            async with aclosing(self._run(job)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        raw = self._raw(model, options)
+        raw["prompt"] = prompt
+        raw["logprobs"] = raw.pop("top_logprobs", None)
+        with self._counting("completions"):
+            job = await self._gateway.plan_completion(parse(CompletionBody, raw))
+            async with aclosing(self._run(job)) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    async def models(self) -> list[str]:
+        return [self._gateway.model]
+
+    def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
+        raw = {f.name: getattr(options, f.name) for f in fields(options)}
+        raw["stop"] = list(options.stop)
+        raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
+        raw["model"] = model or self._gateway.model
+        return {name: value for name, value in raw.items() if value is not None}
+
+    @contextmanager
+    def _counting(self, endpoint: str) -> Iterator[None]:
+        try:
+            yield
+        except SlipstreamError as error:
+            self._gateway.failed(endpoint, error)
+            raise
+
+    async def _run(self, job: Job) -> AsyncGenerator[Delta, None]:
+        run = await self._gateway.start(job)
+        try:
+            async with aclosing(run.deltas()) as deltas:
+                async for _, delta in deltas:
+                    if delta.text or delta.tokens or delta.finish:
+                        yield _delta(delta, run.usage() if delta.finish else None)
+        finally:
+            await run.aclose()
+
+
+def _delta(delta: TextDelta, usage: Usage | None) -> Delta:
+    tokens = tuple(TextToken(token.id, token.text, token.drafted,
+                             token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens)
+    return Delta(delta.text, tokens, delta.finish, usage)

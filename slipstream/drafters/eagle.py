@@ -1,0 +1,80 @@
+"""The EAGLE-3 head as a network: one decoder layer that reads a token and the target's state before it.
+
+Rules:
+1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
+   Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
+2. Target states are projected once, by ``fc``, when they arrive. Below the newest token the layer's own output, before
+   the final norm, takes their place; ``fc`` is not applied to it.
+3. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
+
+It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.drafters.checkpoint import LAYER, EagleHead
+from slipstream.drafters.network import Output
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.layers import Linear, Rope, rms_norm
+from slipstream.engine.model import dtype_of
+from slipstream.messages import Features, FeatureSpec
+
+
+class EagleNetwork:
+    """A ``network.Network`` over an EAGLE-3 head."""
+
+    lag = 1
+
+    def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int) -> None:
+        """dtype: of weights, KV and features on the wire. Raises ModelError for an unknown one."""
+        kind = dtype_of(dtype)
+        tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
+        config = head.config
+        self.vocab_size = config.vocab_size
+        self.hidden_size = head.target_hidden_size
+        self.max_context = config.max_context
+        spec = FeatureSpec(head.taps, len(head.taps) * head.target_hidden_size, dtype)
+        self.features: FeatureSpec | None = spec
+        whole = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
+        self.vocabulary = None if whole else head.vocabulary.to(device)
+        self.device = device
+        self.slots = Slots(num_slots)
+        self._pool = KVPool(1, num_slots, config.num_kv_heads, config.head_dim, kind, device)
+        self._config = config
+        self._spec = spec
+        self._dtype = kind
+        self._embedding = tensors["embed_tokens.weight"]
+        self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
+        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size)
+        self._hidden_norm = tensors[f"{LAYER}.hidden_norm.weight"]
+        self._norm = tensors["norm.weight"]
+        self._lm_head = Linear(tensors["lm_head.weight"])
+        self._rope = Rope(config, kind, device)
+
+    @torch.inference_mode()
+    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
+        content = bytearray(b"".join(f.rows for f in features))
+        rows = torch.frombuffer(content, dtype=dtype_of(self._spec.dtype)).view(-1, self._spec.width)
+        projected = self._fc(rows.to(self.device, self._dtype))
+        return list(torch.split_with_sizes(projected, [f.num_rows for f in features]))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Output:
+        """``batch.features`` [T, H]: projected target states, or this head's own states."""
+        assert batch.features is not None
+        state = batch.features
+        step = Step(batch, self._rope, self._config, self._dtype)
+        token = self._layer.norm(F.embedding(batch.tokens, self._embedding))
+        state_normed = rms_norm(state, self._hidden_norm, self._config.norm_eps)
+        out = self._layer(state, step, self._pool.kv[0], torch.cat((token, state_normed), -1))
+        out = out.index_select(0, batch.logit_rows)
+        logits = self._lm_head(rms_norm(out, self._norm, self._config.norm_eps))
+        return Output(logits.to(torch.promote_types(self._dtype, torch.float32)), out)

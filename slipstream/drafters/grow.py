@@ -1,0 +1,125 @@
+"""TreeGrowth: how a draft model's tree grows, level by level, without the model.
+
+Rules:
+1. The frontier are the nodes whose children come next: the root at first, then the ``topk`` best nodes of the newest
+   level. Each gets up to ``topk`` children; all of them stay candidates (EAGLE-2, arXiv 2406.16858). topk = 1: a chain.
+2. Scores are cumulative logs and never rise along a path, so the best n candidates are connected (``send``).
+3. A node costs a forward only when it is expanded: S levels cost S - 1 forwards beyond the root's.
+4. Growth goes on where it stopped: more levels and more ``send`` at the same base extend the same tree.
+5. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
+
+It knows nothing about logits, slots or sessions; it is plain Python on lists of at most a few hundred candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from slipstream.drafters.sent import SentTree
+from slipstream.tree import MAX_NODES
+
+ROOT = -1  # the root among candidates, which are counted from 0
+Children = tuple[Sequence[int], Sequence[float]]  # tokens of one node's children, best first, and their log scores
+
+
+@dataclass(slots=True)
+class Nodes:
+    """Nodes as ``messages.Growth`` wants them."""
+
+    ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class TreeGrowth:
+    """The candidates of one session's tree at one base."""
+
+    topk: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # candidates, or ROOT
+    scores: list[float] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # 1 below the root
+    ids: list[int] = field(default_factory=list)  # 0: the target does not have it
+    frontier: list[int] = field(default_factory=lambda: [ROOT])
+    computed: list[int] = field(default_factory=list)  # expanded candidates, the root not counted
+
+    def expand(self, children: Sequence[Children]) -> None:
+        """Give each frontier node its children (log scores relative to the node) and move the frontier down a level.
+        What is not a finite score is no child: a token that the filters forbid."""
+        assert len(children) == len(self.frontier)
+        first = len(self.tokens)
+        for node, (tokens, scores) in zip(self.frontier, children, strict=True):
+            above = 0.0 if node == ROOT else self.scores[node]
+            depth = 1 if node == ROOT else self.depths[node] + 1
+            for token, score in zip(tokens[:self.topk], scores[:self.topk], strict=True):
+                if isfinite(score):
+                    self.tokens.append(int(token))
+                    self.parents.append(node)
+                    self.scores.append(above + min(0.0, score))
+                    self.depths.append(depth)
+                    self.ids.append(0)
+        self.computed.extend(node for node in self.frontier if node != ROOT)
+        level = sorted(range(first, len(self.tokens)), key=lambda n: -self.scores[n])
+        room = MAX_NODES - len(self.computed)
+        self.frontier = sorted(level[:min(self.topk, room)])
+
+    def depth(self) -> int:
+        """Of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        return self.depths[self.frontier[0]] if self.frontier and self.frontier[0] != ROOT else 0
+
+    def path(self, node: int) -> list[int]:
+        """Draft tokens from below the root to ``node``, itself included."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def words(self) -> list[int]:
+        """Ancestor words of the frontier over the computed nodes followed by the frontier itself."""
+        places = {node: place for place, node in enumerate([*self.computed, *self.frontier])}
+        words = []
+        for node in self.frontier:
+            word = 0
+            while node != ROOT:
+                word |= 1 << places[node]
+                node = self.parents[node]
+            words.append(word)
+        return words
+
+    def send(self, most: int, sent: SentTree) -> Nodes:
+        """The ``most`` best candidates that the target does not have, best first, which is parents first. They join
+        ``sent``; candidates that it holds already cost nothing."""
+        nodes = Nodes()
+        unsent = [node for node, node_id in enumerate(self.ids) if node_id == 0]
+        for node in sorted(unsent, key=lambda n: -self.scores[n]):
+            parent = -sent.base if self.parents[node] == ROOT else self.ids[self.parents[node]]
+            known = sent.find(parent, self.tokens[node])
+            if known is not None:
+                self.ids[node] = known
+                continue
+            if len(nodes.ids) >= most or sent.full:
+                break
+            self.ids[node] = sent.add(parent, self.tokens[node])
+            nodes.ids.append(self.ids[node])
+            nodes.parents.append(parent)
+            nodes.tokens.append(self.tokens[node])
+            nodes.scores.append(self.scores[node])
+        return nodes
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """Places in ``computed`` of the nodes along ``tokens`` from the root, as far as they were computed."""
+        below = {(self.parents[node], self.tokens[node]): (place, node) for place, node in enumerate(self.computed)}
+        places: list[int] = []
+        node = ROOT
+        for token in tokens:
+            found = below.get((node, int(token)))
+            if found is None:
+                break
+            places.append(found[0])
+            node = found[1]
+        return places

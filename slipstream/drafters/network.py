@@ -1,0 +1,50 @@
+"""What a drafter with weights runs: a small model or a head, behind one forward.
+
+Rules:
+1. A network is stateless between forwards but for its KV slots; sessions are the drafter's.
+2. ``lag`` 0: a row needs its token alone. ``lag`` 1: the row of the token at position p also needs the target's state
+   at p - 1, the one from which that token was chosen; below the newest token the network's own states take its place.
+
+It knows nothing about sessions, trees or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import Slots
+from slipstream.messages import Features, FeatureSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The rows of a forward whose logits were wanted."""
+
+    logits: torch.Tensor  # [R, V] float32, float64 for a float64 network; V of the draft vocabulary
+    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0
+
+
+class Network(Protocol):
+    """A draft model or head on one device."""
+
+    lag: int
+    vocab_size: int  # of the target
+    hidden_size: int  # of the target; 0: any
+    features: FeatureSpec | None  # None with lag 0
+    vocabulary: torch.Tensor | None  # int64 [V] token ids of the logits' columns; None: the columns are the ids
+    max_context: int  # tokens it was trained for
+    slots: Slots
+    device: torch.device
+
+    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Target states as rows of this network's input, [M, W] for each. Only with lag 1."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> Output:
+        """Run a batch; ``batch.features`` [T, W] with lag 1. KV is written at the batch's slots."""
+        ...

@@ -1,0 +1,172 @@
+"""Any causal language model of transformers behind the CausalModel protocol: the breadth path, and decoder.py's oracle.
+
+Rules:
+1. The model runs through transformers' attention interface: our function writes KV into the pool and attends over
+   slots. Batch and pool travel as arguments of the forward call. The only thing that is process-wide is the function's
+   name in transformers' registry; the function itself holds no state.
+2. Local files only; remote code is never run.
+3. What this engine cannot keep exact is refused when the model is loaded: layers without attention, soft-capped or
+   sunken scores, position encodings that depend on the length.
+
+It knows nothing about sessions. transformers computes its norms in float32, so float64 is not float64 throughout here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.engine.attention import AttentionPlan, attend, plan_attention
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
+from slipstream.errors import ModelError
+from slipstream.tree import MAX_NODES
+
+ATTENTION = "slipstream"
+UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")  # arguments that would change the scores
+LENGTH_ROPES = ("dynamic", "longrope")
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward: what every layer's attention needs, and the plans made so far, one for each sliding window."""
+
+    batch: ForwardBatch
+    pool: KVPool
+    plans: dict[int, AttentionPlan] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int) -> torch.Tensor:
+        """q [T, Q, D], k [T, G, D], v [T, G, Dv] -> [T, Q, Dv]."""
+        heads, size, value_size = q.shape[1], self.pool.kv.shape[4], v.shape[2]
+        self.pool.write(layer, self.batch.slots, _widen(k, size), _widen(v, size))
+        if window not in self.plans:
+            group = heads // k.shape[1]
+            self.plans[window] = plan_attention(self.batch, group, q.dtype, window)
+        out = attend(_widen(q, size), self.pool.kv[layer], self.plans[window], scale)
+        return out.view(len(q), heads, size)[..., :value_size]
+
+
+@dataclass(slots=True)
+class Probe:
+    """A forward that only looks: which layers attend, with how many heads of what size."""
+
+    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # layer -> Q, G, D
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+               window: int) -> torch.Tensor:
+        """As ``Step.attend`` for one row, which sees itself."""
+        self.shapes[layer] = (q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
+        return v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+class HFModel:
+    """A transformers model; see ``model.CausalModel``."""
+
+    __slots__ = ("_decoder", "_embed", "_head", "_text", "config", "device", "dtype")
+
+    def __init__(self, model: PreTrainedModel, eos_token_ids: tuple[int, ...] = ()) -> None:
+        """model: in its final dtype and place. Raises ModelError for what this engine cannot keep exact."""
+        AttentionInterface.register(ATTENTION, attention)
+        model.set_attn_implementation(ATTENTION)
+        whole: Any = model  # transformers leaves these untyped
+        self._decoder, self._text = whole.get_decoder(), whole.config.get_text_config()
+        self._embed, self._head = whole.get_input_embeddings(), whole.get_output_embeddings()
+        self.dtype, self.device = model.dtype, model.device
+        self.config = self._measure(eos_token_ids)
+
+    @staticmethod
+    def from_folder(folder: str | Path, dtype: str, device: str) -> HFModel:
+        """Load a local folder. Raises ModelError."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
+                dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+        model.requires_grad_(False)
+        return HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
+        out = self._run(batch.tokens, batch.positions, Step(batch, pool), output_hidden_states=bool(taps))
+        tapped = torch.cat([out.hidden_states[i][0] for i in taps], -1) if taps else None
+        return out.last_hidden_state[0], tapped
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, H] after the final norm -> [R, V] in float32, float64 for a float64 model."""
+        logits: torch.Tensor = self._head(hidden)
+        return logits.to(torch.promote_types(self.dtype, torch.float32))
+
+    @torch.inference_mode()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H]."""
+        rows: torch.Tensor = self._embed(tokens)
+        return rows
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, step: Step | Probe, **options: Any) -> Any:
+        return self._decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
+                             slipstream_step=step, **options)
+
+    @torch.inference_mode()
+    def _measure(self, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+        text = self._text
+        where = f"{text.model_type} model"
+        _refuse(text.to_dict(), where)
+        probe = Probe()
+        start = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._run(start, start, probe)
+        if set(probe.shapes) != set(range(text.num_hidden_layers)):
+            raise ModelError(f"{where}: only layers {sorted(probe.shapes)} of {text.num_hidden_layers} have attention "
+                             "that this engine can serve")
+        if len(set(probe.shapes.values())) != 1:
+            raise ModelError(f"{where}: attention heads differ between layers: {sorted(set(probe.shapes.values()))}")
+        heads, kv_heads, size = probe.shapes[0]
+        rows, hidden = self._embed.weight.shape
+        return ModelConfig(text.model_type, rows, hidden, 0, text.num_hidden_layers, heads, kv_heads, size,
+                           text.max_position_embeddings, 0.0, 0.0, None, bool(text.tie_word_embeddings), False, False,
+                           False, False, 0, eos_token_ids)
+
+
+def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attention_mask: torch.Tensor | None, scaling: float | None = None, sliding_window: int | None = None,
+              slipstream_step: Step | Probe | None = None, **others: Any) -> tuple[torch.Tensor, None]:
+    """The function in transformers' registry: query [1, Q, T, D], key and value [1, G, T, D] -> [1, T, Q, D]."""
+    if slipstream_step is None or attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} does not pass attention arguments through; use engine: decoder")
+    named = [name for name in UNSUPPORTED if others.get(name) is not None]
+    if named:
+        raise ModelError(f"{type(module).__name__}: attention with {', '.join(named)} is not supported")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out = slipstream_step.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
+                                 scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window or 0)
+    return out[None], None
+
+
+def _refuse(config: dict[str, Any], where: str) -> None:
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "alibi"):
+        if config.get(name) not in (None, False, 1, 1.0):
+            raise ModelError(f"{where}: {name} is not supported")
+    if 0 < (config.get("sliding_window") or 0) < MAX_NODES:
+        raise ModelError(f"{where}: sliding_window must hold a whole tree of {MAX_NODES} tokens")
+    rope = config.get("rope_parameters") or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") in LENGTH_ROPES:
+            raise ModelError(f"{where}: rope_type {kind['rope_type']!r} depends on the length of the text, which "
+                             "cached KV cannot follow")
+
+
+def _widen(x: torch.Tensor, size: int) -> torch.Tensor:
+    # Heads narrower than the pool's are padded with zeros, which change no score.
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))

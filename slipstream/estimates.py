@@ -1,0 +1,174 @@
+"""What the policy believes, from what was measured: step costs, acceptance by depth, exchange times, gains.
+
+Rules:
+1. Seconds in, seconds out; no clock. Every estimate forgets, so that a changed world is seen.
+2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the first
+   rejection.
+
+The objective is goodput, accepted tokens by time (SmartSpec, arXiv 2406.14066). It knows nothing about modes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
+FAR = 0.05  # and of all row counts: a machine under load is slower everywhere
+SURPRISE = math.log(4.0)  # one odd step counts as no more than this
+DEPTHS = 32
+PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
+PRIOR_TRIALS = 2.0
+KEEP = 0.95  # of the trials at a depth, for each new one
+
+
+class StepCosts:
+    """Seconds of one target step by its number of rows: a start-up profile, corrected by what steps really take.
+
+    Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
+    last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
+    """
+
+    __slots__ = ("_costs", "_factors", "_profile", "_rows")
+
+    def __init__(self, profile: Mapping[int, float]) -> None:
+        """``profile``: {rows: seconds}, at least one entry, all positive."""
+        assert profile and all(rows > 0 and 0 < seconds < math.inf for rows, seconds in profile.items())
+        self._rows = sorted(profile)
+        self._profile = [profile[rows] for rows in self._rows]
+        self._factors = [0.0] * len(self._rows)  # logarithms
+        self._costs: list[float] = []
+        self._update()
+
+    def cost(self, rows: int) -> float:
+        """Seconds that a step of ``rows`` rows is expected to take."""
+        low, share = self._place(rows)
+        if len(self._costs) == 1:
+            return self._costs[0]
+        return self._costs[low] + share * (self._costs[low + 1] - self._costs[low])
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step of ``rows`` rows took ``seconds``. What cannot be (not positive, not finite) is ignored."""
+        if rows < 1 or not 0.0 < seconds < math.inf:
+            return
+        surprise = max(-SURPRISE, min(SURPRISE, math.log(seconds / self.cost(rows))))
+        low, share = self._place(rows)
+        share = min(1.0, share)
+        for point in range(len(self._rows)):
+            weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
+            self._factors[point] += surprise * (FAR + NEAR * weight)
+        self._update()
+
+    def _place(self, rows: int) -> tuple[int, float]:
+        # The profiled point below and how far towards the next; beyond the last the share exceeds 1.
+        low = max(0, min(bisect_right(self._rows, rows) - 1, len(self._rows) - 2))
+        if len(self._rows) == 1:
+            return 0, 0.0
+        return low, max(0.0, (rows - self._rows[low]) / (self._rows[low + 1] - self._rows[low]))
+
+    def _update(self) -> None:
+        highest = 0.0
+        self._costs = [highest := max(highest, seconds * math.exp(factor))
+                       for seconds, factor in zip(self._profile, self._factors, strict=True)]
+
+
+class Acceptance:
+    """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
+
+    __slots__ = ("_hits", "_per_level", "_reach", "_trials")
+
+    def __init__(self, nodes_per_level: float = 1.0) -> None:
+        self._hits = [0.0] * DEPTHS
+        self._trials = [0.0] * DEPTHS
+        self._per_level = nodes_per_level
+        self._reach: list[float] = []
+        self._update()
+
+    def fresh(self) -> Acceptance:
+        """A belief without experience, in trees of the same shape."""
+        return Acceptance(self._per_level)
+
+    def observe(self, drafted: int, accepted: int, depth: int) -> None:
+        """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
+        if drafted < 1:
+            return
+        depth = min(max(depth, accepted, 1), DEPTHS)
+        self._per_level += 0.1 * (drafted / depth - self._per_level)
+        for level in range(min(accepted + 1, depth)):
+            self._trials[level] = self._trials[level] * KEEP + 1.0
+            self._hits[level] = self._hits[level] * KEEP + float(level < accepted)
+        self._update()
+
+    def tokens(self, nodes: int) -> float:
+        """Draft tokens expected to be accepted when the best ``nodes`` nodes are verified."""
+        levels = min(nodes / self._per_level, float(DEPTHS))
+        whole = int(levels)
+        if whole == DEPTHS:
+            return self._reach[DEPTHS]
+        return self._reach[whole] + (levels - whole) * (self._reach[whole + 1] - self._reach[whole])
+
+    def _update(self) -> None:
+        chance, alive, total = PRIOR, 1.0, 0.0
+        self._reach = [0.0]
+        for hits, trials in zip(self._hits, self._trials, strict=True):
+            # A depth that was seldom reached is believed to be like the one above it.
+            chance = (hits + PRIOR_TRIALS * chance) / (trials + PRIOR_TRIALS)
+            alive *= chance
+            total += alive
+            self._reach.append(total)
+
+
+class ExchangeTimes:
+    """Seconds from a commit to the growth that answers it: mean and mean deviation, as TCP keeps its round trips
+    (RFC 6298). Sessions of one drafter may share it."""
+
+    __slots__ = ("_deviation_s", "mean_s")
+
+    def __init__(self) -> None:
+        self.mean_s: float | None = None  # None: nothing is known
+        self._deviation_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        if self.mean_s is None:
+            self.mean_s, self._deviation_s = seconds, seconds / 2
+            return
+        self._deviation_s += 0.25 * (abs(seconds - self.mean_s) - self._deviation_s)
+        self.mean_s += 0.125 * (seconds - self.mean_s)
+
+    def usual_s(self, unknown_s: float) -> float:
+        """What all but a few exchanges stay below; ``unknown_s`` before the first one."""
+        return unknown_s if self.mean_s is None else self.mean_s + 4.0 * self._deviation_s
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Seconds that rounds took against the seconds of plain decoding that they replaced. ``keep`` < 1 forgets."""
+
+    keep: float = 1.0
+    earned_s: float = 0.0
+    spent_s: float = 0.0
+    waited_s: float = 0.0
+    rounds: int = 0
+    drafted: int = 0  # rounds in which something was drafted
+
+    def add(self, earned_s: float, spent_s: float, waited_s: float, drafted: bool) -> None:
+        self.earned_s = self.earned_s * self.keep + earned_s
+        self.spent_s = self.spent_s * self.keep + spent_s
+        self.waited_s = self.waited_s * self.keep + waited_s
+        self.rounds += 1
+        self.drafted += drafted
+
+    @property
+    def gain(self) -> float:
+        """Goodput with speculation / plain goodput; 1 before the first round."""
+        return self.earned_s / self.spent_s if self.spent_s > 0 else 1.0
+
+    @property
+    def gain_without_waits(self) -> float:
+        return self.earned_s / max(self.spent_s - self.waited_s, 1e-12)
+
+    @property
+    def loss_s(self) -> float:
+        return self.spent_s - self.earned_s

@@ -1,0 +1,133 @@
+"""A draft link inside one process: the same protocol without sockets.
+
+Rules:
+1. Every hello and every frame passes through the codec, so what works here works over the network, and nothing is
+   shared between the two sides but bytes.
+2. Items are delivered at once, on the thread that sends them: the events only put things into queues.
+3. ``restore`` joins the two sides, ``cut`` parts them; each join is a new stream with a new incarnation.
+
+It knows nothing about event loops or sessions.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.config import WireSection
+from slipstream.errors import PairingError, RemoteProtocolError
+from slipstream.messages import DraftBound, Drop, TargetBound, TargetHello
+from slipstream.requests import DraftStatus
+from slipstream.wire.channel import WireCounts
+from slipstream.wire.codec import (
+    FrameLimits,
+    decode_draft_frame,
+    decode_target_frame,
+    encode_draft_frames,
+    encode_target_frames,
+)
+from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello, encode_target_hello
+from slipstream.wire.link import Check, LinkEvents
+from slipstream.wire.peers import PeerEvents
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPeer:
+    """The target as the draft side sees it, for one stream."""
+
+    name: str
+    link: LocalLink
+
+    def send(self, items: Sequence[TargetBound]) -> None:
+        self.link.answer(self, items)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStream:
+    """What both sides agreed on when they were joined."""
+
+    peer: LocalPeer
+    incarnation: int
+    limits: FrameLimits
+
+
+class LocalLink:
+    """Joins ``events`` (the target's) and ``peers`` (the draft's). Down until ``restore`` is called."""
+
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents, wire: WireSection,
+                 check: Check) -> None:
+        self.address = address
+        self.counts = WireCounts()
+        self._hello = hello
+        self._events = events
+        self._peers = peers
+        self._max_bytes = wire.max_message_bytes
+        self._check = check
+        self._stream: LocalStream | None = None
+        self._drafter = ""
+        self._known = False  # whether it has been up before
+        self._problem = "not connected yet"
+
+    def restore(self) -> None:
+        """Shake hands and come up; nothing happens while the link is up. A draft that does not fit leaves it down,
+        with the reason in ``status().problem``."""
+        if self._stream is not None:
+            return
+        target = decode_target_hello(encode_target_hello(replace(self._hello, incarnation=secrets.randbits(64))))
+        peer = LocalPeer(self.address, self)
+        try:
+            answer = replace(self._peers.peer_up(peer, target), incarnation=target.incarnation)
+        except PairingError as error:
+            self._problem = str(error)
+            return
+        try:
+            draft = decode_draft_hello(encode_draft_hello(answer))
+            self._check(target, draft)
+        except RemoteProtocolError as error:
+            self._problem = str(error)
+            self._peers.peer_down(peer)
+            return
+        self.counts.reconnects += self._known
+        self._known = True
+        self._drafter, self._problem = draft.drafter, ""
+        self._stream = LocalStream(peer, target.incarnation, FrameLimits.of(target, draft))
+        self._events.link_up(self, draft)
+
+    def cut(self, reason: str = "cut") -> None:
+        """Part the two sides; both hear of it. Nothing happens while the link is down."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._problem = reason
+            self._events.link_down(self, reason)
+            self._peers.peer_down(stream.peer)
+
+    def status(self) -> DraftStatus:
+        return DraftStatus(self.address, self._stream is not None, self._drafter, self._problem)
+
+    def send(self, items: Sequence[DraftBound]) -> None:
+        stream = self._stream
+        if stream is None or not items:
+            return
+        frames, oversized = encode_target_frames(stream.incarnation, items, self._max_bytes)
+        for frame in frames:
+            self.counts.sent(frame)
+            good, faults = decode_target_frame(frame, stream.incarnation, stream.limits)
+            self._peers.received(stream.peer, good, faults)
+        if oversized:
+            self.counts.oversized_items += len(oversized)
+            self._events.received(self, [Drop(item.session, "capacity") for item in oversized], [])
+
+    def answer(self, peer: LocalPeer, items: Sequence[TargetBound]) -> None:
+        """What the draft sends; dropped and counted when ``peer`` belongs to a stream that is no more."""
+        stream = self._stream
+        if stream is None or stream.peer is not peer:
+            self.counts.stale_frames += 1
+            return
+        frames, oversized = encode_draft_frames(stream.incarnation, items, self._max_bytes)
+        self.counts.oversized_items += len(oversized)
+        for frame in frames:
+            self.counts.got(frame)
+            good, faults = decode_draft_frame(frame, stream.incarnation, stream.limits)
+            self.counts.invalid_items += len(faults)
+            self._events.received(self, good, faults)

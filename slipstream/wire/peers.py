@@ -1,0 +1,154 @@
+"""The draft's side of draft streams: one peer for each target that is connected.
+
+Rules:
+1. The first message must be the hello, within a deadline; a target that does not fit is refused with the field named.
+2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
+3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
+
+It knows nothing about sessions or drafters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import grpc
+import structlog
+from grpc import aio
+
+from slipstream.config import WireSection
+from slipstream.errors import CapacityError, Draining, RemoteProtocolError, SlipstreamError
+from slipstream.messages import DraftBound, DraftHello, TargetBound, TargetHello
+from slipstream.wire.channel import DRAFT_SERVICE, WireCounts
+from slipstream.wire.codec import Faults, FrameLimits, decode_target_frame, encode_draft_frames
+from slipstream.wire.handshake import decode_target_hello, encode_draft_hello
+from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
+from slipstream.wire.status import abort
+
+HANDSHAKE_S = 5.0
+MAX_PEERS = 64
+
+Context = aio.ServicerContext[bytes, bytes]
+
+
+class Peer(Protocol):
+    """One connected target as the draft sees it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def send(self, items: Sequence[TargetBound]) -> None: ...
+
+
+class PeerEvents(Protocol):
+    """Who hears of peers. Called on the event loop; must not block, so it only puts things into a queue."""
+
+    def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
+        """The draft's half of the handshake (its incarnation is filled in). PairingError refuses the stream."""
+        ...
+
+    def peer_down(self, peer: Peer) -> None: ...
+
+    def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None: ...
+
+
+class StreamPeer:
+    """A peer over one gRPC stream."""
+
+    def __init__(self, name: str, outbox: Outbox[TargetBound]) -> None:
+        self.name = name
+        self._outbox = outbox
+
+    def send(self, items: Sequence[TargetBound]) -> None:
+        self._outbox.put(items)
+
+
+class DraftServicer:
+    """DraftService: hands what targets send to ``events``."""
+
+    service = DRAFT_SERVICE
+
+    def __init__(self, events: PeerEvents, wire: WireSection, *, max_peers: int = MAX_PEERS,
+                 max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S) -> None:
+        self.counts = WireCounts()
+        self._events = events
+        self._max_bytes = wire.max_message_bytes
+        self._max_peers = max_peers
+        self._max_batches = max_batches
+        self._handshake_s = handshake_s
+        self._num_peers = 0
+        self._draining = asyncio.Event()
+        self._log = structlog.get_logger(part="wire")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        exchange: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
+        return grpc.method_handlers_generic_handler(DRAFT_SERVICE, {"Exchange": exchange})
+
+    def drain(self) -> None:
+        """Refuse new targets and end the streams of those that are here."""
+        self._draining.set()
+
+    async def _exchange(self, _requests: object, context: Context) -> None:
+        self._num_peers += 1
+        try:
+            await self._serve(context)
+        except TimeoutError:
+            await abort(context, RemoteProtocolError("hello", f"none within {self._handshake_s:g} s"))
+        except SlipstreamError as error:
+            self._log.warning("target stream ended", target=context.peer(), problem=str(error))
+            await abort(context, error)
+        finally:
+            self._num_peers -= 1
+
+    async def _serve(self, context: Context) -> None:
+        if self._draining.is_set():
+            raise Draining("this draft service is shutting down")
+        if self._num_peers > self._max_peers:
+            raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
+        async with asyncio.timeout(self._handshake_s):
+            first = await context.read()
+        if not isinstance(first, bytes):
+            return
+        target = decode_target_hello(first)
+        outbox: Outbox[TargetBound] = Outbox(self._max_batches)
+        peer = StreamPeer(context.peer(), outbox)
+        hello = replace(self._events.peer_up(peer, target), incarnation=target.incarnation)
+        try:
+            await context.write(encode_draft_hello(hello))
+            self._log.info("target connected", target=peer.name, model=target.model_id)
+            limits = FrameLimits.of(target, hello)
+            await first_end(self._read(context, peer, target.incarnation, limits),
+                            self._write(context, target.incarnation, outbox),
+                            outbox.overflowed(), self._drained())
+        finally:
+            outbox.close()
+            self._log.info("target gone", target=peer.name)
+            self._events.peer_down(peer)
+
+    async def _drained(self) -> None:
+        await self._draining.wait()
+
+    async def _read(self, context: Context, peer: Peer, incarnation: int, limits: FrameLimits) -> None:
+        while isinstance(data := await context.read(), bytes):
+            self.counts.got(data)
+            try:
+                items, faults = decode_target_frame(data, incarnation, limits)
+            except RemoteProtocolError as error:
+                if error.field != "incarnation":
+                    raise
+                self.counts.stale_frames += 1
+                continue
+            self.counts.invalid_items += len(faults)
+            self._events.received(peer, items, faults)
+
+    async def _write(self, context: Context, incarnation: int, outbox: Outbox[TargetBound]) -> None:
+        while True:
+            items = await outbox.take(self._max_bytes)
+            frames, oversized = encode_draft_frames(incarnation, items, self._max_bytes)
+            self.counts.oversized_items += len(oversized)
+            for frame in frames:
+                await context.write(frame)
+                self.counts.sent(frame)

@@ -1,0 +1,208 @@
+"""The target service over gRPC, both ends: a servicer around any Backend, and a Backend that is a client of one.
+
+Rules:
+1. Errors cross the wire as the class that was raised; no gRPC error leaves the client.
+2. A client that goes away frees its answer: ending the call closes it.
+3. Nothing waits without an end: a target that does not take a call within ``connect_s`` is Unavailable, and keepalive
+   ends the calls to one that falls silent.
+
+It knows nothing about engines or text. Format: ``proto/slipstream/v1/target.proto``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+from grpc import aio
+
+from slipstream.config import WireSection
+from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, Unavailable
+from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.wire.answers import (
+    decode_control,
+    decode_info,
+    decode_piece,
+    decode_start,
+    encode_control,
+    encode_info,
+    encode_piece,
+    encode_start,
+)
+from slipstream.wire.channel import TARGET_SERVICE, open_channel
+from slipstream.wire.status import abort, error_of
+from slipstream.wire.tls import TlsFiles
+
+CONNECT_S = 5.0
+FIRST_S = 5.0  # from the beginning of a call to its request
+
+Context = aio.ServicerContext[bytes, bytes]
+
+
+class TargetServicer:
+    """TargetService: requests come in, ``backend`` answers."""
+
+    service = TARGET_SERVICE
+
+    def __init__(self, backend: Backend, *, first_s: float = FIRST_S) -> None:
+        self._backend = backend
+        self._first_s = first_s
+        self._info: TargetInfo | None = None
+        self._draining = False
+        self._log = structlog.get_logger(part="wire")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        generate: Any = grpc.stream_stream_rpc_method_handler(self._generate)
+        info: Any = grpc.unary_unary_rpc_method_handler(self._get_info)
+        return grpc.method_handlers_generic_handler(TARGET_SERVICE, {"Generate": generate, "GetInfo": info})
+
+    def drain(self) -> None:
+        """Refuse new requests; running answers go on."""
+        self._draining = True
+
+    async def _get_info(self, _request: bytes, context: Context) -> bytes:
+        try:
+            return encode_info(await self._backend.info())
+        except Exception as error:
+            await abort(context, error)
+            raise
+
+    async def _generate(self, _requests: object, context: Context) -> None:
+        try:
+            # Tells the client at once that somebody is here; the first piece may be a long prompt away.
+            await context.send_initial_metadata(())
+            request = await self._first(context)
+            if request is not None:
+                await self._answer(self._backend.submit(request), context)
+        except asyncio.InvalidStateError:
+            return  # the call ended under our hands: nobody is left to tell
+        except Exception as error:
+            await abort(context, error)
+
+    async def _first(self, context: Context) -> Request | None:
+        if self._draining:
+            raise Draining("this target is shutting down")
+        if self._info is None:
+            self._info = await self._backend.info()
+        try:
+            async with asyncio.timeout(self._first_s):
+                data = await context.read()
+        except TimeoutError as error:
+            raise InvalidRequest("request", f"none within {self._first_s:g} s") from error
+        if not isinstance(data, bytes):
+            return None
+        return decode_start(data, self._info.vocab_size, self._info.max_context)
+
+    async def _answer(self, answer: Answer, context: Context) -> None:
+        controls = asyncio.ensure_future(self._control(answer, context))
+        try:
+            async for piece in answer:
+                await context.write(encode_piece(piece))
+        finally:
+            controls.cancel()
+            await answer.aclose()
+
+    async def _control(self, answer: Answer, context: Context) -> None:
+        try:
+            while isinstance(data := await context.read(), bytes):
+                answer.set_speculation(decode_control(data))
+        except RemoteProtocolError as error:
+            self._log.warning("bad control message; the answer goes on as it is", problem=str(error))
+        except asyncio.InvalidStateError:
+            return  # the call has ended
+
+
+class TargetClient:
+    """A Backend elsewhere. Make it on the event loop that uses it; ``aclose`` when done."""
+
+    def __init__(self, address: str, wire: WireSection, *, tls: TlsFiles | None = None,
+                 connect_s: float = CONNECT_S) -> None:
+        self.address = address
+        self._connect_s = connect_s
+        self._max_bytes = wire.max_message_bytes
+        self._channel = open_channel(address, wire, tls)
+        self._generate: Any = self._channel.stream_stream(f"/{TARGET_SERVICE}/Generate")
+        self._get_info: Any = self._channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+
+    def submit(self, request: Request) -> RemoteAnswer:
+        """The answer, not begun: the call starts with its iteration. InvalidRequest if it is too large to send."""
+        start = encode_start(request)
+        if len(start) > self._max_bytes:
+            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_bytes}")
+        return RemoteAnswer(self._generate, start, self.address, self._connect_s)
+
+    async def info(self) -> TargetInfo:
+        """Raises Unavailable within ``connect_s`` seconds."""
+        try:
+            return decode_info(await self._get_info(b"", timeout=self._connect_s))
+        except aio.AioRpcError as error:
+            raise error_of(error, self.address) from error
+        except RemoteProtocolError as error:
+            raise Unavailable(f"{self.address}: not a target of this release ({error})") from error
+
+    async def aclose(self) -> None:
+        await self._channel.close()
+
+
+class RemoteAnswer:
+    """An Answer over one Generate call."""
+
+    def __init__(self, method: Any, start: bytes, address: str, connect_s: float) -> None:
+        self._method = method
+        self._address = address
+        self._connect_s = connect_s
+        self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._outgoing.put_nowait(start)
+        self._call: Any = None
+        self._closed = False
+
+    def set_speculation(self, allowed: bool) -> None:
+        self._outgoing.put_nowait(encode_control(allowed))
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._outgoing.put_nowait(None)
+        if self._call is not None:
+            self._call.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        if self._closed:
+            return
+        self._call = self._method(self._requests())
+        try:
+            await self._taken()
+            while isinstance(data := await self._call.read(), bytes):
+                yield decode_piece(data)
+        except aio.AioRpcError as error:
+            if not self._closed:
+                raise error_of(error, self._address) from error
+        except asyncio.CancelledError:
+            # grpc says so, too, when the call was cancelled by aclose; a cancelled task must stay cancelled.
+            if not self._closed or _being_cancelled():
+                raise
+        except RemoteProtocolError as error:
+            raise Unavailable(f"{self._address}: not a target of this release ({error})") from error
+        finally:
+            await self.aclose()
+
+    async def _requests(self) -> AsyncIterator[bytes]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+
+    async def _taken(self) -> None:
+        # An initial metadata of a call that failed is empty; the read that follows then tells why.
+        try:
+            async with asyncio.timeout(self._connect_s):
+                with contextlib.suppress(aio.AioRpcError):
+                    await self._call.initial_metadata()
+        except TimeoutError as error:
+            raise Unavailable(f"{self._address}: the call was not taken within {self._connect_s:g} s") from error
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

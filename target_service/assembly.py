@@ -1,0 +1,76 @@
+"""How a target is put together from a configuration: model, slots, costs, worker, service.
+
+It knows nothing about sockets; ``__main__`` gives the result to the network, an all-in-one process joins it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.config import Config, TargetSection
+from slipstream.engine.model import CausalModel
+from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.weights import load_model
+from slipstream.log import logger
+from slipstream.messages import PROTOCOL_VERSION, TargetHello
+from slipstream.metrics import TargetMetrics
+from slipstream.models import resolve, tokenizer_hash
+from slipstream.policy import StepCosts
+from slipstream.requests import DraftStatus
+from slipstream.tree import MAX_NODES
+from target_service.service import LoopDispatch, Served, TargetService
+from target_service.worker import TargetWorker
+
+TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A target that is ready to be started (``worker.start()``) and joined to drafts and clients."""
+
+    worker: TargetWorker
+    service: TargetService
+    hello: TargetHello
+    metrics: TargetMetrics
+
+
+def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], Sequence[DraftStatus]]) -> Target:
+    """Load the model and measure its steps. Takes seconds; raises ModelError or ConfigError. ``loop`` is where answers
+    are read; ``drafts`` tells the state of the links."""
+    section = config.model
+    folder = resolve(section.path)
+    torch.set_num_threads(threads(section.threads))
+    model = load_model(folder, section.dtype, section.device, section.engine)
+    max_context = min(config.target.max_context or model.config.max_context, model.config.max_context)
+    runner = ModelRunner(model, slots_for(config.target, model, max_context))
+    costs = StepCosts(runner.profile())
+    name = config.router.model_name or folder.name
+    metrics = TargetMetrics(name)
+    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop))
+    digest = tokenizer_hash(folder)
+    served = Served(name, model.config.vocab_size, max_context, digest, runner.slots.num_slots)
+    hello = TargetHello(PROTOCOL_VERSION, 0, name, model.config.vocab_size, digest, model.config.hidden_size,
+                        model.config.num_layers, max_context)
+    logger("target").info("model ready", model=name, dtype=section.dtype, device=section.device,
+                          threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
+                          step_ms={rows: round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
+    return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
+
+
+def threads(wanted: int) -> int:
+    """Intra-op threads of one service: the cores, unless told otherwise (0)."""
+    return wanted or max(1, os.cpu_count() or 1)
+
+
+def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:
+    """KV slots: what the configuration says, else room for all sessions at a typical length, and for one whole context
+    with its tree in any case."""
+    if config.slots:
+        return config.slots
+    typical = default_slots(model.config, model.dtype, config.max_sessions, TYPICAL_CONTEXT, device=model.device)
+    return max(typical, max_context + MAX_NODES)

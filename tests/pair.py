@@ -1,0 +1,164 @@
+"""A target and a draft joined in one process, over a wire that delays, loses, cuts and comes back.
+
+The pieces are the real ones (workers, sessions, codec); only the delivery is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from draft_service.assembly import assemble
+from slipstream.config import PolicySection, TargetSection, WireSection
+from slipstream.drafters.base import Drafter
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.errors import RemoteProtocolError
+from slipstream.messages import PROTOCOL_VERSION, DraftHello, TargetBound, TargetHello
+from slipstream.metrics import TargetMetrics
+from slipstream.models import tokenizer_hash
+from slipstream.policy import StepCosts
+from slipstream.requests import Piece, Request
+from slipstream.session import check_pair
+from slipstream.wire.link import DraftLink, Link, LinkEvents
+from slipstream.wire.local import LocalLink
+from slipstream.wire.peers import DraftServicer, PeerEvents
+from slipstream.wire.server import GrpcServer
+from target_service.service import LoopDispatch, Served, TargetService
+from target_service.worker import TargetWorker
+
+WIRE = WireSection()
+# The policy shall never give up here: what is tested is that speculation changes nothing, not whether it pays.
+STUBBORN = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=0.2, deadline_max_s=2.0)
+HASTY = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=0.001, deadline_max_s=0.002)
+
+
+@dataclass
+class Deliveries:
+    """What a faulty wire did."""
+
+    delivered: int = 0
+    delayed: int = 0
+    lost: int = 0
+
+
+@dataclass
+class FaultyEvents:
+    """Stands before the target's events: delays each frame by ``delay_s``, loses a share of them."""
+
+    events: LinkEvents
+    delay_s: float = 0.0
+    loss: float = 0.0
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    counts: Deliveries = field(default_factory=Deliveries)
+
+    def link_up(self, link: Link, hello: DraftHello) -> None:
+        self.events.link_up(link, hello)
+
+    def link_down(self, link: Link, reason: str) -> None:
+        self.events.link_down(link, reason)
+
+    def received(self, link: Link, items: list[TargetBound],
+                 faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        if self.rng.random() < self.loss:
+            self.counts.lost += 1
+        elif self.delay_s:
+            self.counts.delayed += 1
+            threading.Timer(self.delay_s * self.rng.uniform(0.2, 2.0), self.events.received,
+                            (link, items, faults)).start()
+        else:
+            self.counts.delivered += 1
+            self.events.received(link, items, faults)
+
+
+@dataclass
+class Rig:
+    """A target service on the running loop, with or without drafts."""
+
+    worker: TargetWorker
+    service: TargetService
+    hello: TargetHello
+    runner: ModelRunner
+    metrics: TargetMetrics
+
+    def count(self, name: str) -> float:
+        """The sum of all series of the counter ``slipstream_<name>``, as a scrape would read it."""
+        lines = self.metrics.registry.page("")[1].decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"slipstream_{name}{{"))
+
+    async def answer(self, request: Request, on_piece: Callable[[int], None] = lambda _: None) -> list[Piece]:
+        pieces: list[Piece] = []
+        async for piece in self.service.submit(request):
+            pieces.append(piece)
+            on_piece(len(pieces))
+        return pieces
+
+    async def check(self) -> None:
+        await asyncio.wrap_future(self.worker.check())
+
+
+@asynccontextmanager
+async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
+                 **settings: object) -> AsyncIterator[Rig]:
+    """A running target worker for the model in ``folder``, without drafts."""
+    config = TargetSection(policy=policy, slots=slots, drafts=(), **settings)
+    model = load_model(folder, dtype)
+    runner = ModelRunner(model, slots)
+    costs = StepCosts({1: 1e-3, 64: 2e-3})
+    metrics = TargetMetrics("tiny")
+    worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()))
+    digest, shape = tokenizer_hash(folder), model.config
+    served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots)
+    hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
+                        shape.max_context)
+    worker.start()
+    try:
+        yield Rig(worker, TargetService(worker, served, config, tuple), hello, runner, metrics)
+    finally:
+        await asyncio.to_thread(worker.stop)
+
+
+@asynccontextmanager
+async def drafting(drafter: Drafter) -> AsyncIterator[PeerEvents]:
+    """A running draft worker around ``drafter``."""
+    worker = assemble(drafter, "", 30.0).worker
+    worker.start()
+    try:
+        yield worker
+    finally:
+        await asyncio.to_thread(worker.stop)
+
+
+@asynccontextmanager
+async def local_link(rig: Rig, peers: PeerEvents, events: LinkEvents | None = None) -> AsyncIterator[LocalLink]:
+    """Join them in-process; ``events`` may stand in between."""
+    link = LocalLink("local", rig.hello, events or rig.worker, peers, WIRE, check_pair)
+    link.restore()
+    try:
+        yield link
+    finally:
+        link.cut()
+
+
+@asynccontextmanager
+async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
+    """Join them over loopback gRPC."""
+    server = GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(peers, WIRE)])
+    port = await server.start()
+    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, WIRE, check_pair)
+    running = asyncio.create_task(link.run())
+    async with asyncio.timeout(10):
+        while not link.status().connected:  # noqa: ASYNC110  the link tells the worker, not us
+            await asyncio.sleep(0.005)
+    try:
+        yield link
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.drain(0.1)

@@ -1,0 +1,232 @@
+"""The balancer: where requests go, when they move, and when a target is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from router.balance import Balancer, BalanceRules
+from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.messages import Sampling
+from slipstream.metrics import RouterMetrics
+from slipstream.requests import Answer, Request
+from tests.echo import EchoTarget
+
+LONG = tuple(range(100))
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def balancer(*targets: EchoTarget, clock: Clock | None = None, **rules: float) -> Balancer:
+    named = {f"t{i}": target for i, target in enumerate(targets)}
+    return Balancer(named, RouterMetrics("tiny"), rules=BalanceRules(**rules), clock=clock or Clock())  # type: ignore[arg-type]
+
+
+def request(tokens: tuple[int, ...] = LONG, max_tokens: int = 8) -> Request:
+    return Request("r", tokens, Sampling(), max_tokens)
+
+
+async def read(answer: Answer) -> list[int]:
+    return [token for piece in [p async for p in answer] for token in piece.tokens]
+
+
+async def test_spreads_by_load_and_releases() -> None:
+    targets = [EchoTarget(stall_after=1) for _ in range(3)]
+    b = balancer(*targets)
+    await b.poll()
+    answers = [b.submit(request((7,))) for _ in range(9)]
+    for answer in answers:
+        await anext(aiter(answer))
+    assert [len(t.running) for t in targets] == [3, 3, 3]
+    for answer in answers:
+        await answer.aclose()
+        await answer.aclose()
+    assert [len(t.running) for t in targets] == [0, 0, 0]
+    assert len({b.pick((i,)).load for i in range(20)} | {0}) == 1
+
+
+async def test_reported_load_counts() -> None:
+    busy, idle = EchoTarget(), EchoTarget()
+    busy.waiting = 50
+    b = balancer(busy, idle)
+    await b.poll()
+    assert {b.pick((i,) * 100).name for i in range(20)} == {"t1"}
+
+
+async def test_prefix_affinity_until_markedly_more_loaded() -> None:
+    targets = [EchoTarget(stall_after=1) for _ in range(4)]
+    b = balancer(*targets)
+    await b.poll()
+    homes = {prefix: b.pick((prefix,) * 80).name for prefix in range(40)}
+    assert homes == {prefix: b.pick((prefix,) * 80 + (9, 9)).name for prefix in range(40)}
+    assert min(Counter(homes.values()).values()) >= 2, homes
+    answers = [b.submit(request()) for _ in range(5)]
+    for answer in answers:
+        await anext(aiter(answer))
+    assert sorted(len(t.running) for t in targets) == [0, 0, 0, 5], "all with the same beginning go to one target"
+    more = [b.submit(request()) for _ in range(3)]
+    for answer in more:
+        await anext(aiter(answer))
+    assert sum(len(t.running) > 0 for t in targets) > 1, "but not for ever"
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone"), CapacityError("full"), Draining("bye")])
+async def test_moves_before_the_first_piece(error: SlipstreamError) -> None:
+    bad, good = EchoTarget(fail_after=0, error=error), EchoTarget()
+    b = balancer(bad, good)
+    await b.poll()
+    bad.waiting = 0
+    good.waiting = 10
+    await b.poll()
+    assert len(await read(b.submit(request((1, 2))))) == 8
+    assert (len(bad.requests), len(good.requests)) == (1, 1)
+
+
+async def test_never_moves_after_the_first_piece_or_for_a_bad_request() -> None:
+    for fail_after, error in ((1, Unavailable("gone")), (0, InvalidRequest("tokens", "no"))):
+        targets = [EchoTarget(fail_after=fail_after, error=error) for _ in range(2)]
+        b = balancer(*targets)
+        await b.poll()
+        with pytest.raises(type(error)):
+            await read(b.submit(request()))
+        assert sum(len(t.requests) for t in targets) == 1
+
+
+async def test_retries_are_a_fifth_of_the_requests_at_most() -> None:
+    targets = [EchoTarget(fail_after=0, error=Unavailable("down")) for _ in range(3)]
+    b = balancer(*targets, failures_until_ejected=10**9)
+    await b.poll()
+    for _ in range(200):
+        with pytest.raises(Unavailable):
+            await read(b.submit(request()))
+    tries = sum(len(t.requests) for t in targets)
+    assert 200 < tries <= 200 * 1.2 + 3, tries
+
+
+async def test_ejection_backs_off_probes_and_returns() -> None:
+    clock = Clock()
+    flaky, good = EchoTarget(fail_after=0, error=Unavailable("down")), EchoTarget()
+    good.waiting = 1000
+    b = balancer(flaky, good, clock=clock, retry_reserve=1000.0)
+    await b.poll()
+    for _ in range(10):
+        await read(b.submit(request()))
+    assert len(flaky.requests) == 3, "three failures eject"
+    clock.now_s += 1.1
+    await read(b.submit(request()))
+    await read(b.submit(request()))
+    assert len(flaky.requests) == 4, "one probe fails and ejects again at once"
+    clock.now_s += 1.1
+    await read(b.submit(request()))
+    assert len(flaky.requests) == 4, "the pause has doubled"
+    flaky.fail_after = None
+    clock.now_s += 2.0
+    await read(b.submit(request()))
+    await read(b.submit(request()))
+    assert len(flaky.requests) == 6
+
+
+async def test_the_last_target_is_never_ejected() -> None:
+    only = EchoTarget(fail_after=0, error=Unavailable("down"))
+    b = balancer(only)
+    await b.poll()
+    for _ in range(6):
+        with pytest.raises(Unavailable):
+            await read(b.submit(request()))
+    assert len(only.requests) == 6
+    only.fail_after = None
+    assert len(await read(b.submit(request()))) == 8
+
+
+async def test_draining_targets_get_nothing() -> None:
+    leaving, staying = EchoTarget(), EchoTarget()
+    leaving.draining = True
+    b = balancer(leaving, staying)
+    await b.poll()
+    for i in range(8):
+        await read(b.submit(request((i,) * 70)))
+    assert (len(leaving.requests), len(staying.requests)) == (0, 8)
+    staying.draining = True
+    await b.poll()
+    assert not b.ready
+    with pytest.raises(Draining):
+        await read(b.submit(request()))
+
+
+async def test_an_answer_that_ends_without_finish_is_an_error() -> None:
+    target = EchoTarget(stall_after=2)
+    b = balancer(target)
+    await b.poll()
+    answer = b.submit(request())
+    pieces = aiter(answer)
+    await anext(pieces)
+    await anext(pieces)
+    waiting = asyncio.ensure_future(anext(pieces))
+    await asyncio.sleep(0)
+    next(iter(target.running)).closed.set()
+    with pytest.raises(Unavailable):
+        await waiting
+
+
+async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
+    silent, good = EchoTarget(hang=True), EchoTarget()
+    good.waiting = 10
+    b = balancer(silent, good, poll_timeout_s=0.01, polls_until_gone=2)
+    await b.poll()
+    reading = asyncio.ensure_future(read(b.submit(request())))
+    await asyncio.sleep(0.01)
+    assert len(silent.running) == 1
+    silent.deaf = True
+    await b.poll()
+    assert not reading.done()
+    await b.poll()
+    assert len(await reading) == 8
+    assert len(good.requests) == 1 and not silent.running
+    assert b.ready
+
+
+async def test_cancelling_a_reader_frees_the_target() -> None:
+    target = EchoTarget(hang=True)
+    b = balancer(target)
+    await b.poll()
+    answer = b.submit(request())
+    reading = asyncio.ensure_future(read(answer))
+    await asyncio.sleep(0.01)
+    assert target.running
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await answer.aclose()
+    assert not target.running and b.pick(LONG).load == 0
+
+
+async def test_nothing_known_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        await read(balancer().submit(request()))
+    assert not balancer(EchoTarget()).ready
+
+
+async def test_switching_reaches_the_target_now_or_when_it_starts() -> None:
+    target = EchoTarget(pause_s=0.0)
+    b = balancer(target)
+    await b.poll()
+    answer = b.submit(request())
+    answer.set_speculation(False)
+    assert [piece.accepted async for piece in answer] == [0] * 8
+    other = b.submit(request(max_tokens=20))
+    pieces = aiter(other)
+    await anext(pieces)
+    assert (await anext(pieces)).accepted == 3
+    other.set_speculation(False)
+    assert (await anext(pieces)).accepted == 0
+    await other.aclose()

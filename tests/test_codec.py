@@ -1,0 +1,465 @@
+"""The wire's bytes: they never drift, they come back as they went, and the worst they do is a typed error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.errors import InvalidRequest, PairingError, RemoteProtocolError
+from slipstream.messages import (
+    FEATURE_DTYPES,
+    Close,
+    Commit,
+    DraftHello,
+    Drop,
+    Features,
+    FeatureSpec,
+    Growth,
+    Open,
+    Sampling,
+    TargetHello,
+)
+from slipstream.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
+from slipstream.v1 import draft_pb2
+from slipstream.wire.answers import (
+    decode_control,
+    decode_info,
+    decode_piece,
+    decode_start,
+    encode_control,
+    encode_info,
+    encode_piece,
+    encode_start,
+)
+from slipstream.wire.codec import (
+    FrameLimits,
+    decode_draft_frame,
+    decode_target_frame,
+    encode_draft_frames,
+    encode_target_frames,
+)
+from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello, encode_target_hello
+from slipstream.wire.texts import (
+    decode_chat,
+    decode_chat_delta,
+    decode_complete,
+    decode_complete_delta,
+    decode_models,
+    encode_chat,
+    encode_chat_delta,
+    encode_complete,
+    encode_complete_delta,
+    encode_models,
+)
+
+VOCAB, CONTEXT, WIDTH = 1000, 500, 3
+LIMITS = FrameLimits(VOCAB, CONTEXT, 63, WIDTH, "bfloat16")
+MAX_BYTES = 1 << 20
+INCARNATION = 7
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def growth(ids=(1, 2), parents=(-5, 1), tokens=(10, 11), scores=(-0.5, -1.0), base=5, session=3) -> Growth:
+    return Growth(session, base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32), 0.000125)
+
+
+def same(left: object, right: object) -> bool:
+    """Equal field by field, arrays by value."""
+    if type(left) is not type(right):
+        return False
+    for name in left.__dataclass_fields__:
+        mine, other = getattr(left, name), getattr(right, name)
+        equal = np.array_equal(mine, other) if isinstance(mine, np.ndarray) else mine == other or same(mine, other)
+        if not equal:
+            return False
+    return True
+
+
+SAMPLING = Sampling(0.5, 40, 0.75, 0.125, 0.5, -0.5, 1.25, ((5, -1.5),), 2, (0, 7), 2**64 - 1)
+TARGET_HELLO = TargetHello(1, INCARNATION, "tiny", VOCAB, "abc", 64, 2, CONTEXT)
+DRAFT_HELLO = DraftHello(1, INCARNATION, "eagle3", VOCAB, "abc", FeatureSpec((0, 2), 128, "bfloat16"), 64, 256, 63, 16)
+FEATURES = Features(3, 4, bytes(range(2 * WIDTH * 2)), 2, "bfloat16")
+TARGET_ITEMS = [Open(3, ints(1, 2, 3, 4, 5), 4, SAMPLING), FEATURES, Commit(3, 5, ints(6, 7), FEATURES, 4), Close(9)]
+DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity")]
+REQUEST = Request("r-1", (1, 2, 3), SAMPLING, 16, 0, False)
+PIECE = Piece((1, 2), 1, 3, (TokenLogprob(-0.5, ((1, -0.5), (9, -2.0))), TokenLogprob(-1.0)), "stop", 0.25, 0.125,
+              "shadow", 8, 0.5)
+INFO = TargetInfo("tiny", VOCAB, CONTEXT, "abc", 1, 2, 100, 40, True, (DraftStatus("d:1", False, "ngram", "vocab"),))
+OPTIONS = ChatOptions(8, 0.5, 0.75, 3, 0.25, 0.5, -0.5, 1.25, ((5, -1.5),), 11, ("end",), 2, True, 3, False)
+DELTA = Delta("ab", (TextToken(1, "a", True, -0.5), TextToken(2, "b")), "stop", Usage(1, 2, 3, 4, 5, 6))
+
+GOLDEN = {
+    "target_hello": "0a2008011107000000000000001a0474696e7920e8072a036162633040380240f403",
+    "draft_hello": "0a2f08011107000000000000001a066561676c653320e8072a0361626332090a02000210800118033840408002483f5010",
+    "target_frame": (
+        "12cb0109070000000000000012740a7208031214010000000200000003000000040000000500000018042256090000000000"
+        "00e03f102819000000000000e83f21000000000000c03f29000000000000e03f31000000000000e0bf39000000000000f43f"
+        "420b080511000000000000f8bf48025202000758ffffffffffffffffff011218121608031004180220032a0c000102030405"
+        "060708090a0b122a1a28080310051a08060000000700000020042a1608031004180220032a0c000102030405060708090a0b"
+        "120422020809"
+    ),
+    "draft_frame": (
+        "125309070000000000000012300a2e080310051a0801000000020000002208fbffffff010000002a080a0000000b00000032"
+        "08000000bf000080bf387d12060a0408041006120e120c080512086361706163697479"
+    ),
+    "start": (
+        "0a710a03722d31120c0100000002000000030000001a5609000000000000e03f102819000000000000e83f21000000000000"
+        "c03f29000000000000e03f31000000000000e0bf39000000000000f43f420b080511000000000000f8bf48025202000758ff"
+        "ffffffffffffffff01201028003002"
+    ),
+    "control": "12020802",
+    "piece": (
+        "0a08010000000200000010011803221f09000000000000e0bf120201091a10000000000000e0bf00000000000000c0220909"
+        "000000000000f0bf28013090a10f38c8d0074002480850a0c21e"
+    ),
+    "info": "0a0474696e7910e80718f40322036162632801300238644028480152130a03643a311a056e6772616d2205766f636162",
+    "chat": (
+        "0a016d120a0a0475736572120268691a56080811000000000000e03f19000000000000e83f200329000000000000d03f3100"
+        "0000000000e03f39000000000000e0bf41000000000000f43f4a0b080511000000000000f8bf500b5a03656e646002680170"
+        "037800"
+    ),
+    "complete": (
+        "0a016d120268691a56080811000000000000e03f19000000000000e83f200329000000000000d03f31000000000000e03f39"
+        "000000000000e0bf41000000000000f43f4a0b080511000000000000f8bf500b5a03656e646002680170037800"
+    ),
+    "chat_delta": (
+        "0a310a02616212100801120161180121000000000000e0bf120508021201621a0473746f70220c0801100218032004280530"
+        "06"
+    ),
+    "complete_delta": (
+        "0a310a02616212100801120161180121000000000000e0bf120508021201621a0473746f70220c0801100218032004280530"
+        "06"
+    ),
+    "models": "0a016d0a016e",
+}
+
+
+def encoded() -> dict[str, bytes]:
+    return {
+        "target_hello": encode_target_hello(TARGET_HELLO),
+        "draft_hello": encode_draft_hello(DRAFT_HELLO),
+        "target_frame": encode_target_frames(INCARNATION, TARGET_ITEMS, MAX_BYTES)[0][0],
+        "draft_frame": encode_draft_frames(INCARNATION, DRAFT_ITEMS, MAX_BYTES)[0][0],
+        "start": encode_start(REQUEST),
+        "control": encode_control(False),
+        "piece": encode_piece(PIECE),
+        "info": encode_info(INFO),
+        "chat": encode_chat("m", (Message("user", "hi"),), OPTIONS),
+        "complete": encode_complete("m", "hi", OPTIONS),
+        "chat_delta": encode_chat_delta(DELTA),
+        "complete_delta": encode_complete_delta(DELTA),
+        "models": encode_models(["m", "n"]),
+    }
+
+
+@pytest.mark.parametrize("name", encoded())
+def test_golden(name: str) -> None:
+    assert encoded()[name].hex() == GOLDEN[name]
+
+
+def test_hellos_come_back() -> None:
+    assert decode_target_hello(encode_target_hello(TARGET_HELLO)) == TARGET_HELLO
+    assert decode_draft_hello(encode_draft_hello(DRAFT_HELLO)) == DRAFT_HELLO
+    plain = replace(DRAFT_HELLO, features=None, vocab_size=0, tokenizer_hash="", hidden_size=0)
+    assert decode_draft_hello(encode_draft_hello(plain)) == plain
+
+
+def test_requests_and_texts_come_back() -> None:
+    assert decode_start(encode_start(REQUEST), VOCAB, CONTEXT) == REQUEST
+    assert decode_start(encode_start(replace(REQUEST, top_logprobs=None)), VOCAB, CONTEXT).top_logprobs is None
+    assert [decode_control(encode_control(mode)) for mode in (True, False)] == [True, False]
+    assert decode_piece(encode_piece(PIECE)) == PIECE
+    assert decode_info(encode_info(INFO)) == INFO
+    assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
+    assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
+    assert decode_chat_delta(encode_chat_delta(DELTA)) == DELTA
+    assert decode_complete_delta(encode_complete_delta(Delta("x"))) == Delta("x")
+    assert decode_models(encode_models(["m", "n"])) == ["m", "n"]
+
+
+def test_another_protocol_version_is_refused_by_name() -> None:
+    with pytest.raises(PairingError) as refused:
+        decode_target_hello(encode_target_hello(replace(TARGET_HELLO, protocol_version=2)))
+    assert refused.value.field == "protocol_version"
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("vocab_size", 0), ("max_context", 0), ("hidden_size", 0), ("num_layers", 0), ("model_id", "x" * 300)])
+def test_target_hello_names_the_bad_field(field: str, value: object) -> None:
+    with pytest.raises(RemoteProtocolError) as refused:
+        decode_target_hello(encode_target_hello(replace(TARGET_HELLO, **{field: value})))
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(("item", "field"), [
+    (growth(ids=(1, 1)), "growth.ids"),
+    (growth(ids=(0, 2)), "growth.ids"),
+    (growth(ids=(-3, 2)), "growth.ids"),
+    (growth(parents=(0, 1)), "growth.parents"),
+    (growth(parents=(2, 1)), "growth.parents"),
+    (growth(parents=(1, 1)), "growth.parents"),
+    (growth(parents=(-CONTEXT - 1, 1)), "growth.parents"),
+    (growth(tokens=(VOCAB, 1)), "growth.tokens"),
+    (growth(tokens=(-1, 1)), "growth.tokens"),
+    (growth(parents=(-5, -5), tokens=(4, 4)), "growth.tokens"),
+    (growth(tokens=(10,)), "growth.tokens"),
+    (growth(scores=(0.5, 0.0)), "growth.scores"),
+    (growth(scores=(float("nan"), 0.0)), "growth.scores"),
+    (growth(scores=(float("-inf"), 0.0)), "growth.scores"),
+    (growth(base=0), "growth.base"),
+    (growth(base=CONTEXT + 1), "growth.base"),
+    (growth(range(1, 65), [-5] * 64, range(64), [-1.0] * 64), "growth.ids"),
+    (Drop(3, "x" * 300), "drop.reason"),
+])
+def test_bad_growth_costs_its_session_only(item: Growth | Drop, field: str) -> None:
+    good = growth(session=8)
+    frames, left = encode_draft_frames(INCARNATION, [good, item, good], MAX_BYTES)
+    items, faults = decode_draft_frame(frames[0], INCARNATION, LIMITS)
+    assert left == [] and len(items) == 2 and all(same(item, good) for item in items)
+    assert [(session, fault.field) for session, fault in faults] == [(3, field)]
+
+
+def test_scores_just_above_zero_become_zero() -> None:
+    frame = encode_draft_frames(INCARNATION, [growth(scores=(1e-6, -1.0))], MAX_BYTES)[0][0]
+    items, faults = decode_draft_frame(frame, INCARNATION, LIMITS)
+    assert faults == [] and items[0].scores.tolist() == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(("item", "field"), [
+    (Open(3, ints(), 0, Sampling()), "open.tokens"),
+    (Open(3, ints(*[1] * (CONTEXT + 1)), 1, Sampling()), "open.tokens"),
+    (Open(3, ints(1, VOCAB), 1, Sampling()), "open.tokens"),
+    (Open(3, ints(1, 2), 3, Sampling()), "open.prompt_len"),
+    (Open(3, ints(1, 2), 2, Sampling(stop_token_ids=(VOCAB,))), "stop_token_ids"),
+    (Commit(3, 5, ints()), "commit.tokens"),
+    (Commit(3, 5, ints(*range(65))), "commit.tokens"),
+    (Commit(3, CONTEXT, ints(1)), "commit.base"),
+    (Commit(3, 0, ints(1)), "commit.base"),
+    (Commit(3, 5, ints(1), drafted=64), "commit.drafted"),
+    (Commit(3, 6, ints(1, 2), FEATURES), "features.start"),
+    (Commit(3, 5, ints(1), FEATURES), "features.num_rows"),
+    (Commit(4, 5, ints(1, 2), FEATURES), "features.session"),
+    (replace(FEATURES, session=3, rows=bytes(13)), "features.rows"),
+    (replace(FEATURES, num_rows=3), "features.rows"),
+    (replace(FEATURES, num_rows=0, rows=b""), "features.num_rows"),
+    (replace(FEATURES, dtype="float16"), "features.dtype"),
+    (replace(FEATURES, start=CONTEXT - 1), "features.start"),
+])
+def test_bad_target_item_costs_its_session_only(item: object, field: str) -> None:
+    good = Close(8)
+    frames, _ = encode_target_frames(INCARNATION, [good, item, good], MAX_BYTES)
+    items, faults = decode_target_frame(frames[0], INCARNATION, LIMITS)
+    assert items == [good, good]
+    assert [(session in (3, 4), fault.field) for session, fault in faults] == [(True, field)]
+
+
+def test_features_nobody_reads_are_refused() -> None:
+    frame = encode_target_frames(INCARNATION, [FEATURES], MAX_BYTES)[0][0]
+    _, faults = decode_target_frame(frame, INCARNATION, FrameLimits(VOCAB, CONTEXT))
+    assert [fault.field for _, fault in faults] == ["features"]
+
+
+def test_hostile_sampling_is_refused() -> None:
+    wire = draft_pb2.TargetItem(open=draft_pb2.OpenItem(session=3, tokens=bytes(4), prompt_len=1))
+    wire.open.sampling.temperature = float("nan")
+    data = draft_pb2.ExchangeRequest(frame=draft_pb2.TargetFrame(incarnation=INCARNATION, items=[wire]))
+    items, faults = decode_target_frame(data.SerializeToString(), INCARNATION, LIMITS)
+    assert items == [] and [(session, fault.field) for session, fault in faults] == [(3, "temperature")]
+
+
+def test_stale_and_foreign_frames_raise() -> None:
+    frame = encode_draft_frames(INCARNATION, DRAFT_ITEMS, MAX_BYTES)[0][0]
+    with pytest.raises(RemoteProtocolError) as stale:
+        decode_draft_frame(frame, INCARNATION + 1, LIMITS)
+    assert stale.value.field == "incarnation"
+    with pytest.raises(RemoteProtocolError) as foreign:
+        decode_draft_frame(encode_draft_hello(DRAFT_HELLO), INCARNATION, LIMITS)
+    assert foreign.value.field == "frame"
+
+
+def test_limits_come_from_both_hellos() -> None:
+    assert FrameLimits.of(TARGET_HELLO, DRAFT_HELLO) == FrameLimits(VOCAB, CONTEXT, 63, 128, "bfloat16")
+    assert FrameLimits.of(TARGET_HELLO, replace(DRAFT_HELLO, features=None, max_nodes=9)).max_nodes == 9
+
+
+def test_frames_split_between_items_and_rows_and_keep_their_order() -> None:
+    wide = FrameLimits(VOCAB, CONTEXT, 63, 100, "float32")
+    rows = np.arange(200 * 100, dtype="<f4").tobytes()
+    items = [Commit(3, 5, ints(1)), Features(3, 0, rows, 200, "float32"), Close(3)]
+    frames, left = encode_target_frames(INCARNATION, items, 10_000)
+    assert left == [] and len(frames) > 8 and max(map(len, frames)) <= 10_000
+    decoded = [item for frame in frames for item in decode_target_frame(frame, INCARNATION, wide)[0]]
+    chunks = decoded[1:-1]
+    assert same(decoded[0], items[0]) and decoded[-1] == items[2]
+    assert b"".join(chunk.rows for chunk in chunks) == rows
+    assert [chunk.start for chunk in chunks] == np.cumsum([0] + [chunk.num_rows for chunk in chunks[:-1]]).tolist()
+
+
+def test_an_item_that_fits_no_frame_is_handed_back() -> None:
+    big = Open(3, ints(*range(400)), 1, Sampling())
+    frames, left = encode_target_frames(INCARNATION, [Close(1), big, Close(2)], 1000)
+    decoded = [item for frame in frames for item in decode_target_frame(frame, INCARNATION, LIMITS)[0]]
+    assert left == [big] and decoded == [Close(1), Close(2)]
+
+
+@pytest.mark.parametrize(("request_", "field"), [
+    (replace(REQUEST, tokens=()), "tokens"),
+    (replace(REQUEST, tokens=(VOCAB,)), "tokens"),
+    (replace(REQUEST, tokens=(1,) * (CONTEXT + 1)), "tokens"),
+    (replace(REQUEST, max_tokens=0), "max_tokens"),
+    (replace(REQUEST, top_logprobs=21), "top_logprobs"),
+    (replace(REQUEST, request_id="x" * 300), "request_id"),
+    (replace(REQUEST, sampling=Sampling(logit_bias=((VOCAB, 1.0),))), "logit_bias"),
+])
+def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        decode_start(encode_start(request_), VOCAB, CONTEXT)
+    assert refused.value.field == field
+
+
+def test_an_option_its_field_cannot_hold_is_named() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        encode_complete("m", "hi", ChatOptions(max_tokens=-1))
+    assert refused.value.field == "max_tokens"
+
+
+# Random values come back.
+
+tokens_ = st.integers(0, VOCAB - 1)
+sessions = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def growths(draw: st.DrawFn) -> Growth:
+    count = draw(st.integers(0, 63))
+    ids = draw(st.lists(st.integers(1, 2**31 - 1), min_size=count, max_size=count, unique=True))
+    base = draw(st.integers(1, CONTEXT))
+    parents = [draw(st.sampled_from([-base, *ids[:n]])) for n in range(count)]
+    tokens = draw(st.lists(tokens_, min_size=count, max_size=count, unique=True))
+    scores = draw(st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count))
+    spent = draw(st.integers(0, 2**32 - 1)) / 1e6
+    return Growth(draw(sessions), base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32), spent)
+
+
+@st.composite
+def features(draw: st.DrawFn, dtype: str, session: int | None = None, start: int | None = None,
+             count: int | None = None) -> Features:
+    num_rows = draw(st.integers(1, 20)) if count is None else count
+    size = num_rows * WIDTH * FEATURE_DTYPES[dtype]
+    first = draw(st.integers(0, CONTEXT - num_rows)) if start is None else start
+    rows = draw(st.binary(min_size=size, max_size=size))
+    return Features(draw(sessions) if session is None else session, first, rows, num_rows, dtype)
+
+
+@st.composite
+def commits(draw: st.DrawFn, dtype: str) -> Commit:
+    tokens = draw(st.lists(tokens_, min_size=1, max_size=64))
+    session, base = draw(sessions), draw(st.integers(1, CONTEXT - 64))
+    rows = draw(features(dtype, session, base - 1, len(tokens))) if len(tokens) < 10 else None
+    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)))
+
+
+@st.composite
+def opens(draw: st.DrawFn) -> Open:
+    tokens = draw(st.lists(tokens_, min_size=1, max_size=30))
+    sampling = Sampling(
+        temperature=draw(st.floats(0, 100)), top_k=draw(st.integers(0, 1 << 30)),
+        top_p=draw(st.floats(0, 1, exclude_min=True)), min_p=draw(st.floats(0, 1)),
+        presence_penalty=draw(st.floats(-2, 2)), frequency_penalty=draw(st.floats(-2, 2)),
+        logit_bias=tuple(draw(st.lists(st.tuples(tokens_, st.floats(-100, 100)), max_size=5))),
+        min_tokens=draw(st.integers(0, 1 << 30)), stop_token_ids=tuple(draw(st.lists(tokens_, max_size=5))),
+        seed=draw(sessions))
+    return Open(draw(sessions), ints(*tokens), draw(st.integers(1, len(tokens))), sampling)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(sorted(FEATURE_DTYPES)), sessions)
+def test_target_frames_come_back(data: st.DataObject, dtype: str, incarnation: int) -> None:
+    kinds = st.one_of(opens(), features(dtype), commits(dtype), st.builds(Close, sessions))
+    items = data.draw(st.lists(kinds, max_size=4))
+    frames, left = encode_target_frames(incarnation, items, MAX_BYTES)
+    decoded, faults = decode_target_frame(frames[0], incarnation, replace(LIMITS, feature_dtype=dtype))
+    assert left == [] and faults == [] and len(decoded) == len(items)
+    assert all(same(left, right) for left, right in zip(items, decoded, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(growths(), st.builds(Drop, sessions, st.text(max_size=20))), max_size=4), sessions)
+def test_draft_frames_come_back(items: list[Growth | Drop], incarnation: int) -> None:
+    frames, left = encode_draft_frames(incarnation, items, MAX_BYTES)
+    decoded, faults = decode_draft_frame(frames[0], incarnation, LIMITS)
+    assert left == [] and faults == [] and len(decoded) == len(items)
+    assert all(same(left, right) for left, right in zip(items, decoded, strict=True))
+
+
+# Any bytes: a value or a typed error.
+
+DECODERS = {
+    "target_hello": decode_target_hello,
+    "draft_hello": decode_draft_hello,
+    "target_frame": lambda data: decode_target_frame(data, INCARNATION, LIMITS),
+    "draft_frame": lambda data: decode_draft_frame(data, INCARNATION, LIMITS),
+    "start": lambda data: decode_start(data, VOCAB, CONTEXT),
+    "control": decode_control,
+    "piece": decode_piece,
+    "info": decode_info,
+    "chat": decode_chat,
+    "complete": decode_complete,
+    "chat_delta": decode_chat_delta,
+    "complete_delta": decode_complete_delta,
+    "models": decode_models,
+}
+
+
+def outcome(name: str, data: bytes) -> str:
+    try:
+        DECODERS[name](data)
+    except (RemoteProtocolError, InvalidRequest) as error:
+        return type(error).__name__
+    return "value"
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS))
+def test_corrupted_bytes_give_a_value_or_a_typed_error(name: str) -> None:
+    seed = 20260
+    rng = np.random.default_rng(seed)
+    whole = encoded()[name]
+    outcomes = set()
+    for _ in range(400):
+        data = bytearray(whole)
+        for _ in range(rng.integers(1, 4)):
+            data[rng.integers(len(data))] = rng.integers(256)
+        outcomes.add(outcome(name, bytes(data[: rng.integers(1, len(data) + 1)])))
+    assert outcomes <= {"value", "RemoteProtocolError", "PairingError", "InvalidRequest"}, f"seed {seed}"
+    assert outcomes != {"value"}, f"seed {seed}: nothing was refused"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(DECODERS)), st.binary(max_size=200))
+def test_random_bytes_give_a_value_or_a_typed_error(name: str, data: bytes) -> None:
+    assert outcome(name, data) in {"value", "RemoteProtocolError", "PairingError", "InvalidRequest"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=24), st.binary(max_size=24), st.binary(max_size=24), st.binary(max_size=24),
+       st.integers(0, 2**32 - 1))
+def test_random_growth_keeps_the_rules_or_is_a_fault(ids: bytes, parents: bytes, tokens: bytes, scores: bytes,
+                                                     base: int) -> None:
+    wire = draft_pb2.DraftItem(growth=draft_pb2.GrowthItem(session=3, base=base, ids=ids, parents=parents,
+                                                           tokens=tokens, scores=scores))
+    frame = draft_pb2.DraftFrame(incarnation=INCARNATION, items=[wire])
+    data = draft_pb2.ExchangeResponse(frame=frame).SerializeToString()
+    items, faults = decode_draft_frame(data, INCARNATION, LIMITS)
+    assert len(items) + len(faults) == 1
+    for item in items:
+        assert 1 <= item.base <= CONTEXT and len(item.ids) == len(item.parents) == len(item.tokens) == len(item.scores)
+        assert (item.ids > 0).all() and ((item.tokens >= 0) & (item.tokens < VOCAB)).all()
+        assert np.isfinite(item.scores).all() and (item.scores <= 0).all()

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from slipstream.engine.attention import plan_attention
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.kv import KVPool
+from slipstream.engine.layers import Linear, Rope
+from slipstream.engine.model import ModelConfig, parse_config
+from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.weights import load_model, load_tensors
+from slipstream.errors import CapacityError, ModelError
+from tests.sequences import NOTHING, run, run_tree
+from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
+from tests.trees import random_tree
+
+TEXT = list(b"A draft tree is a tree of draft tokens.")
+
+
+@pytest.fixture(params=KINDS)
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
+    return ModelRunner(load_model(write_tiny_model(tmp_path, request.param), "float64"), 512)
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+def test_chunks_and_steps_give_what_one_prefill_gives(runner: ModelRunner) -> None:
+    whole, _ = run(runner, TEXT)
+    slots, rows = NOTHING, []
+    for chunk in (TEXT[:5], TEXT[5:6], TEXT[6:30], *([token] for token in TEXT[30:])):
+        logits, slots = run(runner, chunk, slots)
+        rows.append(logits)
+    assert far(torch.cat(rows), whole) < 1e-12
+
+
+def test_every_path_of_a_tree_gives_what_it_gives_alone(runner: ModelRunner) -> None:
+    for seed in range(3):
+        tree = random_tree(np.random.default_rng(seed), 12, base=len(TEXT), vocab=VOCAB)
+        context = run(runner, TEXT[:-1])[1]
+        logits, slots = run_tree(runner, tree, context)
+        runner.slots.free(slots)
+        for node in range(len(tree)):
+            path = tree.path(node)
+            alone, behind = run(runner, tree.tokens[path].tolist(), context)
+            assert far(logits[path], alone) < 1e-12, f"seed {seed} node {node}"
+            runner.slots.free(behind[len(context):])
+
+
+def test_an_accepted_path_is_context_without_moving(runner: ModelRunner) -> None:
+    tree = random_tree(np.random.default_rng(4), 10, base=len(TEXT), vocab=VOCAB)
+    context = run(runner, TEXT[:-1])[1]
+    slots = run_tree(runner, tree, context)[1]
+    path = tree.path(len(tree) - 1)
+    after, _ = run(runner, [65, 66], np.concatenate([context, slots[path]]))
+    expected, _ = run(runner, [*TEXT[:-1], *tree.tokens[path].tolist(), 65, 66])
+    assert far(after, expected[-2:]) < 1e-12
+
+
+def test_segments_of_one_batch_do_not_see_each_other(runner: ModelRunner) -> None:
+    builder, texts = BatchBuilder(), (TEXT, TEXT[3:17], TEXT[20:], TEXT[9:21])
+    for text in texts:
+        builder.add(text, range(len(text)), runner.slots.alloc(len(text)).tolist(), NOTHING, logits="last")
+    together = runner.forward(builder.build())
+    alone = torch.cat([run(runner, text)[0][-1:] for text in texts])
+    assert together.shape == (4, VOCAB) and far(together, alone) < 1e-12
+
+
+def test_taps_follow_the_convention_and_are_read_by_slot(tiny_folder: Path) -> None:
+    model = load_model(tiny_folder, "float64")
+    runner = ModelRunner(model, 128)
+    runner.set_taps((0, 1, 2))
+    logits, slots = run(runner, TEXT)
+    rows = runner.features(slots)
+    assert rows.shape == (len(TEXT), runner.feature_width) == (len(TEXT), 3 * 48)
+    entering, middle, final = rows.view(-1, 3, 48).unbind(1)
+    assert torch.equal(entering, model.embed(torch.tensor(TEXT)))
+    assert far(model.logits(final), logits) < 1e-12
+    assert far(middle, entering) > 0.1 and far(middle, final) > 0.1
+    assert torch.equal(runner.features(slots[[7, 3]]), rows[[7, 3]])
+    runner.set_taps(())
+    assert runner.feature_width == 0
+    run(runner, TEXT)
+
+
+def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:
+    config = ModelConfig.from_folder(tiny_folder)
+    tensors = {name: t.double() for name, t in load_tensors(tiny_folder).items()}
+    wide = dict(tensors)
+    for name in "qkv":
+        key = f"model.layers.0.self_attn.{name}_proj.weight"
+        wide[key] = torch.cat((tensors[key], tensors[key]), -1)
+    builder = BatchBuilder()
+    builder.add(TEXT, range(len(TEXT)), range(len(TEXT)), NOTHING)
+    batch = builder.build()
+    step = Step(batch, Rope(config, torch.float64, torch.device("cpu")), config, torch.float64)
+    pool = KVPool(2, 64, 2, 12, torch.float64)
+    x = torch.randn(len(TEXT), 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    narrow_layer = DecoderLayer(config, tensors, "model.layers.0")
+    wide_layer = DecoderLayer(config, wide, "model.layers.0", in_features=96)
+    expected = narrow_layer(x, step, pool.kv[0])
+    halves = torch.cat((narrow_layer.norm(x) * 0.25, wide_layer.norm(x) * 0.75), -1)
+    assert far(wide_layer(x, step, pool.kv[1], halves), expected) < 1e-12
+    assert plan_attention(batch, 2, torch.float64).group == step.plan.group
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 1.5)])
+def test_lower_precision_stays_close(tiny_folder: Path, dtype: str, tolerance: float) -> None:
+    exact, _ = run(ModelRunner(load_model(tiny_folder, "float64"), 64), TEXT)
+    low, _ = run(ModelRunner(load_model(tiny_folder, dtype), 64), TEXT)
+    assert low.dtype == torch.float32
+    assert far(low.double(), exact) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_packed_linear_equals_plain(dtype: torch.dtype, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype) if with_bias else None
+    for rows in (1, 3, 17):
+        x = torch.randn(rows, 24, generator=generator).to(dtype)
+        assert far(Linear(weight, bias)(x).double(), F.linear(x, weight, bias).double()) < 40 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_chunk_that_wants_no_logits_gets_none(tiny_folder: Path, dtype: str) -> None:
+    runner = ModelRunner(load_model(tiny_folder, dtype), 64)
+    builder = BatchBuilder()
+    builder.add(TEXT, range(len(TEXT)), runner.slots.alloc(len(TEXT)).tolist(), NOTHING, logits="none")
+    assert runner.forward(builder.build()).shape == (0, VOCAB)
+
+
+def test_profile_measures_and_frees(tiny_folder: Path) -> None:
+    runner = ModelRunner(load_model(tiny_folder, "float32"), 140)
+    costs = runner.profile((1, 4, 8, 64))
+    assert list(costs) == [1, 4, 8] and all(seconds > 0 for seconds in costs.values())
+    runner.slots.check([])
+
+
+def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:
+    config = ModelConfig.from_folder(tiny_folder)
+    assert default_slots(config, torch.float32, 4, max_context=100) == 400
+    assert default_slots(config, torch.float32, 3) == 3 * 2048
+    assert default_slots(config, torch.float32, 10**9, share=0.0) == 1024
+
+
+def test_a_full_pool_says_so(tiny_folder: Path) -> None:
+    with pytest.raises(CapacityError, match="KV slots"):
+        run(ModelRunner(load_model(tiny_folder, "float32"), 8), TEXT)
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, eos_token_id=[7, 9])
+    assert ModelConfig.from_folder(folder).eos_token_ids == (7, 9, EOS)
+
+
+def test_rope_fields_of_old_and_new_configs() -> None:
+    new = parse_config(tiny_config(rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}), "c")
+    old = tiny_config(rope_theta=5.0, rope_scaling={"type": "linear", "factor": 2.0})
+    del old["rope_parameters"]
+    assert parse_config(old, "c") == new
+    assert new.rope_theta == 5.0 and new.rope_scaling is not None and new.rope_scaling.factor == 2.0
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "gpt2"}, "model_type: 'gpt2' is not one of"),
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
+    ({"hidden_size": "48"}, "hidden_size: expected a number"),
+    ({"vocab_size": None}, "vocab_size: expected a number"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps: expected a positive number"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type: 'yarn' is not supported"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
+])
+def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=f"folder/config.json: .*{message}"):
+        parse_config(tiny_config(**changes), "folder/config.json")
+
+
+def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: no such file"):
+        load_model(tmp_path)
+    folder = write_tiny_model(tmp_path)
+    with pytest.raises(ModelError, match="dtype 'int3' is not known"):
+        load_model(folder, "int3")
+    with pytest.raises(ModelError, match="engine 'warp' is not known"):
+        load_model(folder, engine="warp")
+    with pytest.raises(ModelError, match="device 'abacus' cannot be used"):
+        load_model(folder, device="abacus")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+        load_model(folder)
+    save_file(tensors | {"model.norm.weight": torch.ones(47)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(47,\), expected \(48,\)"):
+        load_model(folder)
+    (folder / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(ModelError, match="not readable as safetensors"):
+        load_model(folder)
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path)
+    whole = load_tensors(folder)
+    halves = (dict(list(whole.items())[:9]), dict(list(whole.items())[9:]))
+    (folder / "model.safetensors").unlink()
+    for i, half in enumerate(halves):
+        save_file(half, folder / f"shard-{i}.safetensors")
+    index = {name: f"shard-{i}.safetensors" for i, half in enumerate(halves) for name in half}
+    where = folder / "model.safetensors.index.json"
+    where.write_text(json.dumps({"weight_map": index}))
+    assert all(torch.equal(t, whole[name]) for name, t in load_tensors(folder).items())
+    where.write_text(json.dumps({"weight_map": index | {"lost.weight": "shard-0.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lost\.weight is in the index"):
+        load_tensors(folder)
+    where.write_text(json.dumps({"weight_map": {"x": "../shard-0.safetensors"}}))
+    with pytest.raises(ModelError, match="not the name of a file"):
+        load_tensors(folder)
+
+
+def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
+    tied = load_model(write_tiny_model(tmp_path, tie_word_embeddings=True), "float64")
+    rows = tied.embed(torch.tensor([3, 5]))
+    assert far(tied.logits(rows), rows @ tied.embed(torch.arange(VOCAB)).T) < 1e-12
+
+
+def test_a_window_hides_what_is_older(tmp_path: Path) -> None:
+    config = tiny_config("mistral", sliding_window=64, num_hidden_layers=1)
+    assert "lm_head.weight" in tiny_tensors(config)
+    folder = write_tiny_model(tmp_path, "mistral", sliding_window=64, num_hidden_layers=1)
+    runner = ModelRunner(load_model(folder, "float64"), 512)
+    text = np.random.default_rng(0).integers(VOCAB, size=100).tolist()
+    last = run(runner, text)[0][-1]
+    assert far(run(runner, [5] * 36 + text[36:])[0][-1], last) < 1e-12
+    assert far(run(runner, [5] * 37 + text[37:])[0][-1], last) > 1e-6

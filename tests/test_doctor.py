@@ -1,0 +1,43 @@
+"""What the doctor finds, on this machine and on a port and a model that are made to be wrong."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from slipstream.config import Config
+from slipstream.doctor import Check, checks
+
+
+def found(name: str, config: Config) -> list[Check]:
+    return [check for check in checks(config) if check.name == name]
+
+
+def test_every_problem_comes_with_advice() -> None:
+    listed = checks()
+    assert {"python", "grpc", "torch", "cpu", "cuda", "flashinfer", "memory", "disk", "model", "ports"} <= {
+        check.name for check in listed}
+    assert all(bool(check.advice) == (check.status != "ok") for check in listed), listed
+    assert next(check for check in listed if check.name == "python").status == "ok"
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = Config.model_validate({"router": {"listen": f"127.0.0.1:{port}"}})
+        ports = [check for check in found("ports", config) if f":{port}" in check.found]
+    assert [check.status for check in ports] == ["warn"]
+    assert "router.listen" in ports[0].advice
+
+
+def test_a_missing_model_fails(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"path": str(tmp_path / "nowhere")}})
+    (model,) = found("model", config)
+    assert model.status == "fail" and "model.path" in model.advice
+
+
+def test_a_model_folder_is_fine(tiny_folder: Path) -> None:
+    (model,) = found("model", Config.model_validate({"model": {"path": str(tiny_folder)}}))
+    assert (model.status, model.found) == ("ok", str(tiny_folder))

@@ -1,0 +1,141 @@
+"""Every drafter over a random population of sessions: all growth is valid, and every slot comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.config import DraftSection, ModelSection
+from slipstream.drafters import create
+from slipstream.drafters.base import Drafter
+from slipstream.drafters.neural import NeuralDrafter
+from slipstream.errors import ConfigError, ModelError
+from slipstream.messages import Commit, Features, Open, Sampling
+from tests.eagle_folder import write_eagle_folder
+from tests.growth_rules import GrowthLedger
+from tests.tiny import VOCAB, write_tiny_model
+
+Make = Callable[[dict[str, object]], Drafter]
+KINDS = ("ngram", "standalone", "eagle3")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    folder = tmp_path_factory.mktemp("drafters")
+    target = ModelSection(path=str(write_tiny_model(folder / "target", num_hidden_layers=8)))
+    models = {"ngram": "", "standalone": str(write_tiny_model(folder / "draft", noise=0.1)),
+              "eagle3": str(write_eagle_folder(folder / "head"))}
+
+    def make(knobs: dict[str, object]) -> Drafter:
+        section = {"model": models[str(knobs["drafter"])], "dtype": "float32", **knobs}
+        return create(DraftSection.model_validate(section), target)
+
+    return make
+
+
+class Population:
+    """Sessions that come, go, repeat themselves and fall behind, told to a drafter as a target would."""
+
+    def __init__(self, drafter: Drafter, seed: int) -> None:
+        self.drafter, self.rng = drafter, random.Random(seed)
+        self.ledgers: dict[int, GrowthLedger] = {}
+        self.noise = np.random.default_rng(seed)
+        self.num_nodes = 0
+
+    def states(self, session: int, start: int, count: int) -> Features | None:
+        spec = self.drafter.features
+        if spec is None or count <= 0:
+            return None
+        rows = self.noise.standard_normal((count, spec.width)).astype(np.float32)
+        return Features(session, start, rows.tobytes(), count, "float32")
+
+    def text(self, count: int) -> list[int]:
+        start = self.rng.randrange(VOCAB)
+        return [(start + i * i % 7) % VOCAB for i in range(count)]
+
+    def open(self) -> None:
+        session = self.rng.randrange(12)
+        tokens = self.text(self.rng.choice([1, 2, 5, 20, 90]))
+        sampling = self.rng.choice([Sampling(), Sampling(temperature=1.0, top_k=3, seed=session),
+                                    Sampling(temperature=0.7, frequency_penalty=0.5, seed=session)])
+        refused = self.drafter.open([Open(session, np.array(tokens, np.int32), 1, sampling)])
+        assert refused == ([session] if session not in self.ledgers and len(self.ledgers) >= 5 else [])
+        if refused:
+            return
+        used = self.ledgers[session].used if session in self.ledgers else set[int]()
+        self.ledgers[session] = GrowthLedger(tokens)
+        self.ledgers[session].used = used
+        begin = self.rng.choice([0, 0, 0, len(tokens) // 2])
+        chunks = [self.states(session, begin, (len(tokens) - 1 - begin) // 2)]
+        sent = begin + (chunks[0].num_rows if chunks[0] is not None else 0)
+        chunks.append(self.states(session, sent, len(tokens) - 1 - sent))
+        self.drafter.absorb([chunk for chunk in chunks if chunk is not None and self.rng.random() < 0.9])
+
+    def commit(self) -> None:
+        commits = []
+        for session in self.chosen():
+            ledger = self.ledgers[session]
+            nodes = self.rng.randrange(len(ledger.tree))
+            new = [*ledger.tree.tokens[ledger.tree.path(nodes)[1:]].tolist(), self.rng.randrange(4)]
+            base = len(ledger.tokens)
+            states = self.states(session, base - 1, len(new)) if self.rng.random() < 0.95 else None
+            commits.append(Commit(session, base, np.array(new, np.int32), states))
+            ledger.commit(new)
+        late = Commit(77, 5, np.array([1], np.int32))
+        self.drafter.commit([*commits, late])
+
+    def grow(self) -> None:
+        sessions = self.chosen()
+        budgets = [self.rng.choice([0, 1, 3, 8, 63]) for _ in sessions]
+        growths = self.drafter.grow([*sessions, 77], [*budgets, 4])
+        assert [growth.session for growth in growths] == sessions
+        for growth, budget in zip(growths, budgets, strict=True):
+            self.ledgers[growth.session].take(growth, budget, VOCAB)
+            self.num_nodes += len(growth.ids)
+
+    def close(self) -> None:
+        gone = [session for session in self.ledgers if self.rng.random() < 0.3]
+        self.drafter.close([*gone, 77])
+        for session in gone:
+            del self.ledgers[session]
+
+    def chosen(self) -> list[int]:
+        return [session for session in self.ledgers if self.rng.random() < 0.7]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("slots", "topk", "max_context"), [(2000, 1, 0), (2000, 4, 0), (150, 3, 40)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_growth_is_valid_and_slots_come_back(make: Make, kind: str, slots: int, topk: int, max_context: int,
+                                             seed: int) -> None:
+    drafter = make({"drafter": kind, "slots": slots, "max_sessions": 5, "max_context": max_context,
+                    "growth": {"topk": topk, "num_steps": 3, "num_draft_tokens": 10}, "ngram": {"min_match": 1}})
+    population = Population(drafter, seed)
+    for _ in range(120):
+        what = population.rng.choices([population.open, population.commit, population.grow, population.close],
+                                      [3, 6, 8, 1])[0]
+        what()
+    assert population.num_nodes > 40, f"seed {seed}"
+    drafter.close(list(population.ledgers))
+    if isinstance(drafter, NeuralDrafter):
+        drafter.slots.check([])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_drafter_declares(make: Make, kind: str) -> None:
+    drafter = make({"drafter": kind, "max_sessions": 3, "slots": 100})
+    assert drafter.name == kind and drafter.max_sessions == 3 and drafter.max_context > 0
+    assert 1 <= drafter.max_nodes <= 63
+    assert drafter.vocab_size == (0 if kind == "ngram" else VOCAB)
+    assert (drafter.features is not None) == (kind == "eagle3") == (drafter.hidden_size > 0)
+
+
+def test_a_drafter_without_a_model_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft\.model"):
+        create(DraftSection(drafter="eagle3"), ModelSection())
+    with pytest.raises(ModelError, match=r"config\.json"):
+        create(DraftSection(drafter="standalone", model=str(tmp_path)), ModelSection())

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.engine.kv import KVPool, Slots
+from slipstream.errors import CapacityError
+
+
+def test_slots_are_handed_out_from_the_lowest_in_runs() -> None:
+    slots = Slots(10)
+    first = slots.alloc(4)
+    assert first.dtype == np.int64 and first.tolist() == [0, 1, 2, 3]
+    slots.free(first[1:3])
+    assert slots.alloc(3).tolist() == [1, 2, 4]
+
+
+def test_too_many_raises_and_changes_nothing() -> None:
+    slots = Slots(4)
+    held = slots.alloc(3)
+    with pytest.raises(CapacityError, match="2 KV slots wanted, 1 of 4"):
+        slots.alloc(2)
+    assert slots.num_free == 1
+    slots.check([held])
+
+
+def test_alloc_of_none_is_empty() -> None:
+    assert Slots(1).alloc(0).shape == (0,)
+
+
+@pytest.mark.parametrize("wrong", [[5], [0, 0]])
+def test_freeing_twice_is_caught(wrong: list[int]) -> None:
+    slots = Slots(8)
+    slots.alloc(2)
+    with pytest.raises(AssertionError, match="twice"):
+        slots.free(np.array(wrong, np.int64))
+
+
+def test_check_finds_lost_and_shared_slots() -> None:
+    slots = Slots(6)
+    a, b = slots.alloc(2), slots.alloc(2)
+    slots.check([a, b])
+    with pytest.raises(AssertionError, match="2 slots lost, 0 owned twice"):
+        slots.check([a])
+    with pytest.raises(AssertionError, match="0 slots lost, 1 owned twice"):
+        slots.check([a, b, b[:1]])
+    with pytest.raises(AssertionError, match="owned twice"):
+        slots.check([a, b, np.array([5])])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_random_population_keeps_every_slot_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots = Slots(9000)  # wider than one scan of the free flags
+    held: list[np.ndarray] = []
+    for step in range(200):
+        if rng.random() < 0.55:
+            wanted = int(rng.integers(1, 400))
+            if wanted <= slots.num_free:
+                held.append(slots.alloc(wanted))
+        elif held:
+            gone = held.pop(int(rng.integers(len(held))))
+            keep = rng.random(len(gone)) < 0.3
+            slots.free(gone[~keep])
+            if keep.any():
+                held.append(gone[keep])
+        slots.check(held)
+        assert slots.num_free == 9000 - sum(map(len, held)), f"seed {seed} step {step}"
+    if slots.num_free:
+        held.append(slots.alloc(slots.num_free))
+    slots.check(held)
+
+
+def test_a_write_lands_in_its_layer_and_slots() -> None:
+    pool = KVPool(2, 8, 3, 4, torch.float64)
+    pool.kv.zero_()
+    k, v = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+    pool.write(1, torch.tensor([5, 2]), k, v)
+    assert torch.equal(pool.k[1, [5, 2]], k) and torch.equal(pool.v[1, [5, 2]], v)
+    assert pool.k.shape == pool.v.shape == (2, 8, 3, 4) and pool.num_slots == 8
+    assert pool.kv.count_nonzero() == k.numel() + v.numel()

@@ -1,0 +1,193 @@
+"""Speculation never changes an answer.
+
+Every drafter, every way to sample, every fate of the wire: the tokens are those of plain decoding, bit for bit, in
+float64. And the law of sampled answers is the softmax's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from slipstream.config import DraftSection, GrowthSection, ModelSection, NgramSection, PolicySection
+from slipstream.drafters import create
+from slipstream.drafters.base import Drafter
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.messages import Sampling
+from slipstream.requests import Piece, Request
+from slipstream.wire.local import LocalLink
+from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.hostile import HostileDraft
+from tests.noisy import SwitchableDrafter
+from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
+from tests.tiny import VOCAB, write_tiny_model
+
+MAX_TOKENS = 40
+DRAFTERS = ("ngram", "standalone", "eagle3", "noisy", "hostile")
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "T0.7": Sampling(temperature=0.7, top_p=0.9, seed=11),
+    "T1.0": Sampling(temperature=1.0, top_p=0.95, seed=12),
+    "penalties": Sampling(temperature=0.8, seed=13, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.1,
+                          min_tokens=8, stop_token_ids=(7, 32, 101, 116), logit_bias=((65, 2.0),)),
+}
+FATES = ("colocated", "grpc", "late", "lost", "killed")
+PROMPTS = (b"the cat sat on the mat. the cat sat on the", b"one two three one two three one", b"zq")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("lossless")
+    tiny = write_tiny_model(root / "target")
+    return {"target": tiny, "noisy": write_tiny_model(root / "noisy", noise=0.05),
+            "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1),
+            "eagle3": write_eagle_folder(root / "eagle3", eagle_config(eagle_config={
+                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))}
+
+
+def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
+    model = ModelSection(path=str(folders["target"]), dtype="float64")
+    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
+    if kind == "ngram":
+        return create(DraftSection(drafter="ngram", ngram=NgramSection(min_match=1)), model)
+    name = "eagle3" if kind == "eagle3" else "standalone"
+    made = create(DraftSection(drafter=name, model=str(folders[kind]), dtype="float64", slots=2048, growth=growth),
+                  model)
+    return SwitchableDrafter(made, VOCAB) if kind == "noisy" else made
+
+
+def requests(sampling: Sampling) -> list[Request]:
+    return [Request(str(i), tuple(prompt), sampling, MAX_TOKENS, top_logprobs=2 if i == 0 else None)
+            for i, prompt in enumerate(PROMPTS)]
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+@pytest.fixture(scope="module")
+async def plain(folders: dict[str, Path]) -> dict[str, list[list[Piece]]]:
+    async with target(folders["target"]) as rig:
+        return {name: [await rig.answer(request) for request in requests(sampling)]
+                for name, sampling in SAMPLINGS.items()}
+
+
+@asynccontextmanager
+async def joined(rig: Rig, kind: str, fate: str, folders: dict[str, Path]) -> AsyncIterator[FaultyEvents | None]:
+    """The rig with a drafter, over a wire that has the fate."""
+    async with AsyncExitStack() as stack:
+        if kind == "hostile":
+            peers = HostileDraft(seed=3)
+        else:
+            peers = await stack.enter_async_context(drafting(drafter(kind, folders)))
+        if fate == "grpc":
+            await stack.enter_async_context(grpc_link(rig, peers))
+            yield None
+            return
+        faulty = FaultyEvents(rig.worker, delay_s=0.004 if fate == "late" else 0.0, loss=0.4 if fate == "lost" else 0.0)
+        link = await stack.enter_async_context(local_link(rig, peers, faulty))
+        killer = asyncio.create_task(kill_often(link)) if fate == "killed" else None
+        yield faulty
+        if killer is not None:
+            killer.cancel()
+            await asyncio.gather(killer, return_exceptions=True)
+
+
+async def kill_often(link: LocalLink) -> None:
+    while True:
+        await asyncio.sleep(0.02)
+        link.cut("killed")
+        await asyncio.sleep(0.005)
+        link.restore()
+
+
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[str, Path],
+                                            plain: dict[str, list[list[Piece]]]) -> None:
+    policy = HASTY if fate in ("late", "lost") else STUBBORN
+    accepted = {}
+    async with target(folders["target"], policy) as rig, joined(rig, kind, fate, folders) as faulty:
+        for name, sampling in SAMPLINGS.items():
+            answers = await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))
+            for expected, pieces in zip(plain[name], answers, strict=True):
+                assert tokens_of(pieces) == tokens_of(expected), (kind, fate, name)
+                assert pieces[-1].finish == expected[-1].finish
+                probabilities = [p.logprob for piece in pieces for p in piece.logprobs]
+                np.testing.assert_allclose(probabilities, [p.logprob for e in expected for p in e.logprobs], atol=1e-9)
+            accepted[name] = sum(piece.accepted for pieces in answers for piece in pieces)
+        await rig.check()
+        if faulty is not None and fate == "late":
+            assert faulty.counts.delayed > 0
+        if faulty is not None and fate == "lost" and kind != "hostile":
+            assert faulty.counts.lost > 0
+    if kind == "noisy" and fate in ("colocated", "grpc"):
+        assert all(accepted.values()), f"a good drafter was of no use: {accepted}"
+
+
+async def test_switching_speculation_in_mid_answer_changes_nothing(folders: dict[str, Path],
+                                                                  plain: dict[str, list[list[Piece]]]) -> None:
+    request = requests(SAMPLINGS["T1.0"])[0]
+    async with (target(folders["target"]) as rig, drafting(drafter("noisy", folders)) as peers,
+                local_link(rig, peers)):
+        answer, pieces = rig.service.submit(request), []
+        async for piece in answer:
+            pieces.append(piece)
+            answer.set_speculation(len(pieces) % 6 < 3)
+        assert tokens_of(pieces) == tokens_of(plain["T1.0"][0])
+        assert {"speculate", "plain"} <= {piece.state for piece in pieces}
+        await rig.check()
+
+
+async def test_preemption_changes_nothing(folders: dict[str, Path], plain: dict[str, list[list[Piece]]]) -> None:
+    """So few slots that answers push each other out."""
+    async with (target(folders["target"], slots=160, prefix_cache=False) as rig,
+                drafting(drafter("noisy", folders)) as peers, local_link(rig, peers)):
+        wanted = requests(SAMPLINGS["greedy"])
+        answers = await asyncio.gather(*(rig.answer(request) for request in wanted * 3))
+        for expected, pieces in zip(plain["greedy"] * 3, answers, strict=True):
+            assert tokens_of(pieces) == tokens_of(expected)
+        assert rig.count("preemptions_total") > 0, "the slots sufficed, so nothing was tested"
+        await rig.check()
+
+
+def exact_law(folder: Path, prompt: bytes, top_k: int) -> dict[tuple[int, int], float]:
+    """The probability of each pair of first tokens under top-k sampling at temperature 1, from the model's logits."""
+    model = load_model(folder, "float64")
+
+    def step(tokens: list[int]) -> dict[int, float]:
+        runner = ModelRunner(model, 64)
+        builder = BatchBuilder()
+        builder.add(tokens, range(len(tokens)), runner.slots.alloc(len(tokens)).tolist(), np.zeros(0, np.int64),
+                    logits="last")
+        best = torch.topk(runner.forward(builder.build())[0], top_k)
+        return dict(zip(best.indices.tolist(), torch.softmax(best.values, 0).tolist(), strict=True))
+
+    return {(a, b): p * q for a, p in step(list(prompt)).items() for b, q in step([*prompt, a]).items()}
+
+
+async def test_sampled_answers_follow_the_softmax(folders: dict[str, Path]) -> None:
+    """Chi-square of the first two tokens over many seeds, speculation on, against the exact law."""
+    draws, prompt = 3000, b"the cat sat on the"
+    law = exact_law(folders["target"], prompt, 4)
+    policy = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=0.2, deadline_max_s=2.0)
+    counts = dict.fromkeys(law, 0)
+    async with (target(folders["target"], policy, max_waiting=draws) as rig,
+                drafting(drafter("noisy", folders)) as peers, local_link(rig, peers)):
+        sampled = [Request(str(seed), tuple(prompt), Sampling(temperature=1.0, top_k=4, seed=seed), 2)
+                   for seed in range(draws)]
+        answers = await asyncio.gather(*(rig.answer(request) for request in sampled))
+    for pieces in answers:
+        counts[tuple(tokens_of(pieces))] += 1
+    assert sum(piece.accepted for pieces in answers for piece in pieces) > draws / 4, "drafts were used"
+    _, p_value = stats.chisquare(list(counts.values()), [draws * p / sum(law.values()) for p in law.values()])
+    assert p_value > 1e-4, (p_value, counts, law)

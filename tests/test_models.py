@@ -1,0 +1,185 @@
+"""Names, folders, preparation and the vocabulary's hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as token_models
+
+from slipstream.errors import ModelError
+from slipstream.models import (
+    KNOWN,
+    KnownModel,
+    is_prepared,
+    list_models,
+    packaged_file,
+    prepare,
+    resolve,
+    tokenizer_hash,
+)
+from tests.small_gguf import small_metadata, small_tensors, write_gguf
+
+
+@pytest.fixture(scope="module")
+def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "small.gguf", small_metadata(), small_tensors())
+
+
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes) -> dict[str, KnownModel]:
+    """An importable package that carries ``content``, and the registry that knows it."""
+    package = tmp_path / "site" / f"carrier_{name}"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "small.gguf").write_bytes(content)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    return {name: KnownModel(name, "small", package.name, "small.gguf", hashlib.sha256(content).hexdigest(),
+                             f"pip install {package.name}", "Apache-2.0")}
+
+
+def test_prepare_once(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packaged(tmp_path, monkeypatch, "once", small_gguf.read_bytes())
+    dest = tmp_path / "models" / "once"
+    assert prepare("once", dest, progress=False, known=known) == dest
+    assert is_prepared(dest) and resolve(dest) == dest
+    assert [path.name for path in dest.parent.iterdir()] == ["once"]
+    written = (dest / "model.safetensors").stat().st_mtime_ns
+    prepare("once", dest, progress=False, known=known)
+    assert (dest / "model.safetensors").stat().st_mtime_ns == written
+    receipt = json.loads((dest / "slipstream.json").read_text())
+    assert receipt["source"]["sha256"] == known["once"].sha256
+
+
+def test_incomplete_folder_is_prepared_again(small_gguf: Path, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packaged(tmp_path, monkeypatch, "again", small_gguf.read_bytes())
+    dest = prepare("again", tmp_path / "again", progress=False, known=known)
+    (dest / "model.safetensors").write_bytes(b"")
+    assert not is_prepared(dest)
+    prepare("again", dest, progress=False, known=known)
+    assert is_prepared(dest)
+
+
+def test_many_preparing_at_once_agree(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packaged(tmp_path, monkeypatch, "race", small_gguf.read_bytes())
+    dest = tmp_path / "models" / "race"
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: prepare("race", dest, progress=False, known=known), range(4)))
+    assert folders == [dest] * 4 and is_prepared(dest)
+    assert [path.name for path in dest.parent.iterdir()] == ["race"]
+
+
+def test_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = small_tensors()
+    tensors["output_norm.weight"] = (tensors["output_norm.weight"][0], gguf.GGMLQuantizationType.BF16)
+    path = write_gguf(tmp_path / "late.gguf", small_metadata(), tensors)
+    known = packaged(tmp_path, monkeypatch, "late", path.read_bytes())
+    with pytest.raises(ModelError, match=r"output_norm\.weight: type BF16"):
+        prepare("late", tmp_path / "models" / "late", progress=False, known=known)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_another_file_than_the_pinned_one_is_refused(small_gguf: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packaged(tmp_path, monkeypatch, "pinned", small_gguf.read_bytes())
+    carried = packaged_file(known["pinned"])
+    carried.write_bytes(carried.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ModelError, match="sha256"):
+        prepare("pinned", tmp_path / "pinned", progress=False, known=known)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(small_gguf: Path, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    known = packaged(tmp_path, monkeypatch, "mine", small_gguf.read_bytes())
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "thesis.txt").write_text("text")
+    with pytest.raises(ModelError, match="not prepared by slipstream"):
+        prepare("mine", tmp_path / "theirs", progress=False, known=known)
+    assert (tmp_path / "theirs" / "thesis.txt").read_text() == "text"
+
+
+def test_missing_package_gives_the_command(tmp_path: Path) -> None:
+    absent = KnownModel("absent", "", "no_such_package", "x.gguf", "", "pip install no-such-package", "")
+    with pytest.raises(ModelError, match="pip install no-such-package"):
+        prepare("absent", tmp_path / "absent", progress=False, known={"absent": absent})
+
+
+def test_resolve_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="slipstream models prepare smollm2-135m"):
+        resolve("smollm2-135m", root=tmp_path)
+    with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
+        resolve("smollm-135m", root=tmp_path)
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        resolve(tmp_path)
+    with pytest.raises(ModelError, match="known: smollm2-135m"):
+        prepare("gpt-99", tmp_path / "x", progress=False)
+
+
+def test_listing_names_every_known_model(tmp_path: Path) -> None:
+    listed = list_models(tmp_path)
+    assert [model.name for model in listed] == list(KNOWN)
+    assert not any(model.prepared for model in listed)
+
+
+def test_hash_is_of_the_vocabulary_alone(tiny_folder: Path, tmp_path: Path) -> None:
+    original = json.loads((tiny_folder / "tokenizer.json").read_text())
+
+    def folder(name: str, **changes: Any) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        (path / "tokenizer.json").write_text(json.dumps(original | changes, indent=4))
+        return path
+
+    vocab: dict[str, int] = original["model"]["vocab"]
+    backwards = dict(reversed(vocab.items()))
+    assert tokenizer_hash(folder("same", model=original["model"] | {"vocab": backwards})) == tokenizer_hash(tiny_folder)
+    swapped = vocab | {"!": vocab['"'], '"': vocab["!"]}
+    assert tokenizer_hash(folder("other", model=original["model"] | {"vocab": swapped})) != tokenizer_hash(tiny_folder)
+    more = Tokenizer(token_models.BPE(vocab=vocab, merges=[]))
+    more.decoder = decoders.ByteLevel()
+    more.add_special_tokens(["<|more|>"])
+    (tmp_path / "more").mkdir()
+    more.save(str(tmp_path / "more" / "tokenizer.json"))
+    assert tokenizer_hash(tmp_path / "more") != tokenizer_hash(tiny_folder)
+
+
+def test_hash_of_a_broken_tokenizer_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: missing"):
+        tokenizer_hash(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read"):
+        tokenizer_hash(tmp_path)
+
+
+def test_import_is_light() -> None:
+    code = ("import sys, slipstream.models, router.tokens; "
+            "print(sorted({'torch', 'transformers', 'gguf', 'safetensors'} & sys.modules.keys()))")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def default_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = prepare("smollm2-135m", tmp_path_factory.mktemp("real") / "smollm2-135m", progress=False)
+    yield folder
+    (folder / "model.safetensors").unlink()  # half a gigabyte
+
+
+@pytest.mark.real
+def test_default_model(default_model: Path) -> None:
+    assert is_prepared(default_model)
+    assert tokenizer_hash(default_model) == "caf0a7d6e05ebc74476affa031dcd0a954796b0f7891210dcbaa53623b64a846"
+    weights = load_file(default_model / "model.safetensors")
+    assert len(weights) == 272 and weights["model.embed_tokens.weight"].shape == (49152, 576)
+    assert all(np.isfinite(values).all() for values in weights.values())

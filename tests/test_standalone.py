@@ -1,0 +1,211 @@
+"""The standalone drafter against its own model run plainly: the same trees, whatever was cached, kept or slid away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slipstream.config import GrowthSection
+from slipstream.drafters.neural import NeuralDrafter
+from slipstream.drafters.standalone import StandaloneNetwork
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
+from slipstream.engine.weights import load_model
+from slipstream.errors import ConfigError
+from slipstream.messages import Commit, Growth, Open, Sampling
+from tests.growth_rules import GrowthLedger, best_paths, scored_paths
+from tests.tiny import VOCAB
+
+
+def runner(folder: Path, num_slots: int = 600) -> ModelRunner:
+    return ModelRunner(load_model(folder, "float64"), num_slots)
+
+
+def drafter(folder: Path, num_slots: int = 600, max_sessions: int = 8, max_context: int = 0,
+            **growth: int) -> NeuralDrafter:
+    return NeuralDrafter("standalone", StandaloneNetwork(runner(folder, num_slots)),
+                         GrowthSection.model_validate(growth), max_sessions, max_context)
+
+
+def opening(session: int, tokens: Sequence[int], sampling: Sampling | None = None) -> Open:
+    return Open(session, np.array(tokens, np.int32), min(4, len(tokens)), sampling or Sampling())
+
+
+def commit(session: int, base: int, tokens: Sequence[int]) -> Commit:
+    return Commit(session, base, np.array(tokens, np.int32))
+
+
+class Plain:
+    """The draft model run without any cache, as the oracle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runner = runner(folder)
+
+    def children(self, path: tuple[int, ...], tokens: Sequence[int], topk: int, sampling: Sampling,
+                 seen: int | None = None) -> tuple[list[int], list[float]]:
+        """Ranked children of ``path`` below ``tokens``; seen: how many of the last tokens the model sees."""
+        text = [*tokens[-(seen or len(tokens)):], *path]
+        slots = self.runner.slots.alloc(len(text))
+        builder = BatchBuilder()
+        builder.add(text, range(len(text)), slots.tolist(), np.zeros(0, np.int64), logits="last")
+        logits = self.runner.forward(builder.build())
+        self.runner.slots.free(slots)
+        history = TokenHistory.of(sampling, tokens[:4])
+        if history is not None:
+            history.append(tokens[4:])
+        rows = ChoiceRows(sampling, range(1), [len(tokens) + len(path)], [len(tokens) - 4 + len(path)], history, [path])
+        ids, scores = rank(logits, rows, topk)
+        return ids[0].tolist(), scores[0].tolist()
+
+
+def grow(of: NeuralDrafter, session: int, budget: int) -> Growth:
+    (growth,) = of.grow([session], [budget])
+    return growth
+
+
+def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object) -> None:
+    paths = scored_paths(found)
+    assert set(paths) == set(wanted), note
+    for path, score in paths.items():
+        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
+
+
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=11),
+             Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, seed=12)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalties"])
+@pytest.mark.parametrize(("topk", "steps", "nodes"), [(1, 4, 4), (3, 3, 7)])
+def test_trees_are_those_of_the_plain_model(tiny_draft_folder: Path, sampling: Sampling, topk: int, steps: int,
+                                            nodes: int) -> None:
+    rng = random.Random(5)
+    plain = Plain(tiny_draft_folder)
+    of = drafter(tiny_draft_folder, topk=topk, num_steps=steps, num_draft_tokens=nodes)
+    tokens = [rng.randrange(VOCAB) for _ in range(12)]
+    of.open([opening(1, tokens, sampling)])
+    for turn in range(5):
+        growth = grow(of, 1, 63)
+        wanted = best_paths(partial(plain.children, tokens=tokens, topk=topk, sampling=sampling), topk, steps,
+                            nodes)
+        assert_same(growth, wanted, f"turn {turn}")
+        # Follow the tree for a while, so that drafted KV is kept, and leave it at the end.
+        longest = max(scored_paths(growth), key=len)[:turn]
+        new = [*longest, rng.randrange(VOCAB)]
+        of.commit([commit(1, len(tokens), new)])
+        tokens += new
+    of.close([1])
+    of.slots.check([])
+
+
+def test_accepted_rows_are_not_computed_again(tiny_draft_folder: Path) -> None:
+    of = drafter(tiny_draft_folder, num_steps=4, num_draft_tokens=4)
+    of.open([opening(1, range(20))])
+    chain = grow(of, 1, 4).tokens.tolist()
+    free = of.slots.num_free
+    assert free == 600 - 20 - 3  # the deepest level costs no forward
+    of.commit([commit(1, 20, [*chain[:3], 7])])
+    assert of.slots.num_free == free  # three nodes became true
+    grow(of, 1, 1)
+    assert of.slots.num_free == free - 1  # the bonus token alone was computed
+
+
+def test_growing_on_at_the_same_base(tiny_draft_folder: Path) -> None:
+    of = drafter(tiny_draft_folder, num_steps=2, num_draft_tokens=6, topk=2)
+    tokens = list(range(30, 42))
+    ledger = GrowthLedger(tokens)
+    of.open([opening(1, tokens)])
+    for _ in range(6):
+        ledger.take(grow(of, 1, 6), 6, VOCAB)
+    assert len(ledger.tree) > 20
+    deepest = max(range(len(ledger.tree)), key=lambda n: len(ledger.tree.path(n)))
+    assert len(ledger.tree.path(deepest)) - 1 > 4
+    plain = Plain(tiny_draft_folder)
+    path = ledger.tree.tokens[ledger.tree.path(deepest)[1:]].tolist()
+    score = 0.0
+    for depth, token in enumerate(path):
+        ids, scores = plain.children(tuple(path[:depth]), tokens, 2, Sampling())
+        score += scores[ids.index(token)]
+    assert float(ledger.tree.scores[deepest]) == pytest.approx(score, abs=1e-5)
+
+
+def test_sessions_of_a_batch_do_not_touch_each_other(tiny_draft_folder: Path) -> None:
+    texts = {n: [(n * 37 + i * 11) % VOCAB for i in range(3 + 9 * n)] for n in range(5)}
+    together = drafter(tiny_draft_folder, topk=2, num_steps=3, num_draft_tokens=6)
+    together.open([opening(n, text) for n, text in texts.items()])
+    growths = together.grow(list(texts), [6, 5, 4, 3, 2])
+    for growth, budget in zip(growths, [6, 5, 4, 3, 2], strict=True):
+        alone = drafter(tiny_draft_folder, topk=2, num_steps=3, num_draft_tokens=6)
+        alone.open([opening(growth.session, texts[growth.session])])
+        assert_same(growth, scored_paths(grow(alone, growth.session, budget)), growth.session)
+
+
+@pytest.mark.parametrize("length", [10, 45, 200])
+def test_a_long_session_slides(tiny_draft_folder: Path, length: int) -> None:
+    rng = random.Random(length)
+    window, steps = 40, 3
+    plain = Plain(tiny_draft_folder)
+    of = drafter(tiny_draft_folder, num_slots=48, max_context=window, num_steps=steps, num_draft_tokens=3)
+    tokens, start = [rng.randrange(VOCAB) for _ in range(length)], 0
+    of.open([opening(1, tokens)])
+    for turn in range(30):
+        growth = grow(of, 1, 3)
+        if len(tokens) + steps - start > window:
+            start = len(tokens) - window // 2
+        seen = len(tokens) - start
+        wanted = best_paths(partial(plain.children, tokens=tokens, topk=1, sampling=Sampling(), seen=seen), 1,
+                            steps, 3)
+        assert_same(growth, wanted, f"turn {turn}, {len(tokens)} tokens")
+        new = [*growth.tokens[:turn % 3].tolist(), rng.randrange(VOCAB)]
+        of.commit([commit(1, len(tokens), new)])
+        tokens += new
+
+
+def test_a_long_prompt_is_computed_in_chunks(tiny_draft_folder: Path) -> None:
+    of = drafter(tiny_draft_folder, num_slots=2000)
+    of.open([opening(1, [n % VOCAB for n in range(1200)]), opening(2, range(8))])
+    sizes = [[len(growth.ids) for growth in of.grow([1, 2], [4, 4])] for _ in range(3)]
+    assert sizes[0] == [0, 4] and sizes[2][0] == 4
+
+
+def test_without_slots_nothing_grows_and_nothing_breaks(tiny_draft_folder: Path) -> None:
+    of = drafter(tiny_draft_folder, num_slots=24)
+    of.open([opening(1, range(20)), opening(2, range(20))])
+    growths = {growth.session: len(growth.ids) for growth in of.grow([1, 2], [4, 4])}
+    assert sorted(growths.values()) == [0, 4]
+    fed = next(session for session, count in growths.items() if count)
+    of.close([fed])
+    assert len(grow(of, 3 - fed, 4).ids) == 4
+    of.close([3 - fed])
+    of.slots.check([])
+
+
+def test_budgets_and_room(tiny_draft_folder: Path) -> None:
+    of = drafter(tiny_draft_folder, max_sessions=1)
+    assert of.open([opening(1, range(5)), opening(2, range(5))]) == [2]
+    assert of.grow([2, 9], [4, 4]) == []
+    assert len(grow(of, 1, 0).ids) == 0 and len(grow(of, 1, 2).ids) == 2
+    of.commit([commit(2, 5, [1])])
+    of.close([2, 9])
+
+
+def test_a_window_too_small_for_a_tree_is_refused(tiny_draft_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft\.max_context"):
+        drafter(tiny_draft_folder, max_context=6, num_steps=4)
+
+
+def test_the_noise_is_shared_with_a_target_that_samples(tiny_draft_folder: Path) -> None:
+    # A drafter that is the target proposes at every node exactly what the target will sample there.
+    sampling = Sampling(temperature=1.0, seed=99)
+    of, plain = drafter(tiny_draft_folder, num_steps=4, num_draft_tokens=4), Plain(tiny_draft_folder)
+    tokens = list(range(60, 70))
+    of.open([opening(1, tokens, sampling)])
+    chain = grow(of, 1, 4).tokens.tolist()
+    for depth, token in enumerate(chain):
+        assert plain.children(tuple(chain[:depth]), tokens, 1, sampling)[0] == [token]
+    assert len(set(chain)) > 1

@@ -1,0 +1,58 @@
+"""Stop strings, against a cut that looks at one character after the other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.tokens import MAX_STOPS, StopStrings
+from slipstream.errors import InvalidRequest
+
+
+def naive_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Character by character: the first moment at which a stop string is complete, the longest of those."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[:end - len(longest)], longest
+    return text, None
+
+
+def few_letters(least: int, most: int) -> st.SearchStrategy[str]:
+    return st.text("ab\n", min_size=least, max_size=most)
+
+
+@settings(deadline=None, max_examples=400)
+@given(pieces=st.lists(few_letters(0, 5), max_size=12), stops=st.lists(few_letters(1, 4), max_size=4))
+def test_stop_strings_cut_like_the_naive_cut(pieces: list[str], stops: list[str]) -> None:
+    cutter = StopStrings(stops)
+    out = [cutter.push(piece) for piece in pieces]
+    assert ("".join(out) + cutter.flush(), cutter.matched) == naive_cut("".join(pieces), stops)
+
+
+@settings(deadline=None, max_examples=200)
+@given(pieces=st.lists(few_letters(0, 5), max_size=12), stops=st.lists(few_letters(1, 4), max_size=4))
+def test_only_the_start_of_a_stop_string_is_held_back(pieces: list[str], stops: list[str]) -> None:
+    cutter, seen, out = StopStrings(stops), "", ""
+    for piece in pieces:
+        seen += piece
+        out += cutter.push(piece)
+        if cutter.matched is not None:
+            return
+        held = seen[len(out):]
+        assert seen.startswith(out) and (held == "" or any(stop.startswith(held) for stop in stops))
+
+
+def test_stop_strings_over_several_pieces() -> None:
+    cutter = StopStrings(["\n\nUser:", "###"])
+    assert [cutter.push(piece) for piece in ("a#", "#b\n", "\nUs", "er", ": x", "more")] == ["a", "##b", "", "", "", ""]
+    assert cutter.matched == "\n\nUser:" and cutter.flush() == ""
+
+
+@pytest.mark.parametrize("stops", [[""], ["x" * 257], ["x"] * (MAX_STOPS + 1)], ids=["empty", "long", "many"])
+def test_stop_strings_are_capped(stops: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        StopStrings(stops)
+    assert raised.value.field == "stop"

@@ -1,0 +1,852 @@
+"""Streams and calls over real loopback gRPC: handshakes, losses, floods, bad peers, cancelled answers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2
+
+from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.client import AsyncClient, Client
+from slipstream.config import WireSection
+from slipstream.errors import (
+    CapacityError,
+    ConfigError,
+    Draining,
+    InvalidRequest,
+    NotFound,
+    PairingError,
+    SlipstreamError,
+    Unavailable,
+)
+from slipstream.messages import (
+    Close,
+    Commit,
+    DraftHello,
+    Drop,
+    Features,
+    FeatureSpec,
+    Growth,
+    Open,
+    Sampling,
+    TargetHello,
+)
+from slipstream.requests import Piece, Request, TargetInfo
+from slipstream.session import check_pair
+from slipstream.wire.codec import encode_draft_frames
+from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_target_hello
+from slipstream.wire.inference import InferenceServicer
+from slipstream.wire.link import DraftLink
+from slipstream.wire.local import LocalLink
+from slipstream.wire.outbox import Outbox
+from slipstream.wire.peers import DraftServicer
+from slipstream.wire.server import GrpcServer, bind_guard
+from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.tls import TlsFiles
+
+WIRE = WireSection(connect_backoff_max_s=0.2)
+HIDDEN = 64
+HELLO = TargetHello(1, 0, "tiny", 1000, "abc", HIDDEN, 2, 4096)
+DRAFT = DraftHello(1, 0, "echo", 1000, "abc", FeatureSpec((1,), HIDDEN, "float32"), HIDDEN, 256, 63, 16)
+LOOPBACK = "127.0.0.1:0"
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def commit(base: int = 5, session: int = 1) -> Commit:
+    return Commit(session, base, ints(7, 8))
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Target:
+    """LinkEvents that remember."""
+
+    ups: list[DraftHello] = field(default_factory=list)
+    downs: list[str] = field(default_factory=list)
+    items: list[Growth | Drop] = field(default_factory=list)
+    faults: list[tuple[int, str]] = field(default_factory=list)
+
+    def link_up(self, link: object, hello: DraftHello) -> None:
+        self.ups.append(hello)
+
+    def link_down(self, link: object, reason: str) -> None:
+        self.downs.append(reason)
+
+    def received(self, link: object, items: list, faults: list) -> None:
+        self.items += items
+        self.faults += [(session, fault.field) for session, fault in faults]
+
+
+@dataclass
+class Echo:
+    """PeerEvents that answer every commit with one node below it."""
+
+    hello: DraftHello = DRAFT
+    refusal: PairingError | None = None
+    up: list = field(default_factory=list)
+    down: list = field(default_factory=list)
+    items: list = field(default_factory=list)
+    faults: list = field(default_factory=list)
+
+    def peer_up(self, peer: object, hello: TargetHello) -> DraftHello:
+        if self.refusal:
+            raise self.refusal
+        self.up.append(peer)
+        return self.hello
+
+    def peer_down(self, peer: object) -> None:
+        self.down.append(peer)
+
+    def received(self, peer, items: list, faults: list) -> None:
+        self.items += items
+        self.faults += [(session, fault.field) for session, fault in faults]
+        peer.send([self.node(item) for item in items if isinstance(item, Commit)])
+
+    @staticmethod
+    def node(item: Commit) -> Growth:
+        base = item.base + len(item.tokens)
+        return Growth(item.session, base, ints(1), ints(-base), ints(9), np.zeros(1, np.float32))
+
+
+@dataclass
+class Rig:
+    """Both ends of a draft stream; ``run`` keeps the link going."""
+
+    target: Target
+    echo: Echo
+    servicer: DraftServicer
+    server: GrpcServer
+    link: DraftLink
+    task: asyncio.Task
+
+    @staticmethod
+    async def start(echo: Echo | None = None, listen: str = LOOPBACK, wire: WireSection = WIRE, **options) -> Rig:
+        echo, target = echo or Echo(), Target()
+        servicer = DraftServicer(echo, wire)
+        server = GrpcServer(listen, wire, [servicer])
+        port = await server.start()
+        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, wire, check_pair, **options)
+        return Rig(target, echo, servicer, server, link, asyncio.create_task(link.run()))
+
+    async def up(self) -> Rig:
+        await eventually(lambda: self.link.status().connected)
+        return self
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.server.drain(0)
+
+
+async def test_items_cross_both_ways_and_the_end_is_told() -> None:
+    rig = await (await Rig.start()).up()
+    rig.link.send([Open(1, ints(1, 2, 3), 3, Sampling(seed=9)), commit(3)])
+    await asyncio.to_thread(rig.link.send, [Close(1)])
+    await eventually(lambda: len(rig.echo.items) == 3 and len(rig.target.items) == 1)
+    assert [type(item) for item in rig.echo.items] == [Open, Commit, Close]
+    assert rig.target.items[0].base == 5 and rig.target.ups[0].drafter == "echo"
+    assert rig.link.status().drafter == "echo" and rig.link.counts.frames_in == 1
+    await rig.stop()
+    await eventually(lambda: rig.echo.down == rig.echo.up)
+    assert rig.target.downs == ["stopped"] and not rig.link.status().connected
+
+
+async def test_order_is_kept_over_many_sends_from_threads() -> None:
+    rig = await (await Rig.start()).up()
+
+    def burst(session: int) -> None:
+        for base in range(1, 301):
+            rig.link.send([commit(base, session)])
+
+    await asyncio.gather(*(asyncio.to_thread(burst, session) for session in (1, 2, 3)))
+    await eventually(lambda: len(rig.target.items) == 900)
+    for session in (1, 2, 3):
+        assert [item.base for item in rig.target.items if item.session == session] == list(range(3, 303))
+    await rig.stop()
+
+
+async def test_a_version_the_draft_does_not_speak_is_refused_by_name() -> None:
+    rig = await Rig.start()
+    old = DraftLink(rig.link.address, replace(HELLO, protocol_version=99), Target(), WIRE, check_pair)
+    task = asyncio.create_task(old.run())
+    await eventually(lambda: "protocol_version" in old.status().problem)
+    task.cancel()
+    await rig.stop()
+
+
+async def test_another_vocabulary_is_refused_by_name_and_the_draft_hears_of_it() -> None:
+    rig = await Rig.start(Echo(replace(DRAFT, vocab_size=2000)))
+    await eventually(lambda: "vocab_size" in rig.link.status().problem)
+    await eventually(lambda: len(rig.echo.down) == 1)
+    assert rig.target.ups == [] and rig.target.downs == []
+    await rig.stop()
+
+
+async def test_a_draft_may_refuse_and_is_asked_again() -> None:
+    echo = Echo(refusal=PairingError("hidden_size", "made for 128"))
+    rig = await Rig.start(echo, refused_retry_s=0.02)
+    await eventually(lambda: rig.link.status().problem == "hidden_size: made for 128")
+    echo.refusal = None
+    await rig.up()
+    assert rig.link.status().problem == ""
+    await rig.stop()
+
+
+async def test_reconnects_after_the_draft_restarts() -> None:
+    rig = await (await Rig.start()).up()
+    await rig.server.drain(0)
+    await eventually(lambda: len(rig.target.downs) == 1)
+    rig.link.send([commit()])  # down: nothing happens
+    rig.server = GrpcServer(f"127.0.0.1:{rig.server.port}", WIRE, [DraftServicer(rig.echo, WIRE)])
+    await rig.server.start()
+    await rig.up()
+    rig.link.send([commit(9)])
+    await eventually(lambda: len(rig.target.items) == 1)
+    assert rig.target.items[0].base == 11 and rig.link.counts.reconnects == 1 and len(rig.target.ups) == 2
+    await rig.stop()
+
+
+async def test_drain_of_the_draft_ends_the_stream_without_waiting() -> None:
+    rig = await (await Rig.start()).up()
+    await asyncio.wait_for(rig.server.drain(60), 20)
+    await eventually(lambda: len(rig.target.downs) == 1)
+    assert rig.echo.down == rig.echo.up
+    await rig.stop()
+
+
+async def test_a_bad_item_costs_its_session_only() -> None:
+    rig = await (await Rig.start()).up()
+    rig.link.send([Commit(3, 5, ints(5000)), commit(5, 4)])
+    await eventually(lambda: len(rig.target.items) == 1)
+    assert rig.echo.faults == [(3, "commit.tokens")] and rig.servicer.counts.invalid_items == 1
+    rig.echo.up[0].send([Growth(6, 5, ints(1), ints(-5), ints(5000), np.zeros(1, np.float32)), Drop(7, "capacity")])
+    await eventually(lambda: rig.target.items[-1] == Drop(7, "capacity"))
+    assert rig.target.faults == [(6, "growth.tokens")] and rig.link.counts.invalid_items == 1
+    assert rig.target.downs == []
+    await rig.stop()
+
+
+async def test_oversized_features_are_split_and_an_oversized_item_costs_its_session() -> None:
+    small = WireSection(max_message_bytes=64 << 10)
+    rig = await (await Rig.start(wire=small)).up()
+    rows = np.arange(1000 * HIDDEN, dtype="<f4").tobytes()
+    rig.link.send([Features(1, 0, rows, 1000, "float32"), Open(2, ints(*[1] * 20_000), 1, Sampling()), commit()])
+    await eventually(lambda: len(rig.target.items) == 2)
+    chunks = [item for item in rig.echo.items if isinstance(item, Features)]
+    assert len(chunks) >= 4 and b"".join(chunk.rows for chunk in chunks) == rows
+    assert Drop(2, "capacity") in rig.target.items and rig.link.counts.oversized_items == 1
+    assert rig.target.downs == []
+    await rig.stop()
+
+
+async def raw_draft(behave: Callable[[aio.ServicerContext, TargetHello], object]) -> tuple[aio.Server, int]:
+    """A draft service that shakes hands and then does what ``behave`` does."""
+    async def exchange(_requests: object, context: aio.ServicerContext) -> None:
+        target = decode_target_hello(await context.read())
+        await context.write(encode_draft_hello(replace(DRAFT, incarnation=target.incarnation)))
+        await behave(context, target)
+
+    server = aio.server()
+    handler = grpc.stream_stream_rpc_method_handler(exchange)
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("slipstream.v1.DraftService", {"Exchange": handler})])
+    port = server.add_insecure_port(LOOPBACK)
+    await server.start()
+    return server, port
+
+
+async def test_a_stale_frame_is_dropped_and_counted() -> None:
+    async def behave(context: aio.ServicerContext, target: TargetHello) -> None:
+        for incarnation, session in ((target.incarnation ^ 1, 1), (target.incarnation, 2)):
+            await context.write(encode_draft_frames(incarnation, [Drop(session, "gap")], 1000)[0][0])
+        await asyncio.Event().wait()
+
+    server, port = await raw_draft(behave)
+    target = Target()
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, WIRE, check_pair)
+    task = asyncio.create_task(link.run())
+    await eventually(lambda: target.items == [Drop(2, "gap")])
+    assert link.counts.stale_frames == 1 and target.downs == []
+    task.cancel()
+    await server.stop(0)
+
+
+async def test_a_frame_that_is_none_resets_the_stream() -> None:
+    async def behave(context: aio.ServicerContext, _target: TargetHello) -> None:
+        await context.write(b"\xff\xff\xff")
+        await asyncio.Event().wait()
+
+    server, port = await raw_draft(behave)
+    target = Target()
+    task = asyncio.create_task(DraftLink(f"127.0.0.1:{port}", HELLO, target, WIRE, check_pair).run())
+    await eventually(lambda: len(target.downs) >= 1)
+    assert target.downs[0] == "protocol: frame"
+    task.cancel()
+    await server.stop(0)
+
+
+async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
+    async def behave(_context: aio.ServicerContext, _target: TargetHello) -> None:
+        await asyncio.Event().wait()
+
+    server, port = await raw_draft(behave)
+    target = Target()
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, WIRE, check_pair, max_batches=8)
+    task = asyncio.create_task(link.run())
+    await eventually(lambda: link.status().connected)
+    rows = bytes(1000 * HIDDEN * 4)
+    async with asyncio.timeout(20):
+        while not target.downs:
+            link.send([Features(1, 0, rows, 1000, "float32")])
+            await asyncio.sleep(0.001)
+    assert target.downs[0] == "overflow" and link.counts.overflows == 1
+    task.cancel()
+    await server.stop(0)
+
+
+async def test_a_target_that_does_not_read_is_ended() -> None:
+    echo = Echo()
+    servicer = DraftServicer(echo, WIRE, max_batches=4)
+    server = GrpcServer(LOOPBACK, WIRE, [servicer])
+    port = await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream("/slipstream.v1.DraftService/Exchange")()
+        await call.write(encode_target_hello(HELLO))
+        await eventually(lambda: len(echo.up) == 1)
+        async with asyncio.timeout(20):
+            while not echo.down:
+                echo.up[0].send([Drop(session, "x" * 200) for session in range(500)])
+                await asyncio.sleep(0.001)
+        assert echo.down == echo.up
+    await server.drain(0)
+
+
+async def test_a_peer_that_says_nothing_is_refused_within_the_deadline() -> None:
+    echo = Echo()
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE, handshake_s=0.05)])
+    port = await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream("/slipstream.v1.DraftService/Exchange")()
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call.read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and echo.up == []
+    await server.drain(0)
+
+
+async def test_more_targets_than_allowed_are_refused() -> None:
+    echo = Echo()
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE, max_peers=1)])
+    address = f"127.0.0.1:{await server.start()}"
+    links = [DraftLink(address, HELLO, Target(), WIRE, check_pair) for _ in range(2)]
+    tasks = [asyncio.create_task(link.run()) for link in links]
+    await eventually(lambda: any("1 targets" in link.status().problem for link in links))
+    assert sum(link.status().connected for link in links) == 1
+    for task in tasks:
+        task.cancel()
+    await server.drain(0)
+
+
+@dataclass
+class BlackHole:
+    """A TCP proxy that can stop passing bytes without closing anything."""
+
+    port: int
+    silent: bool = False
+    server: asyncio.Server | None = None
+    port_out: int = 0
+
+    async def start(self) -> BlackHole:
+        self.server = await asyncio.start_server(self.join, "127.0.0.1", 0)
+        self.port_out = self.server.sockets[0].getsockname()[1]
+        return self
+
+    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        await asyncio.gather(self.copy(reader, far_writer), self.copy(far_reader, writer), return_exceptions=True)
+
+    async def copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if not self.silent:
+                writer.write(data)
+        writer.close()
+
+
+async def test_a_black_hole_is_noticed_on_both_sides() -> None:
+    wire = WireSection(keepalive_s=0.4, connect_backoff_max_s=0.2)
+    rig = await Rig.start(wire=wire)
+    rig.task.cancel()
+    hole = await BlackHole(rig.server.port).start()
+    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, wire, check_pair, handshake_s=0.2)
+    await eventually(lambda: rig.echo.down == rig.echo.up)
+    rig.task = asyncio.create_task(rig.link.run())
+    await rig.up()
+    hole.silent = True
+    await eventually(lambda: rig.target.downs[-1:] == ["unavailable"] and rig.echo.down == rig.echo.up)
+    hole.silent = False
+    await rig.up()
+    await rig.stop()
+    hole.server.close()
+
+
+def local(echo: Echo, target: Target, wire: WireSection = WIRE) -> LocalLink:
+    return LocalLink("local", HELLO, target, echo, wire, check_pair)
+
+
+def test_local_link_speaks_the_same_protocol() -> None:
+    echo, target = Echo(), Target()
+    link = local(echo, target)
+    link.send([commit()])
+    assert echo.items == [] and not link.status().connected
+    link.restore()
+    link.send([commit(5, 4), Commit(3, 5, ints(5000))])
+    assert [item.session for item in target.items] == [4] and echo.faults == [(3, "commit.tokens")]
+    old = echo.up[0]
+    link.cut("test")
+    old.send([Drop(1, "gap")])
+    link.restore()
+    old.send([Drop(2, "gap")])
+    echo.up[1].send([Drop(3, "gap")])
+    assert target.items[1:] == [Drop(3, "gap")] and target.downs == ["test"] and echo.down == [old]
+    assert link.counts.stale_frames == 2 and link.counts.reconnects == 1
+
+
+def test_local_link_refuses_a_draft_that_does_not_fit() -> None:
+    echo, target = Echo(replace(DRAFT, vocab_size=9)), Target()
+    link = local(echo, target)
+    link.restore()
+    assert not link.status().connected and "vocab_size" in link.status().problem
+    assert echo.down == echo.up and target.ups == []
+    echo.hello = replace(DRAFT, max_nodes=0)
+    link.restore()
+    assert not link.status().connected and "max_nodes" in link.status().problem
+
+
+async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
+    box: Outbox[Features] = Outbox(max_batches=100, max_bytes=1000)
+    chunks = [Features(1, n, bytes(300), 1, "float32") for n in range(3)]
+    for chunk in chunks:
+        box.put([chunk])
+    assert await box.take(600) == chunks[:2] and await box.take(600) == chunks[2:]
+    for chunk in chunks * 2:
+        box.put([chunk])
+    with pytest.raises(CapacityError):
+        await box.overflowed()
+    box.put(chunks)
+    assert await box.take(600) == []
+
+
+# The target's calls.
+
+INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
+REQUEST = Request("r", (1, 2, 3), Sampling(), 8)
+
+
+@dataclass
+class Counting:
+    """An Answer: counts up, one token a piece; goes on for ever if ``endless``."""
+
+    num_tokens: int
+    error: SlipstreamError | None = None
+    modes: list[bool] = field(default_factory=list)
+    closed: int = 0
+    pause_s: float = 0.0
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for n in range(self.num_tokens):
+            await asyncio.sleep(self.pause_s)
+            last = n + 1 == self.num_tokens and self.error is None
+            yield Piece((n,), finish="length" if last else "", state="speculate" if all(self.modes) else "plain")
+        if self.error:
+            raise self.error
+
+    def set_speculation(self, allowed: bool) -> None:
+        self.modes.append(allowed)
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+@dataclass
+class Machine:
+    """A Backend that gives the answer it was made with."""
+
+    answer: Counting
+    refusal: Exception | None = None
+    requests: list[Request] = field(default_factory=list)
+
+    def submit(self, request: Request) -> Counting:
+        if self.refusal:
+            raise self.refusal
+        self.requests.append(request)
+        return self.answer
+
+    async def info(self) -> TargetInfo:
+        return INFO
+
+
+async def serve_target(machine: Machine) -> tuple[GrpcServer, TargetClient]:
+    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(machine)])
+    return server, TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+
+
+async def test_an_answer_comes_through_and_is_closed() -> None:
+    machine = Machine(Counting(5))
+    server, client = await serve_target(machine)
+    request = replace(REQUEST, sampling=Sampling(0.5, seed=3), top_logprobs=2, speculate=False)
+    pieces = [piece async for piece in client.submit(request)]
+    assert [piece.tokens for piece in pieces] == [(n,) for n in range(5)] and pieces[-1].finish == "length"
+    assert machine.requests == [request] and machine.answer.closed == 1
+    assert await client.info() == INFO
+    await client.aclose()
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("error", [
+    InvalidRequest("top_p", "must be at most 1", "too_large"), NotFound("model", "no such model ünï"),
+    CapacityError("full", 7.5), Draining("going"), Unavailable("not now")])
+@pytest.mark.parametrize("late", [False, True])
+async def test_errors_keep_their_class(error: SlipstreamError, late: bool) -> None:
+    machine = Machine(Counting(2, error), None if late else error)
+    server, client = await serve_target(machine)
+    got = []
+    with pytest.raises(type(error)) as raised:
+        async for piece in client.submit(REQUEST):
+            got.append(piece)
+    assert type(raised.value) is type(error) and str(raised.value) == str(error) and len(got) == (2 if late else 0)
+    if isinstance(error, InvalidRequest):
+        assert (raised.value.field, raised.value.code) == (error.field, error.code)
+    if isinstance(error, CapacityError):
+        assert raised.value.retry_after_s == 7.5
+    await client.aclose()
+    await server.drain(0)
+
+
+async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there() -> None:
+    server, client = await serve_target(Machine(Counting(1), ValueError("secret")))
+    with pytest.raises(Unavailable) as raised:
+        async for _ in client.submit(REQUEST):
+            pass
+    assert "INTERNAL" in str(raised.value) and "secret" not in str(raised.value)
+    await client.aclose()
+    await server.drain(0)
+
+
+async def test_a_token_outside_the_vocabulary_never_reaches_the_backend() -> None:
+    machine = Machine(Counting(1))
+    server, client = await serve_target(machine)
+    with pytest.raises(InvalidRequest) as raised:
+        async for _ in client.submit(replace(REQUEST, tokens=(1, 1000))):
+            pass
+    assert raised.value.field == "tokens" and machine.requests == []
+    await client.aclose()
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
+async def test_leaving_an_answer_frees_it(how: str) -> None:
+    machine = Machine(Counting(1 << 30, pause_s=0.001))
+    server, client = await serve_target(machine)
+    answer, seen = client.submit(REQUEST), asyncio.Event()
+
+    async def read() -> None:
+        async for _ in answer:
+            seen.set()
+            if how == "break":
+                await answer.aclose()
+                break
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(seen.wait(), 20)
+    if how == "aclose":
+        await answer.aclose()
+    elif how == "cancel":
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled() == (how == "cancel")
+    await eventually(lambda: machine.answer.closed == 1)
+    await answer.aclose()
+    await client.aclose()
+    await server.drain(0)
+
+
+async def test_speculation_is_switched_in_mid_answer() -> None:
+    machine = Machine(Counting(1 << 30, pause_s=0.001))
+    server, client = await serve_target(machine)
+    answer = client.submit(REQUEST)
+    async with asyncio.timeout(20):
+        async for piece in answer:
+            if piece.tokens == (2,):
+                answer.set_speculation(False)
+            if piece.state == "plain":
+                break
+    assert machine.answer.modes == [False]
+    await answer.aclose()
+    await client.aclose()
+    await server.drain(0)
+
+
+async def test_a_target_that_is_not_there_or_says_nothing_is_unavailable() -> None:
+    async def say_nothing(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
+
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    for port in (1, silent.sockets[0].getsockname()[1]):
+        client = TargetClient(f"127.0.0.1:{port}", WIRE, connect_s=0.3)
+        with pytest.raises(Unavailable):
+            async for _ in client.submit(REQUEST):
+                pass
+        with pytest.raises(Unavailable):
+            await client.info()
+        await client.aclose()
+    silent.close()
+
+
+async def test_a_draining_target_refuses_and_finishes_what_runs() -> None:
+    machine = Machine(Counting(50, pause_s=0.002))
+    server, client = await serve_target(machine)
+    running = client.submit(REQUEST)
+    pieces = []
+    async for piece in running:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            drain = asyncio.create_task(server.drain(20))
+            await asyncio.sleep(0)
+    await drain
+    assert len(pieces) == 50
+    with pytest.raises((Draining, Unavailable)):
+        async for _ in client.submit(REQUEST):
+            pass
+    await client.aclose()
+
+
+async def test_a_call_that_asks_nothing_is_ended() -> None:
+    machine = Machine(Counting(1))
+    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(machine, first_s=0.05)])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        call = channel.stream_stream("/slipstream.v1.TargetService/Generate")()
+        with pytest.raises(aio.AioRpcError) as refused:
+            await call.read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and machine.requests == []
+    await server.drain(0)
+
+
+# Hosting.
+
+@pytest.mark.parametrize(("listen", "fine"), [
+    ("127.0.0.1:1", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False), ("[::]:1", False),
+    ("10.0.0.1:1", False), ("some-host:1", False), (":1", False), ("127.0.0.1", False)])
+def test_plain_text_stays_on_loopback(listen: str, fine: bool) -> None:
+    if fine:
+        bind_guard(listen, WIRE)
+    else:
+        with pytest.raises(ConfigError):
+            bind_guard(listen, WIRE)
+
+
+def test_plain_text_beyond_loopback_needs_leave() -> None:
+    bind_guard("0.0.0.0:1", WireSection(insecure_allow_plaintext=True))
+
+
+async def test_health_follows_readiness() -> None:
+    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(Machine(Counting(1)))], reflect=True)
+    port = await server.start()
+    serving = health_pb2.HealthCheckResponse.SERVING
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check",
+                                    request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                                    response_deserializer=health_pb2.HealthCheckResponse.FromString)
+
+        async def healthy() -> list[bool]:
+            names = ("", "liveness", "readiness", "slipstream.v1.TargetService")
+            return [(await check(health_pb2.HealthCheckRequest(service=name))).status == serving for name in names]
+
+        assert await healthy() == [True, True, False, False]
+        await server.set_ready(True)
+        assert await healthy() == [True, True, True, True]
+    await server.drain(0)
+
+
+async def test_a_taken_port_is_a_configuration_error() -> None:
+    first = GrpcServer(LOOPBACK, WIRE, [])
+    port = await first.start()
+    with pytest.raises(ConfigError):
+        await GrpcServer(f"127.0.0.1:{port}", WIRE, []).start()
+    await first.drain(0)
+
+
+# The public service.
+
+@dataclass
+class Parrot:
+    """A Front that says back what it was told."""
+
+    asked: list = field(default_factory=list)
+    closed: int = 0
+
+    async def chat(self, model: str, messages: tuple[Message, ...],
+                   options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        self.asked.append((model, messages, options))
+        try:
+            for n, word in enumerate(messages[-1].content.split() * (options.max_tokens or 1)):
+                await asyncio.sleep(0.001)
+                yield Delta(word, (TextToken(n, word, n % 2 == 1),))
+            yield Delta("", (), "stop", Usage(1, 2, 1, 0, 0, 1))
+        finally:
+            self.closed += 1
+
+    async def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        if model:
+            raise NotFound("model", f"no model {model}", "model_not_found")
+        yield Delta(prompt.upper(), (), "length", Usage(1, 1))
+
+    async def models(self) -> list[str]:
+        return ["parrot"]
+
+
+async def serve_parrot(key: str = "") -> tuple[GrpcServer, Parrot, str]:
+    parrot = Parrot()
+    servicer = InferenceServicer(parrot, (lambda shown: shown == key) if key else None)
+    server = GrpcServer(LOOPBACK, WIRE, [servicer])
+    return server, parrot, f"127.0.0.1:{await server.start()}"
+
+
+async def test_async_client() -> None:
+    server, parrot, address = await serve_parrot()
+    async with AsyncClient(address) as client:
+        deltas = [delta async for delta in client.chat("a b", temperature=0.5, stop="x", logit_bias={3: 1.0})]
+        assert "".join(delta.text for delta in deltas) == "ab" and deltas[-1].usage == Usage(1, 2, 1, 0, 0, 1)
+        assert [token.drafted for delta in deltas for token in delta.tokens] == [False, True]
+        assert parrot.asked == [("", (Message("user", "a b"),),
+                                 ChatOptions(temperature=0.5, stop=("x",), logit_bias=((3, 1.0),)))]
+        assert await client.models() == ["parrot"]
+        with pytest.raises(NotFound) as raised:
+            [delta async for delta in client.complete("hi", model="other")]
+        assert (raised.value.field, raised.value.code) == ("model", "model_not_found")
+        async for _ in (stream := client.chat("a", max_tokens=1 << 20)):
+            break
+        await stream.aclose()
+        await eventually(lambda: parrot.closed == 2)
+    await server.drain(0)
+
+
+async def test_sync_client() -> None:
+    server, parrot, address = await serve_parrot()
+
+    def use() -> None:
+        with Client(address) as client:
+            turns = [{"role": "system", "content": "s"}, Message("user", "a b")]
+            assert "".join(delta.text for delta in client.chat(turns, seed=4)) == "ab"
+            assert [delta.text for delta in client.complete("hi")] == ["HI"]
+            assert client.models() == ["parrot"]
+            with pytest.raises(InvalidRequest):
+                client.chat("hi", temprature=1)
+            stream = client.chat("a", max_tokens=1 << 20)
+            next(stream)
+            stream.close()
+
+    await asyncio.to_thread(use)
+    assert parrot.asked[0][1] == (Message("system", "s"), Message("user", "a b"))
+    await eventually(lambda: parrot.closed == 2)
+    await server.drain(0)
+
+
+async def test_keys_guard_every_public_call() -> None:
+    server, _, address = await serve_parrot("sesame")
+    for key in ("", "wrong"):
+        async with AsyncClient(address, api_key=key) as client:
+            for ask in (lambda c: anext(c.chat("a")), lambda c: anext(c.complete("a")), lambda c: c.models()):
+                with pytest.raises(InvalidRequest) as raised:
+                    await ask(client)
+                assert raised.value.field == "api_key"
+    async with AsyncClient(address, api_key="sesame") as client:
+        assert await client.models() == ["parrot"]
+    await server.drain(0)
+
+
+# TLS.
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+
+
+def authority(folder: Path, name: str) -> Path:
+    folder.mkdir()
+    run(folder, "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout ca.key -out ca.pem "
+                f"-subj /CN={name}")
+    (folder / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    return folder
+
+
+def issue(folder: Path, name: str) -> TlsFiles:
+    run(folder, "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
+                f"-keyout {name}.key -out {name}.csr -subj /CN={name}")
+    run(folder, f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile ext "
+                f"-out {name}.pem")
+    return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
+
+
+def run(folder: Path, arguments: str) -> None:
+    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
+
+
+async def info_over(files: TlsFiles | None, port: int) -> TargetInfo:
+    client = TargetClient(f"127.0.0.1:{port}", WIRE, tls=files, connect_s=5.0)
+    try:
+        return await client.info()
+    finally:
+        await client.aclose()
+
+
+@needs_openssl
+async def test_mutual_tls_and_replaced_certificates(tmp_path: Path) -> None:
+    ours, theirs = authority(tmp_path / "ours", "ours"), authority(tmp_path / "theirs", "theirs")
+    files, good, foreign = issue(ours, "server"), issue(ours, "client"), issue(theirs, "client")
+    trusting = replace(foreign, authority=good.authority)  # accepts the server, but its own certificate is foreign
+    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(Machine(Counting(1)))], tls=files)
+    port = await server.start()
+    assert await info_over(good, port) == INFO
+    for stranger in (None, foreign, trusting):
+        with pytest.raises(Unavailable):
+            await info_over(stranger, port)
+    renewed = issue(theirs, "server")
+    for old, new in zip((files.certificate, files.key, files.authority),
+                        (renewed.certificate, renewed.key, renewed.authority), strict=True):
+        old.write_bytes(new.read_bytes())
+    assert await info_over(foreign, port) == INFO
+    await server.drain(0)
+
+
+@needs_openssl
+async def test_a_draft_link_over_mutual_tls(tmp_path: Path) -> None:
+    files = issue(authority(tmp_path / "ca", "ca"), "pod")
+    echo, target = Echo(), Target()
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE)], tls=files)
+    link = DraftLink(f"127.0.0.1:{await server.start()}", HELLO, target, WIRE, check_pair, tls=files)
+    task = asyncio.create_task(link.run())
+    await eventually(lambda: link.status().connected)
+    link.send([commit()])
+    await eventually(lambda: len(target.items) == 1)
+    task.cancel()
+    await server.drain(0)
+
+
+def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
+    nowhere = tmp_path / "none.pem"
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        TlsFiles(nowhere, nowhere, nowhere).read()
