@@ -10,6 +10,7 @@ from slipstream.config import Config
 from slipstream.log import logger
 from slipstream.process import main
 from slipstream.scrape import MetricsServer
+from slipstream.wire.channel import export_bytes
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
 
@@ -25,13 +26,14 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
 
 async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """The same for a draft that is put together already."""
-    server = GrpcServer(config.draft.listen, config.wire, [DraftServicer(draft.worker, config.wire)],
-                        reflect=config.wire.reflection)
+    servicer = DraftServicer(draft.worker, config.wire)
+    server = GrpcServer(config.draft.listen, config.wire, [servicer], reflect=config.wire.reflection)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)
     metrics.start()
     draft.worker.start()
+    exporting = asyncio.create_task(export_bytes([servicer.counts], draft.metrics.wire_bytes))
     await server.set_ready(True)
     up.set()
     logger("draft").info("ready", listen=config.draft.listen)
@@ -42,6 +44,7 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
     logger("draft").info("draining")
     draft.worker.drain()
     await server.drain(DRAIN_S)
+    exporting.cancel()
     await asyncio.to_thread(draft.worker.stop)
     metrics.close()
     logger("draft").info("stopped")

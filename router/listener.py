@@ -15,11 +15,11 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from router.gate import MAX_HEADER_BYTES
 from slipstream.config import RouterSection, WireSection
 from slipstream.errors import ConfigError
 from slipstream.wire.server import bind_guard
 
-MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
 SPARE_CONNECTIONS = 256  # beside the requests that run and wait: health checks, keep-alive, refusals
 CLOSE_S = 2

@@ -44,7 +44,7 @@ class Conversation:
     def run(self) -> None:
         """Until /quit or the end of input."""
         self._console.print(legend(self._console))
-        self._console.print(Text(HELP, style="dim"))
+        self._say(HELP)
         while (line := self._next()) is not None:
             if line.startswith("/"):
                 if line == "/quit":
@@ -69,7 +69,7 @@ class Conversation:
             said = "forgotten; a new conversation begins"
         else:
             said = HELP if line == "/help" else f"no command {clean(line)}: {HELP}"
-        self._console.print(Text(said, style="dim"))
+        self._say(said)
 
     def _answer(self, question: str) -> None:
         asked = [*self._messages, Message("user", question)]
@@ -77,10 +77,13 @@ class Conversation:
         try:
             told = show_answer(self._console, deltas)
         except KeyboardInterrupt:
-            self._console.print(Text("stopped; the question is forgotten", style="dim"))
+            self._say("stopped; the question is forgotten")
             return
         except SlipstreamError as error:
             complain(error)
             return
         self._messages = [*asked, Message("assistant", told.text)]
-        self._console.print(Text(summary(told), style="dim"))
+        self._say(summary(told))
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line, style="dim"), soft_wrap=True)

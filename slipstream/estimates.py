@@ -2,8 +2,8 @@
 
 Rules:
 1. Seconds in, seconds out; no clock. Every estimate forgets, so that a changed world is seen.
-2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the first
-   rejection.
+2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the
+   first rejection.
 
 The objective is goodput, accepted tokens by time (SmartSpec, arXiv 2406.14066). It knows nothing about modes.
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
-FAR = 0.05  # and of all row counts: a machine under load is slower everywhere
+FAR = 0.03  # and of all row counts: a machine under load is slower everywhere
 SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
@@ -164,10 +164,6 @@ class Ledger:
     def gain(self) -> float:
         """Goodput with speculation / plain goodput; 1 before the first round."""
         return self.earned_s / self.spent_s if self.spent_s > 0 else 1.0
-
-    @property
-    def gain_without_waits(self) -> float:
-        return self.earned_s / max(self.spent_s - self.waited_s, 1e-12)
 
     @property
     def loss_s(self) -> float:

@@ -30,8 +30,9 @@ from slipstream.models import KNOWN, prepare, resolve
 from slipstream.terminal import clean, legend, plain_table, show_answer, summary
 from slipstream.wire.target import TargetClient
 
-PROMPT = ("Here is a list of planets: Mercury, Venus, Earth, Mars, Jupiter, Saturn, Uranus, Neptune. "
-          "Write the list again, then say in one sentence which planet is the largest.")
+# An answer that repeats its prompt is where n-gram drafts, which need no second model, pay most.
+PROMPT = ("Copy this text exactly: A river begins as a spring in the mountains. It gathers streams on its way through "
+          "the valleys, and it grows with every one of them. In the plain it slows down, and at last it meets the sea.")
 DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
 INTERRUPTED = 130
 
@@ -67,8 +68,8 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
 
 def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int) -> None:
     """Ask the router ``prompt`` and show the answer with what it took. Raises what the answer raises."""
-    console.print(Text.assemble(("\n" + clean(prompt), "bold")))
-    console.print(legend(console), "\n", sep="")
+    console.print(Text("\n" + clean(prompt), style="bold"), soft_wrap=True)
+    console.print(legend(console), "\n", sep="", soft_wrap=True)
     with Client(launch.config.router.grpc_listen) as client:
         told = show_answer(console, client.chat(prompt, max_tokens=max_tokens, temperature=0.0))
     console.print(Text("\n" + summary(told), style="dim"), soft_wrap=True)
@@ -87,7 +88,7 @@ def show_places(launch: Launch, console: Console) -> None:
     )
     console.print()
     console.print(plain_table(("service", "process", "HTTP", "gRPC", "metrics"), [
-        (name, process[name], http, grpc, f"http://{metrics}/metrics") for name, http, grpc, metrics in rows]))
+        (name, process[name], http, grpc, metrics) for name, http, grpc, metrics in rows]))
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
     for line in (
         f"\nlogs      {launch.folder}",
@@ -95,6 +96,7 @@ def show_places(launch: Launch, console: Console) -> None:
         f"curl      curl -N http://{config.router.listen}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"            -d '{json.dumps(body)}'",
         f"chat      slipstream chat --address {config.router.grpc_listen}",
+        f"metrics   curl http://{config.target.metrics_listen}/metrics",
     ):
         console.print(Text(line), soft_wrap=True)
 

@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from slipstream.errors import ConfigError
 from slipstream.metrics import Registry
 
+CLOSE_POLL_S = 0.1
+
 
 class MetricsServer:
     """Serves ``registry`` on ``listen`` (host:port; port 0 takes a free one).
@@ -43,7 +45,8 @@ class MetricsServer:
             self._server = ThreadingHTTPServer((host.strip("[]") or "127.0.0.1", int(port)), Page)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), name="metrics",
+                                        daemon=True)
 
     @property
     def port(self) -> int:

@@ -14,6 +14,7 @@ from slipstream.log import logger
 from slipstream.process import main
 from slipstream.scrape import MetricsServer
 from slipstream.session import check_pair
+from slipstream.wire.channel import export_bytes
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
@@ -39,6 +40,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     metrics.start()
     target.worker.start()
     running = [asyncio.create_task(link.run()) for link in links]
+    running.append(asyncio.create_task(export_bytes([link.counts for link in links], target.metrics.wire_bytes)))
     await server.set_ready(True)
     up.set()
     logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))

@@ -58,7 +58,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
                         model.config.num_layers, max_context)
     logger("target").info("model ready", model=name, dtype=section.dtype, device=section.device,
                           threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
-                          step_ms={rows: round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
+                          step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
 
 

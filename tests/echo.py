@@ -1,7 +1,7 @@
 """A target without a model: its answer is a function of prompt and seed, its speed and its faults are knobs.
 
-The answer to a prompt is lines of counted words that begin with the prompt's length and the seed; ``accepted`` tokens of
-each commit count as drafted while the answer may speculate, so that a plain answer has the same tokens in other commits.
+The answer to a prompt is counted words that begin with the prompt's length and the seed; ``accepted`` tokens of
+each commit count as drafted while the answer may speculate: a plain answer has the same tokens in other commits.
 """
 
 from __future__ import annotations

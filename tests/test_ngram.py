@@ -31,6 +31,13 @@ def test_continues_the_longest_match() -> None:
     assert growth.tokens[0] == 4
 
 
+def test_a_long_match_is_found_behind_many_short_ones() -> None:
+    long = [5, 6, 7, 8, 1, 2]
+    short = [token for n in range(60) for token in (1, 2, 100 + n)]
+    (growth,) = opened([*long, 9, *short, *long]).grow([7], [1])
+    assert growth.tokens.tolist() == [9]
+
+
 def test_shorter_matches_are_merged_in_as_siblings() -> None:
     drafter = opened([1, 2, 3, 4, 5, 6, 9, 2, 3, 8, 8, 1, 2, 3])
     (growth,) = drafter.grow([7], [12])

@@ -77,10 +77,11 @@ def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: objec
 
 
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=11),
-             Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, seed=12)]
+             Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.4, seed=12),
+             Sampling(min_tokens=11, stop_token_ids=tuple(range(0, VOCAB, 5)))]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalties"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "penalties", "min_tokens"])
 @pytest.mark.parametrize(("topk", "steps", "nodes"), [(1, 4, 4), (3, 3, 7)])
 def test_trees_are_those_of_the_plain_model(tiny_draft_folder: Path, sampling: Sampling, topk: int, steps: int,
                                             nodes: int) -> None:

@@ -41,7 +41,8 @@ class Match(NamedTuple):
 
 
 class SuffixIndex:
-    """The tokens of one session and, for some suffix lengths, where an equal suffix ended before."""
+    """The tokens of one session and, for some suffix lengths, where an equal suffix ended before. It remembers as many
+    tokens as a trie of ``capacity`` nodes would: ``capacity // max_trie_depth``."""
 
     __slots__ = ("_before", "_keep", "_longest", "_newest", "_orders", "tokens")
 

@@ -3,9 +3,9 @@
 Rules:
 1. A prefill chunk, a plain step, a tree verification, a draft prefill and a tree growth are all *segments*: some query
    rows of one sequence, plus the slots of the KV that they may see. The rows' own slots are the last ones of the list.
-2. Visibility is causal, or ruled by ancestor words: the last ``mask_len`` KV entries of a segment form a tree, and bit j
-   of a row's word says whether the row sees entry ``kv_len - mask_len + j``. Everything before them is visible to all rows.
-   With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
+2. Visibility is causal, or ruled by ancestor words: the last ``mask_len`` KV entries of a segment form a tree, and
+   bit j of a row's word says whether the row sees entry ``kv_len - mask_len + j``. Everything before them is visible to
+   all rows. With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
 3. A row's KV is written to its slot before attention, so a row sees itself.
 4. Built once, read-only afterwards. Lists until ``build``, tensors after: lists are cheap to append to.
 

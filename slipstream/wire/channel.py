@@ -10,7 +10,8 @@ It knows nothing about what is sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -22,6 +23,8 @@ from slipstream.wire.tls import TlsFiles, channel_credentials
 DRAFT_SERVICE = "slipstream.v1.DraftService"
 TARGET_SERVICE = "slipstream.v1.TargetService"
 INFERENCE_SERVICE = "slipstream.v1.InferenceService"
+
+EXPORT_S = 0.5
 
 Options = Sequence[tuple[str, int]]
 
@@ -47,6 +50,17 @@ class WireCounts:
     def got(self, frame: bytes) -> None:
         self.frames_in += 1
         self.bytes_in += len(frame)
+
+
+async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
+    """Hand what passed since the last time to ``export`` (direction, bytes), twice a second, until cancelled."""
+    told = {"in": 0, "out": 0}
+    while True:
+        now = {"in": sum(c.bytes_in for c in counts), "out": sum(c.bytes_out for c in counts)}
+        for direction, total in now.items():
+            export(direction, total - told[direction])
+        told = now
+        await asyncio.sleep(EXPORT_S)
 
 
 def client_options(wire: WireSection) -> Options:

@@ -4,6 +4,8 @@ Rules:
 1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata.
 2. An error that is not ours becomes INTERNAL without its text: it may hold anything.
 3. Whatever the transport itself reports (refused, reset, too late) is Unavailable.
+
+It knows nothing about services.
 """
 
 from __future__ import annotations

@@ -1,0 +1,48 @@
+"""One answer of a target, reduced to what benchmarks compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.messages import Sampling
+from slipstream.requests import Backend, Piece, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tokens and times of one answer. Seconds; decoding starts at the first token."""
+
+    tokens: tuple[int, ...]
+    rounds: int
+    accepted: int
+    drafted: int
+    decode_s: float
+    wait_s: float
+    verify_s: float
+    logprobs: tuple[tuple[float, float], ...] = ()  # (chosen, best other), when asked for
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding: the first commit and what came before it are not counted."""
+        return (len(self.tokens) - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+
+async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_tokens: int, speculate: bool,
+              top_logprobs: int | None = None, on_piece: Callable[[Piece], None] | None = None) -> Measured:
+    """Ask and measure."""
+    pieces: list[Piece] = []
+    first_s = last_s = time.perf_counter()
+    request = Request("bench", tuple(prompt), sampling, max_tokens, top_logprobs, speculate)
+    async for piece in backend.submit(request):
+        last_s = time.perf_counter()
+        first_s = first_s if pieces else last_s
+        pieces.append(piece)
+        if on_piece is not None:
+            on_piece(piece)
+    margins = tuple((entry.logprob, next((p for t, p in entry.top if t != token), float("-inf")))
+                    for piece in pieces for token, entry in zip(piece.tokens, piece.logprobs, strict=False))
+    return Measured(tuple(t for piece in pieces for t in piece.tokens), len(pieces), sum(p.accepted for p in pieces),
+                    sum(p.drafted for p in pieces), last_s - first_s, sum(p.wait_s for p in pieces),
+                    sum(p.verify_s for p in pieces), margins)

@@ -1,0 +1,90 @@
+"""``make bench-exact PROMPTS=folder``: does speculation change an answer, on the real model, between real processes?
+
+Each question of a set is answered plain and with n-gram speculation over gRPC, greedy and sampled with a seed. Every
+difference is counted and shown with the margin of the plain answer where they part: the difference of the log
+probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from rich.progress import track
+
+from bench.asking import Measured, ask
+from bench.fleet import Pair
+from bench.prompts import Question, own, read
+from bench.report import Row, write
+from router.tokens import TextCodec
+from slipstream.config import ModelSection
+from slipstream.messages import Sampling
+from slipstream.models import resolve
+
+
+def modes(codec: TextCodec) -> dict[str, Sampling]:
+    stops = tuple(codec.stop_token_ids)
+    return {"greedy": Sampling(stop_token_ids=stops),
+            "T=0.8 top_p=0.95 seed=7": Sampling(temperature=0.8, top_p=0.95, seed=7, stop_token_ids=stops)}
+
+
+async def run(questions: list[Question], dtype: str, max_tokens: int) -> int:
+    """Ask all; returns how many answers differ."""
+    # A policy that stays with speculation, so that every answer tests it.
+    pair = Pair("exact", Path("build/bench/logs"), (f"model.dtype={dtype}", "target.policy.leave_gain=0.01",
+                                                    "target.policy.enter_gain=0.02"))
+    codec = TextCodec(resolve(ModelSection().path))
+    rows: list[Row] = []
+    try:
+        await pair.start()
+        for name, sampling in modes(codec).items():
+            answers = []
+            for question in track(questions, description=name):
+                prompt = codec.chat([{"role": "user", "content": question.text}])
+                answers.append((await ask(pair.client, prompt, sampling, max_tokens, False, top_logprobs=2),
+                                await ask(pair.client, prompt, sampling, max_tokens, True)))
+            rows.append(row(name, dtype, questions[0].set, answers))
+            for number, (plain, drafted) in enumerate(answers):
+                if plain.tokens != drafted.tokens:
+                    print(f"{name}, question {number}: {parting(plain, drafted)}")
+    finally:
+        await pair.stop()
+    write("exact", rows, "bench-exact: n-gram speculation over gRPC against plain decoding")
+    return sum(int(row["different"]) for row in rows)
+
+
+def row(name: str, dtype: str, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
+    drafted = [d for _, d in answers]
+    return {"sampling": name, "dtype": dtype, "set": set_name, "answers": len(answers),
+            "equal": sum(p.tokens == d.tokens for p, d in answers),
+            "different": sum(p.tokens != d.tokens for p, d in answers),
+            "tokens": sum(len(d.tokens) for d in drafted), "from_drafts": sum(d.accepted for d in drafted),
+            "acceptance_length": sum(len(d.tokens) for d in drafted) / max(1, sum(d.rounds for d in drafted))}
+
+
+def parting(plain: Measured, drafted: Measured) -> str:
+    """Where two answers part, and by how much plain decoding preferred its token there."""
+    shared = min(len(plain.tokens), len(drafted.tokens))
+    at = next((i for i in range(shared) if plain.tokens[i] != drafted.tokens[i]), shared)
+    if at >= len(plain.logprobs):
+        return f"one ends at token {at}, the other goes on"
+    chosen, other = plain.logprobs[at]
+    return f"they part at token {at}, where the margin is {chosen - other:.5f} (log probability)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", help="folder of JSONL sets; without it our own dozen is asked")
+    parser.add_argument("--set", default="mt_bench", help="which set of the folder")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    arguments = parser.parse_args()
+    questions = read(arguments.prompts, arguments.set, arguments.count) if arguments.prompts else own()
+    different = asyncio.run(run(questions, arguments.dtype, arguments.max_tokens))
+    print(f"{different} answers differ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What a benchmark leaves: a table for people, and its rows as JSON in ``build/bench/NAME.json``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, str | float | int | bool]
+
+
+def device() -> str:
+    """The machine in words: cores and instruction set, or the GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{os.cpu_count()} cores {platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def commit() -> str:
+    """The commit that runs, with a plus sign when files differ from it."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True,
+                              check=True).stdout.strip()
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+" if dirty.stdout.strip() else "")
+
+
+def write(name: str, rows: Sequence[Row], title: str) -> Path:
+    """Print ``rows`` as a table and write them; returns the file."""
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    path = Path("build/bench") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"device": device(), "commit": commit(), "command": " ".join(sys.argv),
+                                "rows": list(rows)}, indent=1))
+    print(f"rows in {path}; {device()}, commit {commit()}")
+    return path

@@ -1,0 +1,149 @@
+"""Goodput: what speculation would give and cost now, by all that was measured; the arithmetic under the policy.
+
+Rules:
+1. Gain = goodput with speculation / plain goodput. In one step with others, who wait for our rows too:
+   gain = (1 + accepted) * plain / (plain + (1 + others) * (verify - plain) + wait).
+   It is above 1 exactly when the whole step makes more tokens a second with our nodes than without (wait aside).
+2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side.
+3. A drafter that proposes nothing costs its wait, no more. A wait is granted while a waited round reaches
+   ``leave_gain``; one that does not is still tried once it is below TRY_SHARE of the time since the last.
+4. Nobody knows how long an exchange takes that was given up: it counts as twice the wait.
+
+It knows no modes and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.config import PolicySection
+from slipstream.estimates import Acceptance, ExchangeTimes, Ledger, StepCosts
+
+TRY_SHARE = 0.01
+RECENT = 10  # rounds that the recent gain looks back on, or so
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One commit as the policy sees it. Plain rounds count too: they have nothing drafted."""
+
+    drafted: int  # draft nodes that were verified
+    accepted: int
+    depth: int  # of the deepest node that was verified
+    verify_s: float  # the step; read only together with ``plain_s``
+    wait_s: float  # the session stood still for its drafter
+    rows: int = 0  # of the whole step, the session's included; 0: unknown
+    late: bool = False  # growth was asked for and had not come when the step began
+    plain_s: float | None = None  # what the step would have taken without drafts; None: ask StepCosts
+    exchange_s: float | None = None  # commit to growth, when one came; None: the wait tells
+
+
+class Goodput:
+    """The estimates of one policy."""
+
+    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes) -> None:
+        self.recent = Ledger(keep=1 - 1 / RECENT)
+        self.plain_s = costs.cost(1)  # of the latest round
+        self._config = config
+        self._costs = costs
+        self._exchange = exchange
+        self._acceptance = Acceptance()
+        self._others = 0
+        self._told_others = 0  # by the caller, since the last round
+        self._share = 1.0  # of waits and trees that had something to verify
+        self._unpaid_s = 0.0  # time since the last wait
+        self._nodes: int | None = None  # asked for several times a round, searched for once
+
+    def tell_others(self, rows: int) -> None:
+        """``rows`` of others are in the step that comes."""
+        rows = max(0, rows)
+        if rows != self._others:
+            self._nodes = None
+        self._told_others = self._others = rows
+
+    def account(self, round_: Round) -> tuple[float, float]:
+        """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
+        self._others = max(self._told_others, round_.rows - 1 - round_.drafted, 0)
+        self._told_others = 0
+        if round_.plain_s is not None:
+            self.plain_s, cost_s = round_.plain_s, round_.verify_s
+        else:
+            self.plain_s, cost_s = self._costs.cost(self._others + 1), self._costs.cost(self._others + 1 + round_.drafted)
+            cost_s += self._others * (cost_s - self.plain_s)
+        if not round_.drafted:  # a plain step is a plain step, whatever it took
+            cost_s = self.plain_s
+        earned_s, spent_s = (1 + round_.accepted) * self.plain_s, cost_s + round_.wait_s
+        self._acceptance.observe(round_.drafted, round_.accepted, round_.depth)
+        self._nodes = None
+        self._unpaid_s = 0.0 if round_.wait_s > 0 else self._unpaid_s + spent_s
+        self._learn_exchange(round_)
+        return earned_s, spent_s
+
+    def _learn_exchange(self, round_: Round) -> None:
+        waited = round_.wait_s > 0
+        if round_.drafted or waited:
+            self._share += 0.1 * ((round_.drafted > 0) - self._share)
+        if round_.exchange_s is not None:
+            self._exchange.observe(round_.exchange_s)
+        elif waited and not round_.late:
+            self._exchange.observe(round_.wait_s)
+        elif waited and not round_.drafted:
+            self._exchange.observe(min(2 * round_.wait_s, self._config.deadline_max_s))
+
+    def forget(self) -> None:
+        """Judge the drafter afresh: what was believed is what may have changed."""
+        self.recent = Ledger(keep=self.recent.keep)
+        self._acceptance = self._acceptance.fresh()
+        self._share, self._nodes = 1.0, None
+
+    @property
+    def nodes(self) -> int:
+        """The node count of the highest expected gain; 0 when even that is below ``leave_gain``."""
+        if self._nodes is None:
+            self._nodes = self._search(self._acceptance)
+        return self._nodes
+
+    @property
+    def overloaded(self) -> bool:
+        """Whether not even a drafter with the prior acceptance would pay at this load."""
+        return not self._search(self._acceptance.fresh())
+
+    def _search(self, acceptance: Acceptance) -> int:
+        rows, plain_s, wait_s = self._others + 1, self._costs.cost(self._others + 1), self._recent_wait_s()
+        best, best_rate = 0, self._config.leave_gain / (plain_s + wait_s)
+        for nodes in range(1, self._config.max_nodes + 1):
+            extra_s = rows * (self._costs.cost(rows + nodes) - plain_s)
+            rate = (1 + acceptance.tokens(nodes)) / (plain_s + extra_s + wait_s)
+            if rate > best_rate:
+                best, best_rate = nodes, rate
+        return best
+
+    def _recent_wait_s(self) -> float:
+        return self.recent.waited_s / max(1, min(RECENT, self.recent.rounds))
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the recent waits would be a loss with the prior acceptance too: the drafter is late, not wrong."""
+        tokens = 1 + self._acceptance.fresh().tokens(self._config.max_nodes)
+        return tokens * self.plain_s < self._config.leave_gain * (self.plain_s + self._recent_wait_s())
+
+    @property
+    def usual_wait_s(self) -> float:
+        """What all but a few exchanges stay below, within the configured limits."""
+        config = self._config
+        return min(max(self._exchange.usual_s(config.deadline_max_s), config.deadline_min_s), config.deadline_max_s)
+
+    @property
+    def exchange_s(self) -> float:
+        """An exchange's mean, within the limit; 0 while unknown."""
+        return min(self._exchange.mean_s or 0.0, self._config.deadline_max_s)
+
+    @property
+    def wait_pays(self) -> bool:
+        """Rule 3."""
+        if self._exchange.mean_s is None or TRY_SHARE * self._unpaid_s >= self.usual_wait_s:
+            return True
+        rows, nodes = self._others + 1, self.nodes
+        step_s = self.plain_s + self._costs.cost(rows + nodes) - self._costs.cost(rows)
+        won = 1 + self._share * self._acceptance.tokens(nodes)
+        return won * self.plain_s >= self._config.leave_gain * (step_s + self._exchange.mean_s)

@@ -1,0 +1,56 @@
+"""A real router on free ports of this machine, over targets of the test's choice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+
+from router.service import RouterService
+from slipstream.config import Config
+from slipstream.requests import Backend
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Routing:
+    """A running router and ways to reach it."""
+
+    def __init__(self, service: RouterService) -> None:
+        self.service = service
+        self.base = f"http://127.0.0.1:{service.http_port}"
+        self.http = httpx.AsyncClient(base_url=self.base, timeout=20.0)
+        self.openai = AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", max_retries=0)
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.http.post(path, json={"model": "tiny", **body})
+
+    async def metrics(self) -> str:
+        return (await self.http.get(f"http://127.0.0.1:{self.service.metrics_port}/metrics")).text
+
+
+@asynccontextmanager
+async def routing(folder: Path, *targets: Backend, **section: Any) -> AsyncIterator[Routing]:
+    """A router of ``section``'s settings, drained at the end."""
+    ports = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+    config = Config.model_validate({"model": {"path": str(folder)}, "router": {**ports, **section}})
+    service = RouterService(config, {f"t{i}": target for i, target in enumerate(targets)})
+    await service.start()
+    found = Routing(service)
+    try:
+        yield found
+    finally:
+        await found.openai.close()
+        await found.http.aclose()
+        await service.drain(0.1)
+
+
+async def until(holds: Callable[[], bool], sleep: Callable[[float], Awaitable[None]]) -> None:
+    """Wait until ``holds``; the test's own time limit ends what never does."""
+    while not holds():
+        await sleep(0.005)

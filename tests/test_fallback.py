@@ -1,0 +1,193 @@
+"""The router's fallback: a draft pool that stops paying is left, probed by few, and come back to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from router.fallback import FollowedAnswer, PoolFallback
+from slipstream.config import PolicySection
+from slipstream.metrics import RouterMetrics
+from slipstream.policy import Mode
+from slipstream.requests import Answer, Piece
+
+PLAIN_S = 0.010
+
+
+@dataclass
+class Pool:
+    """A draft pool and the clock of its world: what a speculating step takes and gives."""
+
+    now_s: float = 1000.0
+    accepted: int = 3
+    verify_s: float = 0.012
+    wait_s: float = 0.001
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+class PoolAnswer:
+    """An endless answer on the pool; plain steps while it may not speculate."""
+
+    def __init__(self, pool: Pool, speculate: bool) -> None:
+        self.pool = pool
+        self.speculate = speculate
+        self.closed = False
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self.speculate:
+            return Piece((1,), verify_s=PLAIN_S, state="plain")
+        pool = self.pool
+        return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s)
+
+    def set_speculation(self, allowed: bool) -> None:
+        self.speculate = allowed
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class World:
+    """Answers that run side by side, stepped by hand."""
+
+    def __init__(self, answers: int, wanted: bool = True) -> None:
+        self.pool = Pool()
+        self.metrics = RouterMetrics("tiny")
+        self.fallback = PoolFallback(PolicySection(), self.metrics, clock=self.pool.clock)
+        self.inner: list[PoolAnswer] = []
+        self.answers: list[Answer] = []
+        self.tokens, self.spent_s = 0, 0.0
+        for _ in range(answers):
+            self.begin(wanted)
+
+    def begin(self, wanted: bool = True) -> PoolAnswer:
+        allowed = wanted and self.fallback.admits()
+        inner = PoolAnswer(self.pool, allowed)
+        self.inner.append(inner)
+        self.answers.append(self.fallback.follow(inner, wanted, allowed))
+        return inner
+
+    async def step(self) -> None:
+        before_s = self.pool.now_s
+        longest = 0.0
+        for answer in self.answers:
+            piece = await anext(aiter(answer))
+            longest = max(longest, piece.verify_s + piece.wait_s)
+            self.tokens += len(piece.tokens)
+        self.pool.now_s = before_s + longest
+        self.spent_s += longest
+        self.fallback.tick()
+
+    async def run(self, seconds: float) -> None:
+        until_s = self.pool.now_s + seconds
+        while self.pool.now_s < until_s:
+            await self.step()
+
+    def page(self) -> str:
+        return self.metrics.registry.page("")[1].decode()
+
+
+async def prepared(answers: int) -> World:
+    """A world whose fallback has seen plain steps."""
+    world = World(answers)
+    world.begin(wanted=False)
+    await world.run(1.0)
+    return world
+
+
+async def test_stays_while_it_pays() -> None:
+    world = await prepared(4)
+    await world.run(20.0)
+    assert world.fallback.mode is Mode.SPECULATE
+    assert [a.speculate for a in world.inner] == [True] * 4 + [False], "who asked for plain stays plain"
+
+
+async def test_leaves_switches_running_answers_and_new_ones_begin_plain() -> None:
+    world = await prepared(6)
+    world.pool.accepted, world.pool.wait_s = 0, 0.010
+    await world.run(2.0)
+    assert world.fallback.mode is not Mode.SPECULATE
+    assert sum(a.speculate for a in world.inner) <= 1, "but for a probe"
+    assert sum(world.begin().speculate for _ in range(5)) <= 1
+    page = world.page()
+    assert 'slipstream_mode_transitions_total{from="speculate",model="tiny",reason="' in page
+    assert 'slipstream_mode{mode="speculate",model="tiny",service="router"} 0.0' in page
+    assert 'slipstream_fallback_requests_total{model="tiny",reason="' in page
+
+
+async def test_probes_are_few_and_it_comes_back() -> None:
+    world = await prepared(40)
+    world.pool.accepted, world.pool.wait_s = 0, 0.010
+    await world.run(20.0)
+    most = 0
+    for _ in range(500):
+        await world.step()
+        if world.fallback.mode is not Mode.SPECULATE:
+            most = max(most, sum(a.speculate for a in world.inner))
+    assert most <= 2, most
+    world.pool.accepted, world.pool.wait_s = 3, 0.001
+    await world.run(PolicySection().probe_max_s + 5.0)
+    assert world.fallback.mode is Mode.SPECULATE
+    assert sum(a.speculate for a in world.inner) == 40
+
+
+@pytest.mark.parametrize("answers", [1, 8])
+async def test_a_bad_pool_costs_little(answers: int) -> None:
+    world = await prepared(answers)
+    world.pool.accepted, world.pool.wait_s = 0, 0.010
+    await world.run(5.0)
+    tokens, spent_s = world.tokens, world.spent_s
+    await world.run(60.0)
+    plain_s = (world.tokens - tokens) / len(world.answers) * PLAIN_S
+    assert (world.spent_s - spent_s) / plain_s <= 1.05
+
+
+async def test_does_not_flap_at_the_threshold() -> None:
+    world = await prepared(4)
+    changes = 0
+    mode = world.fallback.mode
+    for step in range(6000):
+        # gain hovers around 1: two tokens a step that costs two plain steps, give or take
+        world.pool.accepted, world.pool.verify_s, world.pool.wait_s = 1, 0.0195 + 0.001 * (step % 2), 0.0
+        await world.step()
+        changes += world.fallback.mode is not mode
+        mode = world.fallback.mode
+    assert changes <= 12, changes
+
+
+async def test_closing_leaves() -> None:
+    world = await prepared(2)
+    first = world.answers[0]
+    assert isinstance(first, FollowedAnswer)
+    await first.aclose()
+    assert world.inner[0].closed
+    world.answers.remove(first)
+    world.pool.accepted, world.pool.wait_s = 0, 0.010
+    await world.run(2.0)
+    assert world.inner[0].speculate, "nobody switches an answer that is over"
+    assert not world.inner[1].speculate or world.fallback.probing
+
+
+async def test_the_prompt_s_step_is_no_round() -> None:
+    world = World(0)
+    world.begin(wanted=False)
+    world.begin()
+    for _ in range(200):  # many short answers, whose first step is long
+        world.pool.verify_s, world.pool.accepted = 0.5, 0
+        short = world.fallback.follow(PoolAnswer(world.pool, True), True, True)
+        await anext(aiter(short))
+        await short.aclose()
+        world.pool.verify_s, world.pool.accepted = 0.012, 3
+        await world.step()
+    assert world.fallback.mode is Mode.SPECULATE
+
+
+async def test_disabled_is_plain_from_the_start() -> None:
+    fallback = PoolFallback(PolicySection(enabled=False), RouterMetrics("tiny"))
+    assert not fallback.admits()

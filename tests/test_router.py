@@ -1,0 +1,425 @@
+"""The HTTP surface over real uvicorn, spoken to by the unmodified openai client; the public gRPC beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from slipstream.client import AsyncClient
+from slipstream.errors import CapacityError, InvalidRequest, Unavailable
+from tests.echo import CONTEXT, EchoTarget
+from tests.routing import CHAT, COMPLETIONS, HELLO, routing, until
+
+PROMPT = "0123456789"
+
+
+def expected(seed: int, length: int, num_prompt: int = len(PROMPT)) -> str:
+    return " ".join([str(num_prompt), f"s{seed}", *(f"w{i}" for i in range(200))])[:length]
+
+
+def events(text: str) -> list[Any]:
+    """The data of a server-sent stream; asserts its form."""
+    assert text.endswith("\n\n")
+    blocks = text.removesuffix("\n\n").split("\n\n")
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert blocks[-1] == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+async def test_chat_whole(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        raw = await r.openai.chat.completions.with_raw_response.create(model="tiny", messages=HELLO, seed=7)
+        answer = raw.parse()
+        assert answer.object == "chat.completion" and answer.model == "tiny" and answer.id.startswith("chatcmpl-")
+        choice = answer.choices[0]
+        assert choice.message.role == "assistant" and choice.finish_reason == "stop"
+        text = choice.message.content or ""
+        prompt_tokens = int(text.split()[0])
+        assert text == expected(7, 40, prompt_tokens)
+        usage = answer.usage
+        assert usage and usage.prompt_tokens == prompt_tokens and usage.completion_tokens == 41
+        assert usage.total_tokens == prompt_tokens + 41
+        details = usage.completion_tokens_details
+        assert details and details.accepted_prediction_tokens == 30
+        assert details.rejected_prediction_tokens == 10
+        assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == prompt_tokens // 2
+        extension = answer.model_extra and answer.model_extra["slipstream"]
+        assert extension == {"rounds": 11, "acceptance_length": round(41 / 11, 4), "drafted_tokens": 40}
+        assert raw.headers["x-slipstream-mode"] == "speculative" and len(raw.headers["x-request-id"]) == 32
+
+
+async def test_chat_stream(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        stream = await r.openai.chat.completions.create(
+            model="tiny", messages=HELLO, seed=7, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == expected(7, 40, int(text.split()[0]))
+        assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+        assert not chunks[-1].choices and chunks[-1].usage and chunks[-1].usage.completion_tokens == 41
+        assert {chunk.id for chunk in chunks} == {chunks[0].id}
+        raw = await r.post(CHAT, messages=HELLO, stream=True)
+        assert raw.headers["content-type"].startswith("text/event-stream")
+        assert all(event["choices"] for event in events(raw.text)), "no usage chunk that nobody asked for"
+
+
+async def test_an_answer_does_not_depend_on_how_it_was_made(tiny_folder: Path) -> None:
+    """Stop strings, limits and usage are the same for plain decoding and for commits of any size."""
+    asked: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}
+    cases: list[dict[str, Any]] = [
+        {}, {"stop": ["w5"]}, {"stop": [" w", "zz"]}, {"stop": "w10 w"}, {"max_tokens": 7}, {"min_tokens": 3}]
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        for extra in cases:
+            answers = set()
+            for accepted in (0, 1, 3, 6):
+                target.accepted = accepted
+                whole = (await r.post(COMPLETIONS, **{**asked, **extra})).json()
+                streamed = events((await r.post(COMPLETIONS, stream=True, **{**asked, **extra})).text)
+                text = "".join(event["choices"][0]["text"] for event in streamed)
+                assert text == whole["choices"][0]["text"]
+                finish = streamed[-1]["choices"][0]["finish_reason"]
+                answers.add((text, whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"], finish))
+            assert len(answers) == 1, (extra, answers)
+            assert text == expected(3, len(text))
+
+
+async def test_stop_cuts_exactly(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        whole = (await r.post(COMPLETIONS, prompt=PROMPT, seed=3, max_tokens=60, stop=[" w2", "w3"])).json()
+        choice = whole["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("10 s3 w0 w1", "stop")
+        assert whole["usage"]["completion_tokens"] == len("10 s3 w0 w1 w2")
+
+
+async def test_completions_of_all_prompt_kinds(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        ids = list(PROMPT.encode())
+        for prompt, count in ((PROMPT, 1), ([PROMPT, PROMPT + "x"], 2), (ids, 1), ([ids, [*ids, 1]], 2)):
+            answer = await r.openai.completions.create(model="tiny", prompt=prompt, seed=5, max_tokens=20)  # type: ignore[arg-type]
+            assert [c.index for c in answer.choices] == list(range(count))
+            assert [c.text for c in answer.choices] == [expected(5, 20, 10 + i) for i in range(count)]
+            assert answer.usage and answer.usage.prompt_tokens == sum(10 + i for i in range(count))
+        assert len((await r.openai.completions.create(model="tiny", prompt=PROMPT)).choices[0].text) == 16
+
+
+async def test_choices_have_their_own_seeds(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        asked: dict[str, Any] = {"prompt": [PROMPT, PROMPT], "n": 3, "seed": 2**64 - 1, "max_tokens": 12}
+        texts = [c["text"] for c in (await r.post(COMPLETIONS, **asked)).json()["choices"]]
+        seeds = [2**64 - 1, 0, 1]
+        assert texts == [expected(seed, 12) for seed in seeds] * 2
+        chunks = events((await r.post(COMPLETIONS, stream=True, **asked)).text)
+        for index in range(6):
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+            assert "".join(c["text"] for c in mine) == texts[index] and mine[-1]["finish_reason"] == "length"
+        random = {(await r.post(COMPLETIONS, prompt=PROMPT)).json()["choices"][0]["text"] for _ in range(5)}
+        assert len(random) == 5, "absent seeds differ"
+
+
+async def test_logprobs_in_both_formats(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        chat = await r.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2,
+                                                      max_tokens=9)
+        content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
+        assert content and len(content) == 9
+        assert "".join(entry.token for entry in content) == chat.choices[0].message.content
+        assert content[0].bytes == list(content[0].token.encode()) and len(content[0].top_logprobs) == 2
+        assert content[0].logprob == content[0].top_logprobs[0].logprob == -0.5
+        text = await r.openai.completions.create(model="tiny", prompt=PROMPT, logprobs=2, max_tokens=9)
+        found = text.choices[0].logprobs
+        assert found and found.tokens and found.text_offset == list(range(9)) and found.token_logprobs == [-0.5] * 9
+        assert "".join(found.tokens) == text.choices[0].text and found.top_logprobs and len(found.top_logprobs[0]) == 2
+        streamed = events((await r.post(COMPLETIONS, prompt=PROMPT, logprobs=0, max_tokens=9, stream=True)).text)
+        offsets = [o for chunk in streamed for o in chunk["choices"][0]["logprobs"]["text_offset"]]
+        assert offsets == list(range(9))
+
+
+async def test_options_reach_the_target(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        await r.openai.chat.completions.create(
+            model="tiny", messages=HELLO, temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1,
+            logit_bias={"65": 5}, max_completion_tokens=9, extra_body={
+                "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
+                "speculate": False})
+        sampling = target.requests[0].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 20, 0.1)
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
+        assert sampling.logit_bias == ((65, 5.0),) and sampling.min_tokens == 2 and sampling.stop_token_ids == ()
+        assert target.requests[0].max_tokens == 9 and target.requests[0].speculate is False
+        plain = await r.post(CHAT, messages=HELLO)
+        request = target.requests[1]
+        assert request.sampling.temperature == 1.0 and request.sampling.stop_token_ids == (257,)
+        assert request.max_tokens == CONTEXT - len(request.tokens) and request.speculate
+        assert plain.headers["x-slipstream-mode"] == "speculative"
+        refused = await r.post(CHAT, messages=HELLO, speculate=False)
+        assert refused.headers["x-slipstream-mode"] == "plain"
+        assert refused.json()["slipstream"]["acceptance_length"] == 1.0
+
+
+REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
+    (CHAT, {"model": None}, 400, "model", "invalid_value"),
+    (CHAT, {"messages": []}, 400, "messages", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing_required_parameter"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, 400,
+     "messages[0].content[0]", "unsupported_parameter"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "unsupported_parameter"),
+    (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+    (CHAT, {"temprature": 1}, 400, "temprature", "unknown_parameter"),
+    (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
+    (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
+    (CHAT, {"top_p": 0}, 400, "top_p", "invalid_value"),
+    (CHAT, {"n": 9}, 400, "n", "invalid_value"),
+    (CHAT, {"n": 0}, 400, "n", "invalid_value"),
+    (CHAT, {"stop": ["a"] * 5}, 400, "stop", "invalid_value"),
+    (CHAT, {"stop": "a" * 65}, 400, "stop[0]", "invalid_value"),
+    (CHAT, {"stop": ""}, 400, "stop[0]", "invalid_value"),
+    (CHAT, {"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_value"),
+    (CHAT, {"logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
+    (CHAT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "invalid_value"),
+    (CHAT, {"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", "invalid_value"),
+    (CHAT, {"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    (CHAT, {"max_tokens": CONTEXT}, 400, "max_tokens", "context_length_exceeded"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages", "context_length_exceeded"),
+    (CHAT, {"seed": 1 << 64}, 400, "seed", "invalid_value"),
+    (COMPLETIONS, {"prompt": ""}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": []}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [260]}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [-1]}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [1 << 70]}, 400, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [1] * CONTEXT}, 400, "prompt", "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": ["x"] * 200}, 400, "n", "invalid_value"),
+]
+
+
+async def test_what_is_refused_and_how(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        for path, extra, status, param, code in REFUSED:
+            body = {"model": "tiny", **({"messages": HELLO} if path == CHAT else {"prompt": "x"}), **extra}
+            # the ids beyond 64 bits are what JSON allows and Python sends
+            response = await r.http.post(path, content=json.dumps(body))
+            error = response.json()["error"]
+            assert (response.status_code, error["param"], error["code"]) == (status, param, code), (extra, error)
+            assert error["type"] == "invalid_request_error" and error["message"]
+        assert not target.requests
+        with pytest.raises(openai.NotFoundError):
+            await r.openai.chat.completions.create(model="other", messages=HELLO)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await r.openai.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=21)
+        assert caught.value.param == "top_logprobs" and caught.value.code == "invalid_value"
+
+
+async def test_defaults_that_clients_send_are_fine(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        chat = await r.post(CHAT, messages=[
+            {"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "name": None},
+            {"role": "user", "content": "more"}], tools=[], tool_choice=None, response_format={"type": "text"},
+            user="u", metadata={"a": "b"}, store=False, n=1, logprobs=False, stream_options=None, temperature=1)
+        assert chat.status_code == 200, chat.text
+        text = await r.post(COMPLETIONS, prompt="x", best_of=1, echo=False, suffix=None, logprobs=None, temperature=0.0)
+        assert text.status_code == 200, text.text
+
+
+async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget(), max_body_bytes=2048) as r:
+        for content, status, code in ((b"{", 400, "invalid_json"), (b"[1]", 400, "invalid_value"),
+                                      (b"", 400, "invalid_json"), (b"x" * 4096, 413, "request_too_large"),
+                                      (b"[" * 2000, 400, "invalid_json"), (b'{"model": "\xff"}', 400, "invalid_json")):
+            response = await r.http.post(CHAT, content=content)
+            assert (response.status_code, response.json()["error"]["code"]) == (status, code), content[:20]
+        for method, path, status in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("POST", "/v1/models", 405),
+                                     ("GET", "/v1/models/other", 404), ("GET", "/docs", 404)):
+            response = await r.http.request(method, path)
+            assert response.status_code == status and response.json()["error"]["message"], path
+        huge = await r.http.get("/live", headers={"x-large": "x" * 40_000})
+        assert huge.status_code == 431
+        larger = await r.http.get("/live", headers={"x-large": "x" * 400_000})
+        assert larger.status_code in (400, 431)
+
+
+async def test_models_health_version_and_request_ids(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        assert [model.id async for model in r.openai.models.list()] == ["tiny"]
+        assert (await r.openai.models.retrieve("tiny")).owned_by == "slipstream"
+        assert (await r.http.get("/health")).status_code == 200 == (await r.http.get("/live")).status_code
+        assert "version" in (await r.http.get("/version")).json()
+        shown = await r.http.get("/version", headers={"x-request-id": "abc-1"})
+        assert shown.headers["x-request-id"] == "abc-1"
+        forged = await r.http.get("/version", headers={"x-request-id": "a b" * 100})
+        assert len(forged.headers["x-request-id"]) == 32
+    async with routing(tiny_folder, EchoTarget(), model_name="brand") as r:
+        assert [model.id async for model in r.openai.models.list()] == ["brand"]
+    async with routing(tiny_folder) as r:
+        assert (await r.http.get("/health")).status_code == 503
+        assert (await r.http.get("/live")).status_code == 200
+        response = await r.post(CHAT, messages=HELLO)
+        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_the_target(tiny_folder: Path, stream: bool) -> None:
+    target = EchoTarget(stall_after=2)
+    async with routing(tiny_folder, target) as r:
+        reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=stream, n=3))
+        await until(lambda: len(target.running) == 3, asyncio.sleep)
+        reading.cancel()
+        await until(lambda: not target.running, asyncio.sleep)
+        await until(lambda: r.service.gateway.admission.in_flight == 0, asyncio.sleep)
+        page = await r.metrics()
+        assert 'slipstream_requests_total{code="499",endpoint="chat"' in page or not stream
+
+
+async def test_going_away_before_the_first_token(tiny_folder: Path) -> None:
+    target = EchoTarget(hang=True)
+    async with routing(tiny_folder, target) as r:
+        reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=True))
+        await until(lambda: len(target.running) == 1, asyncio.sleep)
+        reading.cancel()
+        await until(lambda: not target.running and not r.service.gateway.admission.in_flight, asyncio.sleep)
+
+
+async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
+    target = EchoTarget(stall_after=1)
+    async with routing(tiny_folder, target, max_in_flight=2, max_queue=1) as r:
+        admission = r.service.gateway.admission
+        running = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2)]
+        await until(lambda: len(target.running) == 2, asyncio.sleep)
+        queued = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
+        await until(lambda: admission.queued == 1, asyncio.sleep)
+        refused = await r.post(CHAT, messages=HELLO)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "overloaded_error"
+        with pytest.raises(openai.RateLimitError):
+            await r.openai.chat.completions.create(model="tiny", messages=HELLO)
+        target.stall_after = -1
+        running[0].cancel()
+        assert (await queued).status_code == 200, "who waited is let in when one leaves"
+        running[1].cancel()
+        await until(lambda: admission.in_flight == 0 and admission.queued == 0, asyncio.sleep)
+
+
+async def test_targets_that_fail(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=Unavailable("gone"))) as r:
+        assert (await r.post(CHAT, messages=HELLO, stream=True)).status_code == 503, "before the first token: a status"
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=CapacityError("full", 7.2))) as r:
+        assert (await r.post(CHAT, messages=HELLO)).headers["retry-after"] == "8"
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=InvalidRequest("tokens", "no"))) as r:
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 400
+    async with routing(tiny_folder, EchoTarget(fail_after=2, error=Unavailable("gone"))) as r:
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 503
+        broken = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
+        assert broken[-1]["error"]["type"] == "service_unavailable", "after it: an event, then [DONE]"
+        with pytest.raises(openai.APIError):
+            async for _ in await r.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True):
+                pass
+        assert 'slipstream_requests_total{code="503",endpoint="chat"' in await r.metrics()
+    async with routing(tiny_folder, EchoTarget(hang=True), request_timeout_s=0.2) as r:
+        late = await r.post(CHAT, messages=HELLO)
+        assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
+
+
+async def test_another_target_takes_over(tiny_folder: Path) -> None:
+    dead, alive = EchoTarget(fail_after=0, error=Unavailable("gone")), EchoTarget()
+    async with routing(tiny_folder, dead, alive) as r:
+        for _ in range(10):
+            assert (await r.post(CHAT, messages=HELLO)).status_code == 200
+        assert len(alive.requests) == 10
+
+
+async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# two of them\nfirst-key\n\nsecond-key\n")
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        schema = (await r.http.get("/openapi.json", headers={"authorization": "Bearer first-key"})).json()
+        paths = [path.replace("{model_id}", "tiny") for path in schema["paths"]]
+        assert {CHAT, COMPLETIONS, "/v1/models", "/v1/models/tiny", "/health", "/live", "/version"} == set(paths)
+        for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first-key"}):
+                for method in ("GET", "POST"):
+                    response = await r.http.request(method, r.base + path, headers=headers)
+                    free = path in ("/live", "/health")
+                    assert (response.status_code == 401) != free, (method, path, response.status_code)
+                    assert free or response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first-key", "second-key"):
+            client = openai.AsyncOpenAI(base_url=f"{r.base}/v1", api_key=key, max_retries=0)
+            assert (await client.chat.completions.create(model="tiny", messages=HELLO)).choices
+            await client.close()
+
+
+async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
+    target = EchoTarget(pause_s=0.02)
+    async with routing(tiny_folder, target) as r:
+        running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
+        await until(lambda: len(target.running) == 1, asyncio.sleep)
+        r.service.gateway.drain()
+        assert (await r.http.get("/health")).status_code == 503 and (await r.http.get("/live")).status_code == 200
+        refused = await r.post(CHAT, messages=HELLO)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert (await running).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_grpc_gives_the_same_answers(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        client = AsyncClient(f"127.0.0.1:{r.service.grpc_port}")
+        try:
+            assert await client.models() == ["tiny"]
+            http = (await r.post(CHAT, messages=HELLO, seed=7, stop=["w7"])).json()
+            deltas = [delta async for delta in client.chat("hello", seed=7, stop=["w7"])]
+            assert "".join(delta.text for delta in deltas) == http["choices"][0]["message"]["content"]
+            tokens = [token for delta in deltas for token in delta.tokens]
+            assert "".join(token.text for token in tokens) == http["choices"][0]["message"]["content"]
+            assert any(token.drafted for token in tokens) and not tokens[0].drafted
+            usage = deltas[-1].usage
+            assert usage and usage.completion_tokens == http["usage"]["completion_tokens"]
+            assert deltas[-1].finish == "stop"
+            with pytest.raises(InvalidRequest) as caught:
+                _ = [d async for d in client.chat("hello", temperature=-1.0)]
+            assert caught.value.field == "temperature"
+        finally:
+            await client.aclose()
+
+
+async def test_metrics_tell_and_logs_do_not(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "my-very-secret-words"
+    async with routing(tiny_folder, EchoTarget()) as r:
+        await r.post(CHAT, messages=[{"role": "user", "content": secret}])
+        await r.post(CHAT, messages=[{"role": "user", "content": secret}], stream=True)
+        await r.post(CHAT, messages=[{"role": "user", "content": secret}], tools=[secret])
+        page = await r.metrics()
+        assert 'slipstream_requests_total{code="200",endpoint="chat",mode="speculative",model="target"' in page
+        assert 'request_errors_total{model="target",service="router",type="invalid_request_error"} 1.0' in page
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "request_acceptance_ratio",
+                     "prompt_tokens_total", "generation_tokens_total", "targets_ready", "build_info"):
+            assert f"slipstream_{name}" in page
+        assert secret not in page and page.count("\n") < 2000
+        base = f"http://127.0.0.1:{r.service.metrics_port}"
+        assert (await r.http.get(f"{base}/ready")).status_code == 200
+        assert (await r.http.get(f"{base}/other")).status_code == 404
+    captured = capsys.readouterr()
+    assert secret not in captured.out + captured.err
+
+
+async def test_many_at_once_all_end(tiny_folder: Path) -> None:
+    targets = [EchoTarget(pause_s=0.001) for _ in range(2)]
+    async with routing(tiny_folder, *targets, max_in_flight=8, max_queue=100) as r:
+        answers: list[httpx.Response] = await asyncio.gather(*(
+            r.post(COMPLETIONS, prompt=PROMPT, seed=i, max_tokens=20, stream=i % 2 == 0) for i in range(40)))
+        assert [a.status_code for a in answers] == [200] * 40
+        assert r.service.gateway.admission.in_flight == 0 and not any(t.running for t in targets)
