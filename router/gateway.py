@@ -31,7 +31,6 @@ from slipstream.errors import (
     Draining,
     InvalidRequest,
     NotFound,
-    SlipstreamError,
     Unavailable,
     status_of,
 )
@@ -81,6 +80,11 @@ class Gateway:
     @property
     def ready(self) -> bool:
         return self._balancer.ready and not self.admission.closed
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any target has a draft connected."""
+        return self._balancer.drafts_connected > 0
 
     @property
     def model(self) -> str:
@@ -199,8 +203,9 @@ class Run:
 
     @property
     def mode(self) -> str:
-        """How the target treated the first answer when it began."""
-        return "speculative" if self.completions[0].tally.first_state == "speculate" else "plain"
+        """How the first answer began: speculative when its target meant to and a draft is there."""
+        meant = self.completions[0].tally.first_state == "speculate"
+        return "speculative" if meant and self._gateway.drafted else "plain"
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(answer number, delta) as they come. Raises what an answer raises, and DeadlineExceeded."""
@@ -216,7 +221,7 @@ class Run:
                     raise DeadlineExceeded("the request took longer than this server allows") from None
                 self._time(number, delta)
                 yield number, delta
-        except SlipstreamError:
+        except Exception:
             self._failed = True
             raise
         finally:

@@ -66,6 +66,10 @@ def _listening(listen: str) -> socket.socket:
     host = host.strip("[]")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, int(port)), family=family, backlog=1024)
+        listener = socket.create_server((host, int(port)), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"router.listen: cannot listen on {listen} ({error}); is the port taken?") from error
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without
+    # it the second write of every answer waits 40 ms for the client's delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -130,6 +130,9 @@ class ExchangeTimes:
         self.mean_s: float | None = None  # None: nothing is known
         self._deviation_s = 0.0
 
+    def forget(self) -> None:
+        self.mean_s = None
+
     def observe(self, seconds: float) -> None:
         if self.mean_s is None:
             self.mean_s, self._deviation_s = seconds, seconds / 2

@@ -68,7 +68,8 @@ class Goodput:
         if round_.plain_s is not None:
             self.plain_s, cost_s = round_.plain_s, round_.verify_s
         else:
-            self.plain_s, cost_s = self._costs.cost(self._others + 1), self._costs.cost(self._others + 1 + round_.drafted)
+            rows = self._others + 1
+            self.plain_s, cost_s = self._costs.cost(rows), self._costs.cost(rows + round_.drafted)
             cost_s += self._others * (cost_s - self.plain_s)
         if not round_.drafted:  # a plain step is a plain step, whatever it took
             cost_s = self.plain_s
@@ -95,6 +96,10 @@ class Goodput:
         self.recent = Ledger(keep=self.recent.keep)
         self._acceptance = self._acceptance.fresh()
         self._share, self._nodes = 1.0, None
+
+    def new_drafter(self) -> None:
+        """How long the last one took says nothing about this one."""
+        self._exchange.forget()
 
     @property
     def nodes(self) -> int:
@@ -123,9 +128,9 @@ class Goodput:
 
     @property
     def too_slow(self) -> bool:
-        """Whether the recent waits would be a loss with the prior acceptance too: the drafter is late, not wrong."""
+        """Whether an exchange would be a loss with the prior acceptance too: the drafter is late, not wrong."""
         tokens = 1 + self._acceptance.fresh().tokens(self._config.max_nodes)
-        return tokens * self.plain_s < self._config.leave_gain * (self.plain_s + self._recent_wait_s())
+        return tokens * self.plain_s < self._config.leave_gain * (self.plain_s + self.exchange_s)
 
     @property
     def usual_wait_s(self) -> float:

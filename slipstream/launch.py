@@ -34,6 +34,10 @@ RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
 TAIL_LINES = 12
 
+# Threads of the model that wait without spinning: services share the cores, and a thread that spins while another
+# service has its core makes a step ten times slower (libgomp reads it when it is loaded).
+SHARED_CORES = {"GOMP_SPINCOUNT": "0"}
+
 Report = Callable[[str], None]
 
 
@@ -186,7 +190,7 @@ class Launch:
         command = [sys.executable, "-m", service.module, "--config", str(self._file)]
         with service.log.open("ab") as log:
             service.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                               start_new_session=True)
+                                               start_new_session=True, env={**SHARED_CORES, **os.environ})
         service.restart_at_s = 0.0
 
     def _is_ready(self, service: Service) -> bool:

@@ -1,10 +1,11 @@
-"""What the code says about itself, as text for people: the configuration, and the tables of the protocol.
+"""What the code says about itself, as text for people: the configuration, the protocol's tables, the map of modules.
 
 ``slipstream docs`` prints it into ``docs/``; a test keeps both in step. It knows nothing about running services.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -25,6 +26,9 @@ from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, REFUSED_RETRY_S
 from slipstream.wire.outbox import MAX_BATCHES
 from slipstream.wire.peers import MAX_PEERS
 
+ROOMS = ("slipstream", "slipstream/engine", "slipstream/drafters", "slipstream/wire", "draft_service", "target_service",
+         "router", "bench")
+
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
@@ -42,11 +46,11 @@ names the nearest known one. This page is printed by `slipstream docs`; `slipstr
 
 def pages(root: Path) -> dict[Path, str]:
     """The pages below ``root`` that the code prints, as they should be."""
-    protocol = root / "docs" / "PROTOCOL.md"
-    return {
-        root / "docs" / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())),
-        protocol: with_tables(protocol.read_text(encoding="utf-8"), tables()),
-    }
+    docs = root / "docs"
+    fresh = {"map": module_map(root), **tables()}
+    written = {page: with_tables(page.read_text(encoding="utf-8"), fresh)
+               for page in (docs / "ARCHITECTURE.md", docs / "PROTOCOL.md")}
+    return {docs / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **written}
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
@@ -54,6 +58,16 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
     def fresh(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
     return re.sub(r"<!-- table: ([a-z]+) -->\n.*?<!-- end -->", fresh, page, flags=re.DOTALL)
+
+
+def module_map(root: Path) -> str:
+    """Every module below ``root`` with the first sentence of its docstring, room by room."""
+    rooms = []
+    for room in ROOMS:
+        modules = sorted((root / room).glob("*.py"), key=lambda path: (not path.name.startswith("__"), path.name))
+        rows = [(f"`{path.name}`", _sentence(path)) for path in modules]
+        rooms.append(f"### `{room}/`\n\n{markdown(('module', 'what it is'), [row for row in rows if row[1]])}")
+    return "\n\n".join(rooms)
 
 
 def tables() -> dict[str, str]:
@@ -89,6 +103,12 @@ def _section(section: BaseModel, depth: int) -> Iterable[str]:
         meaning = (type(value).__doc__ or "").strip().partition("\n")[0]
         yield f"{indent}{name}:" + (f"  # {meaning}" if meaning else "")
         yield from _section(value, depth + 1)
+
+
+def _sentence(path: Path) -> str:
+    paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+    sentence = " ".join(paragraph.split()).partition(". ")[0].replace("``", "`")
+    return sentence if not sentence or sentence.endswith((".", "?")) else sentence + "."
 
 
 def _comment(field: FieldInfo) -> str:

@@ -78,6 +78,16 @@ class Probe:
     ledger: Ledger = field(default_factory=Ledger)
     answered_s: float | None = None  # when the drafter first spoke
 
+    def add(self, now_s: float, earned_s: float, spent_s: float, round_: Round, answered: bool) -> None:
+        """Count a round. What was waited for the first answer is the price of the restart, not of the rounds."""
+        if answered and self.answered_s is None:
+            self.answered_s = now_s
+            self.allowance_s -= self.ledger.loss_s + round_.wait_s
+            self.ledger = Ledger()
+            self.ledger.add(earned_s, spent_s - round_.wait_s, 0.0, round_.drafted > 0)
+        else:
+            self.ledger.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
+
 
 class SpeculationPolicy:
     """See the module. Times are seconds of any monotone clock, never decreasing from call to call."""
@@ -139,26 +149,28 @@ class SpeculationPolicy:
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
         earned_s, spent_s = self._goodput.account(round_)
-        self._count(now_s, round_)
+        answered = self._count(round_)
         if not self._wants:
             return self.tick(now_s)
-        ledgers = [self._goodput.recent, self._spell if self._probe is None else self._probe.ledger]
-        for ledger in ledgers:
-            ledger.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
+        self._goodput.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         if self._probe is not None:
+            self._probe.add(now_s, earned_s, spent_s, round_, answered)
             return self._judge(now_s, self._probe)
+        self._spell.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         self._risk_s = max(0.0, self._risk_s + self._config.leave_gain * spent_s - earned_s)
         return self._consider_leaving(now_s)
 
-    def _count(self, now_s: float, round_: Round) -> None:
+    def _count(self, round_: Round) -> bool:
+        """Returns whether the drafter answered in this round."""
         self._since_plain = self._since_plain + 1 if round_.drafted else 0
         self._idle = 0 if self._goodput.nodes else self._idle + 1
-        if round_.drafted or (not round_.late and (round_.wait_s > 0 or round_.exchange_s is not None)):
+        waited = round_.wait_s > 0
+        answered = round_.drafted > 0 or round_.exchange_s is not None or (waited and not round_.late)
+        if answered:
             self._silent = 0
-            if self._probe is not None and self._probe.answered_s is None:
-                self._probe.answered_s = now_s
-        elif round_.late and round_.wait_s > 0:
+        elif waited:
             self._silent += 1
+        return answered
 
     def tick(self, now_s: float) -> Transition | None:
         """Time passes: a probe begins or runs out. ``observe`` does the same; an idle caller may call it."""
@@ -179,7 +191,9 @@ class SpeculationPolicy:
 
     def drafter_ready(self, now_s: float) -> Transition | None:
         """A drafter is there (again): probe soon, though later each time that it is lost at once."""
-        if self.mode is not Mode.SPECULATE and self._probe is None:
+        if self.mode is not Mode.SPECULATE and (self._probe is None or self._probe.answered_s is None):
+            self._probe = None
+            self._goodput.new_drafter()
             # _postpone has doubled the wait already; an eighth of it is a quarter of the one that was due.
             self._next_probe_s = min(self._next_probe_s, now_s + self._backoff_s / 8)
             self._returns = "drafter_ready"
@@ -210,7 +224,8 @@ class SpeculationPolicy:
         if self._silent >= SILENT_WAITS:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
         if self._risk_s > patience * self._goodput.plain_s:
-            return self._leave(now_s, Mode.SHADOW, "draft_timeout" if self._goodput.too_slow else "acceptance_low")
+            late = self._silent > 1 or self._goodput.too_slow
+            return self._leave(now_s, Mode.SHADOW, "draft_timeout" if late else "acceptance_low")
         return None
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:

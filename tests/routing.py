@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from slipstream.config import Config
 from slipstream.requests import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 class Routing:
@@ -54,3 +55,12 @@ async def until(holds: Callable[[], bool], sleep: Callable[[float], Awaitable[No
     """Wait until ``holds``; the test's own time limit ends what never does."""
     while not holds():
         await sleep(0.005)
+
+
+def events(text: str) -> list[Any]:
+    """The data of a server-sent stream; asserts its form."""
+    assert text.endswith("\n\n")
+    blocks = text.removesuffix("\n\n").split("\n\n")
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert blocks[-1] == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]

@@ -1,7 +1,7 @@
 """A world for the policy, in simulated time: a target, a drafter and their delays, all of them functions of time.
 
 The policy sees what a target would show it: its own costs are a profile, what steps take is the world's. ``World`` says
-what is true; ``Simulation`` plays rounds and keeps, for each, the time it took and what plain decoding would have taken.
+what is true; ``Simulation`` plays rounds and keeps, for each, the time it took and what plain decoding would take.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def steps(*changes: tuple[float, float]) -> Of:
 class World:
     """What is true at each second."""
 
-    acceptance: Of = always(0.8)  # chance of a draft token, given the one before it
-    exchange_s: Of = always(0.002)  # commit to growth
-    present: Of = always(1.0)  # 0: nobody drafts, and nobody says so
-    matches: Of = always(1.0)  # chance that the drafter has something to propose
-    others: Of = always(0.0)  # rows of other sessions in the step
-    slowness: Of = always(1.0)  # of the whole machine, against the profile
-    verify_factor: Of = always(1.0)  # of steps with drafts alone: a profile that is wrong about trees
+    acceptance: Of = field(default=always(0.8))  # chance of a draft token, given the one before it
+    exchange_s: Of = field(default=always(0.002))  # commit to growth
+    present: Of = field(default=always(1.0))  # 0: nobody drafts, and nobody says so
+    matches: Of = field(default=always(1.0))  # chance that the drafter has something to propose
+    others: Of = field(default=always(0.0))  # rows of other sessions in the step
+    slowness: Of = field(default=always(1.0))  # of the whole machine, against the profile
+    verify_factor: Of = field(default=always(1.0))  # of steps with drafts alone: a profile that is wrong about trees
     depth: int = 4
     noise: float = 0.05  # of step and exchange times, relative
     restart_s: float = 0.05  # a drafter that was not followed catches up

@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy import stats
 
+from bench.switchable import SwitchableDrafter
 from slipstream.config import DraftSection, GrowthSection, ModelSection, NgramSection, PolicySection
 from slipstream.drafters import create
 from slipstream.drafters.base import Drafter
@@ -27,7 +28,6 @@ from slipstream.requests import Piece, Request
 from slipstream.wire.local import LocalLink
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.hostile import HostileDraft
-from tests.noisy import SwitchableDrafter
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
 from tests.tiny import VOCAB, write_tiny_model
 

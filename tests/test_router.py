@@ -12,24 +12,15 @@ import openai
 import pytest
 
 from slipstream.client import AsyncClient
-from slipstream.errors import CapacityError, InvalidRequest, Unavailable
+from slipstream.errors import InvalidRequest
 from tests.echo import CONTEXT, EchoTarget
-from tests.routing import CHAT, COMPLETIONS, HELLO, routing, until
+from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
 
 PROMPT = "0123456789"
 
 
 def expected(seed: int, length: int, num_prompt: int = len(PROMPT)) -> str:
     return " ".join([str(num_prompt), f"s{seed}", *(f"w{i}" for i in range(200))])[:length]
-
-
-def events(text: str) -> list[Any]:
-    """The data of a server-sent stream; asserts its form."""
-    assert text.endswith("\n\n")
-    blocks = text.removesuffix("\n\n").split("\n\n")
-    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
-    assert blocks[-1] == "data: [DONE]"
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
 
 
 async def test_chat_whole(tiny_folder: Path) -> None:
@@ -103,7 +94,7 @@ async def test_completions_of_all_prompt_kinds(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         ids = list(PROMPT.encode())
         for prompt, count in ((PROMPT, 1), ([PROMPT, PROMPT + "x"], 2), (ids, 1), ([ids, [*ids, 1]], 2)):
-            answer = await r.openai.completions.create(model="tiny", prompt=prompt, seed=5, max_tokens=20)  # type: ignore[arg-type]
+            answer = await r.openai.completions.create(model="tiny", prompt=prompt, seed=5, max_tokens=20)
             assert [c.index for c in answer.choices] == list(range(count))
             assert [c.text for c in answer.choices] == [expected(5, 20, 10 + i) for i in range(count)]
             assert answer.usage and answer.usage.prompt_tokens == sum(10 + i for i in range(count))
@@ -250,8 +241,6 @@ async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
             assert response.status_code == status and response.json()["error"]["message"], path
         huge = await r.http.get("/live", headers={"x-large": "x" * 40_000})
         assert huge.status_code == 431
-        larger = await r.http.get("/live", headers={"x-large": "x" * 400_000})
-        assert larger.status_code in (400, 431)
 
 
 async def test_models_health_version_and_request_ids(tiny_folder: Path) -> None:
@@ -271,108 +260,6 @@ async def test_models_health_version_and_request_ids(tiny_folder: Path) -> None:
         assert (await r.http.get("/live")).status_code == 200
         response = await r.post(CHAT, messages=HELLO)
         assert response.status_code == 503 and response.headers["retry-after"] == "1"
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_away_frees_the_target(tiny_folder: Path, stream: bool) -> None:
-    target = EchoTarget(stall_after=2)
-    async with routing(tiny_folder, target) as r:
-        reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=stream, n=3))
-        await until(lambda: len(target.running) == 3, asyncio.sleep)
-        reading.cancel()
-        await until(lambda: not target.running, asyncio.sleep)
-        await until(lambda: r.service.gateway.admission.in_flight == 0, asyncio.sleep)
-        page = await r.metrics()
-        assert 'slipstream_requests_total{code="499",endpoint="chat"' in page or not stream
-
-
-async def test_going_away_before_the_first_token(tiny_folder: Path) -> None:
-    target = EchoTarget(hang=True)
-    async with routing(tiny_folder, target) as r:
-        reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=True))
-        await until(lambda: len(target.running) == 1, asyncio.sleep)
-        reading.cancel()
-        await until(lambda: not target.running and not r.service.gateway.admission.in_flight, asyncio.sleep)
-
-
-async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
-    target = EchoTarget(stall_after=1)
-    async with routing(tiny_folder, target, max_in_flight=2, max_queue=1) as r:
-        admission = r.service.gateway.admission
-        running = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2)]
-        await until(lambda: len(target.running) == 2, asyncio.sleep)
-        queued = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
-        await until(lambda: admission.queued == 1, asyncio.sleep)
-        refused = await r.post(CHAT, messages=HELLO)
-        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["type"] == "overloaded_error"
-        with pytest.raises(openai.RateLimitError):
-            await r.openai.chat.completions.create(model="tiny", messages=HELLO)
-        target.stall_after = -1
-        running[0].cancel()
-        assert (await queued).status_code == 200, "who waited is let in when one leaves"
-        running[1].cancel()
-        await until(lambda: admission.in_flight == 0 and admission.queued == 0, asyncio.sleep)
-
-
-async def test_targets_that_fail(tiny_folder: Path) -> None:
-    async with routing(tiny_folder, EchoTarget(fail_after=0, error=Unavailable("gone"))) as r:
-        assert (await r.post(CHAT, messages=HELLO, stream=True)).status_code == 503, "before the first token: a status"
-    async with routing(tiny_folder, EchoTarget(fail_after=0, error=CapacityError("full", 7.2))) as r:
-        assert (await r.post(CHAT, messages=HELLO)).headers["retry-after"] == "8"
-    async with routing(tiny_folder, EchoTarget(fail_after=0, error=InvalidRequest("tokens", "no"))) as r:
-        assert (await r.post(CHAT, messages=HELLO)).status_code == 400
-    async with routing(tiny_folder, EchoTarget(fail_after=2, error=Unavailable("gone"))) as r:
-        assert (await r.post(CHAT, messages=HELLO)).status_code == 503
-        broken = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
-        assert broken[-1]["error"]["type"] == "service_unavailable", "after it: an event, then [DONE]"
-        with pytest.raises(openai.APIError):
-            async for _ in await r.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True):
-                pass
-        assert 'slipstream_requests_total{code="503",endpoint="chat"' in await r.metrics()
-    async with routing(tiny_folder, EchoTarget(hang=True), request_timeout_s=0.2) as r:
-        late = await r.post(CHAT, messages=HELLO)
-        assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
-
-
-async def test_another_target_takes_over(tiny_folder: Path) -> None:
-    dead, alive = EchoTarget(fail_after=0, error=Unavailable("gone")), EchoTarget()
-    async with routing(tiny_folder, dead, alive) as r:
-        for _ in range(10):
-            assert (await r.post(CHAT, messages=HELLO)).status_code == 200
-        assert len(alive.requests) == 10
-
-
-async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# two of them\nfirst-key\n\nsecond-key\n")
-    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
-        schema = (await r.http.get("/openapi.json", headers={"authorization": "Bearer first-key"})).json()
-        paths = [path.replace("{model_id}", "tiny") for path in schema["paths"]]
-        assert {CHAT, COMPLETIONS, "/v1/models", "/v1/models/tiny", "/health", "/live", "/version"} == set(paths)
-        for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic first-key"}):
-                for method in ("GET", "POST"):
-                    response = await r.http.request(method, r.base + path, headers=headers)
-                    free = path in ("/live", "/health")
-                    assert (response.status_code == 401) != free, (method, path, response.status_code)
-                    assert free or response.json()["error"]["code"] == "invalid_api_key"
-        for key in ("first-key", "second-key"):
-            client = openai.AsyncOpenAI(base_url=f"{r.base}/v1", api_key=key, max_retries=0)
-            assert (await client.chat.completions.create(model="tiny", messages=HELLO)).choices
-            await client.close()
-
-
-async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
-    target = EchoTarget(pause_s=0.02)
-    async with routing(tiny_folder, target) as r:
-        running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
-        await until(lambda: len(target.running) == 1, asyncio.sleep)
-        r.service.gateway.drain()
-        assert (await r.http.get("/health")).status_code == 503 and (await r.http.get("/live")).status_code == 200
-        refused = await r.post(CHAT, messages=HELLO)
-        assert refused.status_code == 503 and "retry-after" in refused.headers
-        assert (await running).json()["choices"][0]["finish_reason"] == "stop"
 
 
 async def test_grpc_gives_the_same_answers(tiny_folder: Path) -> None:

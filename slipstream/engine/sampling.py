@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,6 +79,14 @@ class ChoiceRows:
     def plain_greedy(self) -> bool:
         """Whether the choice is the argmax of the logits as they are."""
         return self.sampling.greedy and not self.sampling.logit_bias and not self.sampling.path_dependent
+
+    def split(self, most: int) -> list[ChoiceRows]:
+        """The same rows in parts of at most ``most``."""
+        if len(self.rows) <= most:
+            return [self]
+        cuts = [slice(first, first + most) for first in range(0, len(self.rows), most)]
+        return [replace(self, rows=self.rows[cut], positions=self.positions[cut], num_output=self.num_output[cut],
+                        paths=self.paths[cut]) for cut in cuts]
 
 
 def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
@@ -163,14 +171,16 @@ def _filtered(sampling: Sampling) -> bool:
 
 
 def _packs(sessions: Sequence[ChoiceRows]) -> list[list[ChoiceRows]]:
+    """The sessions in groups of at most ROWS_AT_ONCE rows; one with more rows is split."""
     packs: list[list[ChoiceRows]] = []
     room = 0
     for session in sessions:
-        if not packs or len(session.rows) > room:
-            packs.append([])
-            room = ROWS_AT_ONCE
-        packs[-1].append(session)
-        room -= len(session.rows)
+        for part in session.split(ROWS_AT_ONCE):
+            if len(part.rows) > room:
+                packs.append([])
+                room = ROWS_AT_ONCE
+            packs[-1].append(part)
+            room -= len(part.rows)
     return packs
 
 

@@ -1,0 +1,212 @@
+"""The command line: help that teaches, errors in a sentence, what a terminal shows, and a whole launch of processes."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from slipstream.__main__ import app, models_app
+from slipstream.chat import Delta, Message, TextToken, Usage
+from slipstream.config import Config, load
+from slipstream.conversation import Conversation
+from slipstream.errors import ConfigError, Unavailable
+from slipstream.launch import Launch, joined, places, require_free
+from slipstream.terminal import Told, complain, show_answer, summary
+
+COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
+            for each in (app, models_app) for command in each.registered_commands
+            if command.callback is not None and not command.hidden]
+ANSWER = (
+    Delta("A riv", (TextToken(1, "A "), TextToken(2, "riv", drafted=True))),
+    Delta("er\x1b[31m é", (TextToken(3, "er\x1b[31m"),)),
+    Delta("", finish="stop", usage=Usage(5, 3, accepted_prediction_tokens=1, rounds=2)),
+)
+
+
+def screen(**options: Any) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=200, **options), out
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def on_free_ports() -> tuple[str, ...]:
+    keys = [place.key for place in places(Config())]
+    return tuple(f"{key}=127.0.0.1:{port}" for key, port in zip(keys, free_ports(len(keys)), strict=True))
+
+
+@pytest.mark.parametrize(("name", "text"), COMMANDS, ids=[name for name, _ in COMMANDS])
+def test_every_command_teaches_by_example(name: str, text: str) -> None:
+    assert "Example" in text and "`slipstream " in text, f"slipstream {name} --help shows no example"
+
+
+def test_help_names_all_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert not [name for name in ("run", "serve", "draft", "target", "router", "chat", "doctor", "config", "models")
+                if name not in result.output]
+
+
+def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "--set", "router.max_n=3"])
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(result.output)
+    assert load(file).router.max_n == 3
+
+
+def test_an_error_is_a_sentence_without_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-m", "slipstream", "config", "--set", "router.max_m=3"],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "did you mean 'max_n'?" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_drafted_tokens_stand_out_and_text_cannot_drive_the_terminal() -> None:
+    console, out = screen(force_terminal=True, color_system="standard")
+    told = show_answer(console, iter(ANSWER))
+    assert out.getvalue() == "A \x1b[32mriv\x1b[0mer[31m é\n"
+    assert told.text == "A river\x1b[31m é" and told.num_first == 2
+
+
+def test_a_terminal_without_colours_underlines() -> None:
+    console, out = screen(force_terminal=True, color_system="standard", no_color=True)
+    show_answer(console, iter(ANSWER[:1]))
+    assert out.getvalue() == "A \x1b[4mriv\x1b[0m\n"
+
+
+def test_what_is_no_terminal_gets_plain_text() -> None:
+    console, out = screen(color_system=None)
+    show_answer(console, iter(ANSWER))
+    assert out.getvalue() == "A river[31m é\n"
+
+
+def test_the_summary_counts_what_came_from_drafts() -> None:
+    told = Told("…", Usage(5, 9, accepted_prediction_tokens=6, rounds=3), first_s=0.25, rest_s=2.0, num_first=1)
+    assert summary(told) == ("acceptance length 3.00 · 4.0 tokens/s · 6 of 9 tokens came from drafts · "
+                             "first token after 0.25 s")
+
+
+def test_complaints_are_text_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    complain(ConfigError("[bold]a.b[/bold]: bad\nwrite a.c"))
+    assert capsys.readouterr().err.split("\n")[:2] == ["[bold]a.b[/bold]: bad", "write a.c"]
+
+
+class Chatter:
+    """Answers like ANSWER; fails when asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[str], bool]] = []
+
+    def chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> Iterator[Delta]:
+        self.asked.append(([message.content for message in messages], options["speculate"]))
+        if messages[-1].content == "fail":
+            raise Unavailable("no target is ready; try again soon")
+        yield from ANSWER
+
+
+def converse(*lines: str) -> tuple[list[tuple[list[str], bool]], str]:
+    console, out = screen(color_system=None)
+    chatter, said = Chatter(), iter(lines)
+    Conversation(console, chatter, "m", lambda _: next(said, None), {}).run()
+    return chatter.asked, out.getvalue()
+
+
+def test_a_conversation_remembers_and_forgets(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = "".join(delta.text for delta in ANSWER)
+    asked, _ = converse("one", "fail", "", "two", "/new", "three", "/quit", "never")
+    assert [contents for contents, _ in asked] == [
+        ["one"], ["one", answer, "fail"], ["one", answer, "two"], ["three"]]
+    assert "no target is ready" in capsys.readouterr().err
+
+
+def test_plain_switches_drafts_off_and_on() -> None:
+    asked, out = converse("a", "/plain", "b", "/plain", "c", "/bogus")
+    assert [speculate for _, speculate in asked] == [True, False, True]
+    assert "no command /bogus" in out
+
+
+def test_a_taken_port_is_named_with_a_flag_that_helps() -> None:
+    overrides = on_free_ports()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        config = load(None, (*overrides, f"router.grpc_listen=127.0.0.1:{port}"))
+        with pytest.raises(ConfigError) as caught:
+            require_free(config)
+    message = str(caught.value)
+    assert message.startswith(f"router.grpc_listen: port {port} is taken") and len(message.splitlines()) == 1
+    flag = message.partition("--set ")[2]
+    require_free(load(None, (*overrides, flag)))
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'8000' is not host:port"):
+        require_free(load(None, ("router.listen='8000'",)))
+
+
+def test_services_of_a_launch_find_each_other() -> None:
+    moved = joined(load(None, ("target.listen=127.0.0.1:7001", "draft.listen=127.0.0.1:7002")))
+    assert moved.router.targets == ("127.0.0.1:7001",) and moved.target.drafts == ("127.0.0.1:7002",)
+    kept = joined(load(None, ("router.targets=[10.0.0.1:50051]", "target.drafts=[]")))
+    assert kept.router.targets == ("10.0.0.1:50051",) and kept.target.drafts == ()
+
+
+def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path) -> None:
+    launch = Launch(load(None, (*on_free_ports(), "model.path=no-such-model")), tmp_path)
+    launch.start()
+    try:
+        with pytest.raises(Unavailable, match=r"before it was ready \(exit code 1\)[^$]*no model 'no-such-model'"):
+            launch.wait_ready(lambda _: None, timeout_s=90.0)
+    finally:
+        launch.kill()
+    assert all(service.exit_code is not None for service in launch.services)
+
+
+def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path) -> None:
+    """The whole of ``slipstream run`` on the tiny model, without a terminal: an answer, a killed draft, a drain."""
+    flags = [part for override in (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float32",
+                                   "model.threads=1") for part in ("--set", override)]
+    command = [sys.executable, "-m", "slipstream", "run", "Hello!", "--max-tokens", "24", "--logs", str(tmp_path)]
+    process = subprocess.Popen([*command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        lines = read_until(process.stdout, "serving; Ctrl-C drains")
+        draft = next(line.split() for line in lines if line.startswith("draft "))
+        os.kill(int(draft[1]), signal.SIGKILL)
+        lines += read_until(process.stdout, "the draft service is back")
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    shown = "\n".join(lines)
+    assert "of 24 tokens came from drafts" in shown and "curl -N http://127.0.0.1:" in shown
+    assert "OpenAI(base_url=" in shown and "the draft service ended (signal 9)" in shown
+    assert "drained: every service has ended" in rest and process.returncode == 0
+    assert "stopped" in (tmp_path / "target.log").read_text()
+
+
+def read_until(stream: io.TextIOBase | Any, words: str) -> list[str]:
+    lines: list[str] = []
+    for line in stream:
+        lines.append(line.rstrip("\n"))
+        if words in line:
+            return lines
+    raise AssertionError("the output ended:\n" + "\n".join(lines))

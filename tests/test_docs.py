@@ -1,0 +1,61 @@
+"""What documents say about the code is printed from the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import Config, load
+from slipstream.manual import config_yaml, markdown, pages, tables, with_tables
+from slipstream.session import DRAFT_TABLE, TARGET_TABLE
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_printed_pages_are_in_step() -> None:
+    stale = [page.name for page, text in pages(ROOT).items() if page.read_text(encoding="utf-8") != text]
+    assert not stale, f"{stale} differ from the code: run `make docs`"
+
+
+def test_the_protocol_page_has_a_row_for_every_transition() -> None:
+    page = (ROOT / "docs" / "PROTOCOL.md").read_text(encoding="utf-8")
+    for table in (TARGET_TABLE, DRAFT_TABLE):
+        for (state, event), (after, _) in table.items():
+            assert f"| {state} | {event} | {after} |" in page
+
+
+def test_tables_replace_what_stood_between_the_marks() -> None:
+    page = "before\n<!-- table: errors -->\nold\n<!-- end -->\nafter\n"
+    fresh = with_tables(page, tables())
+    assert "old" not in fresh and "| CapacityError |" in fresh
+    assert fresh.startswith("before\n") and fresh.endswith("\nafter\n")
+    assert with_tables(fresh, tables()) == fresh
+
+
+def test_cells_with_bars_do_not_break_a_table() -> None:
+    assert markdown(("a",), [("x|y",)]).splitlines()[-1] == r"| x\|y |"
+
+
+def test_the_printed_configuration_is_the_configuration(tmp_path: Path) -> None:
+    changed = load(None, ("target.policy.max_nodes=7", "target.drafts=[]", "router.model_name='a # b'"))
+    for config in (Config(), changed):
+        file = tmp_path / "slipstream.yaml"
+        file.write_text(config_yaml(config), encoding="utf-8")
+        assert load(file) == config
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_readme_commands_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", readme, re.MULTILINE)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"README names `make {target}`"

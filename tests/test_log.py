@@ -1,0 +1,44 @@
+"""Logs: what a user wrote and what opens doors never gets into them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from slipstream.config import LogSection
+from slipstream.log import REFUSED, REFUSED_KEYS, configure, logger
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What is logged at INFO as JSON; the logging of the other tests is put back afterwards."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    out = io.StringIO()
+    configure(LogSection(level="info", format="json"), out)
+    yield out
+    structlog.reset_defaults()
+    root.handlers, root.level = handlers, level
+
+
+def test_one_json_object_a_line(lines: io.StringIO) -> None:
+    logger("router").info("draining", running=3)
+    logger("router").debug("too much")
+    logging.getLogger("library").warning("hm %s", "ok")
+    logging.getLogger("library").info("chatter")
+    first, second = [json.loads(line) for line in lines.getvalue().splitlines()]
+    assert (first["event"], first["part"], first["running"], first["level"]) == ("draining", "router", 3, "info")
+    assert (second["event"], second["logger"]) == ("hm ok", "library")
+
+
+@pytest.mark.parametrize("key", sorted(REFUSED_KEYS))
+def test_private_keys_are_refused(lines: io.StringIO, key: str) -> None:
+    logger("router").info("event", **{key.upper(): "hunter2"}, nested={key: "hunter2", "length": 7})
+    found = json.loads(lines.getvalue())
+    assert "hunter2" not in lines.getvalue()
+    assert found[key.upper()] == REFUSED and found["nested"] == {key: REFUSED, "length": 7}

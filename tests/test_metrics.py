@@ -1,0 +1,74 @@
+"""Metrics: identities of what is counted, names that Prometheus takes, and the server that shows them."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream.errors import ConfigError
+from slipstream.metrics import DraftMetrics, Registry, RouterMetrics, TargetMetrics
+from slipstream.scrape import MetricsServer
+
+
+def values(registry: Registry) -> dict[str, float]:
+    """Sum of each sample over its labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(registry.page("")[1].decode()):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def test_emitted_is_accepted_plus_bonus() -> None:
+    metrics = TargetMetrics("tiny")
+    rounds = [(4, 2), (4, 0), (0, 0), (6, 6)]
+    for drafted, accepted in rounds:
+        metrics.round(drafted, accepted, "used" if drafted else "plain")
+    found = values(metrics.registry)
+    assert found["slipstream_accepted_tokens_total"] == 8
+    assert found["slipstream_bonus_tokens_total"] == found["slipstream_rounds_total"] == 4
+    assert found["slipstream_draft_tokens_total"] == 14 and found["slipstream_drafts_total"] == 3
+    assert found["slipstream_accepted_tokens_per_position_total"] == 8
+    assert found["slipstream_tree_nodes_count"] == 3
+
+
+@pytest.mark.parametrize("metrics", [RouterMetrics("tiny"), TargetMetrics("tiny"), DraftMetrics("tiny")])
+def test_names_and_fixed_labels(metrics: RouterMetrics | TargetMetrics | DraftMetrics) -> None:
+    names = 0
+    for family in text_string_to_metric_families(metrics.registry.page("")[1].decode()):
+        if family.name.startswith("process_"):
+            continue
+        names += 1
+        assert re.fullmatch(r"slipstream_[a-z_]+", family.name) and family.documentation.endswith(".")
+        for sample in family.samples:
+            assert sample.labels["model"] == "tiny" and sample.labels["service"] in ("router", "target", "draft")
+    assert names >= 8
+
+
+def test_the_server_answers_three_pages() -> None:
+    ready = False
+    metrics = DraftMetrics("tiny")
+    metrics.grew(0.002, 7)
+    server = MetricsServer("127.0.0.1:0", metrics.registry, lambda: ready)
+    server.start()
+
+    def get(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}") as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    try:
+        assert "slipstream_draft_tokens_total{" in get("/metrics")[1]
+        assert get("/live")[0] == 200 and get("/ready")[0] == 503 and get("/else")[0] == 404
+        ready = True
+        assert get("/ready")[0] == 200
+        with pytest.raises(ConfigError, match="choose another port"):
+            MetricsServer(f"127.0.0.1:{server.port}", metrics.registry, lambda: True)
+    finally:
+        server.close()

@@ -1,0 +1,266 @@
+"""The policy in simulated time: it pays, it gives up, it comes back, it does not flap, and it never costs much."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from slipstream.config import PolicySection
+from slipstream.estimates import Acceptance, ExchangeTimes
+from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
+from tests.simulated import PROFILE, Simulation, World, always, steps
+
+CONFIG = PolicySection()
+SEEDS = range(3)
+SETTLED = 1.05
+RETURN_S = CONFIG.probe_max_s + 5.0  # the longest wait between probes, and one that goes wrong
+
+
+def played(world: World, until_s: float, seed: int, config: PolicySection = CONFIG) -> Simulation:
+    simulation = Simulation(world, config, seed)
+    simulation.run(until_s)
+    return simulation
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_good_drafter_pays_without_a_pause(seed: int) -> None:
+    simulation = played(World(), 30, seed)
+    assert not simulation.transitions, (seed, simulation.transitions)
+    assert simulation.overhead(0, 30) < 0.45, seed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_good_then_bad_then_good(seed: int) -> None:
+    simulation = played(World(acceptance=steps((0, 0.8), (30, 0.02), (90, 0.8))), 150, seed)
+    assert simulation.overhead(0, 30) < 0.45, seed
+    assert simulation.first(Mode.SHADOW, 30) < 3, (seed, simulation.transitions)
+    assert simulation.overhead(35, 90) <= SETTLED, seed
+    assert simulation.first(Mode.SPECULATE, 90) < RETURN_S, (seed, simulation.transitions)
+    assert simulation.overhead(90 + RETURN_S, 150) < 0.45, seed
+    assert simulation.transitions[0].reason == "acceptance_low"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("acceptance", [0.2, 0.27, 0.35])
+def test_noise_at_the_threshold_does_not_make_it_flap(acceptance: float, seed: int) -> None:
+    simulation = played(World(acceptance=always(acceptance), exchange_s=always(0.004), noise=0.2), 120, seed)
+    assert len(simulation.transitions) <= 10, (seed, simulation.transitions)
+    assert simulation.overhead(20, 120) <= SETTLED, seed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("period_s", [0.5, 1.0, 5.0])
+def test_alternating_good_and_bad_is_a_win(period_s: float, seed: int) -> None:
+    world = World(acceptance=lambda now_s: 0.8 if int(now_s / period_s) % 2 else 0.02)
+    simulation = played(world, 60, seed)
+    assert simulation.overhead(10, 60) < 1.0, seed
+    fastest = CONFIG.min_dwell_s + CONFIG.probe_after_s
+    assert len(simulation.transitions) <= 2 * 60 / fastest, seed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slow_but_right_costs_nothing_and_is_used_once_it_is_fast(seed: int) -> None:
+    simulation = played(World(acceptance=always(0.95), exchange_s=steps((0, 0.08), (60, 0.002))), 120, seed)
+    assert simulation.overhead(10, 60) <= SETTLED, seed
+    assert simulation.overhead(60 + RETURN_S, 120) < 0.45, (seed, simulation.transitions)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("exchange_s", [0.0005, 0.001, 0.005])
+def test_rare_matches_are_used_and_empty_answers_are_not_punished(exchange_s: float, seed: int) -> None:
+    world = World(acceptance=always(0.7), exchange_s=always(exchange_s), matches=always(0.1))
+    simulation = played(world, 60, seed)
+    assert not simulation.transitions, (seed, simulation.transitions)
+    assert simulation.overhead(5, 60) <= 1.0, seed
+
+
+def test_no_matches_for_long_then_many() -> None:
+    simulation = played(World(acceptance=always(0.9), matches=steps((0, 0.0), (40, 0.8))), 60, seed=0)
+    assert not simulation.transitions
+    assert simulation.overhead(2, 40) <= SETTLED
+    assert simulation.overhead(45, 60) < 0.6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drafter_that_falls_silent(seed: int) -> None:
+    simulation = played(World(present=steps((0, 1), (20, 0), (60, 1))), 120, seed)
+    assert simulation.first(Mode.SHADOW, 20) < 5, (seed, simulation.transitions)
+    assert simulation.transitions[0].reason == "draft_timeout"
+    assert simulation.overhead(25, 60) <= SETTLED, seed
+    assert simulation.first(Mode.SPECULATE, 60) < RETURN_S, (seed, simulation.transitions)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drafter_lost_and_back(seed: int) -> None:
+    simulation = played(World(present=steps((0, 1), (10, 0), (30, 1))), 10, seed)
+    simulation.note(simulation.policy.drafter_lost(simulation.now_s, "draft_unavailable"))
+    assert (simulation.transitions[-1].after, simulation.transitions[-1].reason) == (Mode.PLAIN, "draft_unavailable")
+    assert not simulation.policy.wants_drafts(simulation.now_s) and simulation.policy.deadline_s() == 0.0
+    simulation.run(30)
+    assert simulation.overhead(10.1, 30) <= SETTLED, seed
+    simulation.note(simulation.policy.drafter_ready(simulation.now_s))
+    simulation.run(60)
+    assert simulation.first(Mode.SPECULATE, 30) < 5, (seed, simulation.transitions)
+    assert simulation.overhead(36, 60) < 0.45, seed
+
+
+def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
+    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    for now_s in np.arange(0.0, 60.0, 0.01):
+        policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
+        if policy.wants_drafts(now_s):
+            policy.drafter_lost(now_s)
+            policy.drafter_ready(now_s)
+    assert 1 < policy.num_probes <= 20
+
+
+def test_an_incompatible_drafter_is_not_tried_again_soon() -> None:
+    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    transition = policy.drafter_lost(1.0, "incompatible")
+    assert transition is not None and transition.reason == "incompatible"
+    for now_s in np.arange(1.0, CONFIG.probe_max_s, 0.1):
+        policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
+    assert policy.num_probes == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_load_comes_and_goes(seed: int) -> None:
+    world = World(others=lambda now_s: float(np.clip(np.interp(now_s, [10, 40, 80, 100], [0, 63, 63, 0]), 0, 63)))
+    simulation = played(world, 160, seed)
+    drafted = [n for end_s, _, _, n in simulation.rounds if 45 < end_s < 80]
+    assert sum(drafted) < 0.02 * len(drafted), (seed, sum(drafted))
+    assert simulation.overhead(0, 10) < 0.45 and simulation.overhead(20, 100) <= SETTLED, seed
+    assert simulation.first(Mode.SPECULATE, 100) < RETURN_S, (seed, simulation.transitions)
+    assert simulation.overhead(100 + RETURN_S, 160) < 0.45, seed
+
+
+def test_budget_falls_with_load_down_to_zero() -> None:
+    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    budgets = [policy.budget(0.0, others) for others in range(64)]
+    assert budgets[0] > 2 and budgets[-1] == 0
+    assert all(later <= earlier + 1 for earlier, later in zip(budgets, budgets[8:], strict=False)), budgets
+
+
+def test_overload_is_left_for_plain() -> None:
+    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    transitions = []
+    for now_s in np.arange(0.0, 2.0, 0.03):
+        assert policy.budget(now_s, 63) == 0
+        transitions.append(policy.observe(now_s, Round(0, 0, 0, 0.03, 0.0, 64)))
+    (transition,) = [t for t in transitions if t is not None]
+    assert (transition.after, transition.reason) == (Mode.PLAIN, "overload")
+    for now_s in np.arange(2.0, 100.0, 0.03):
+        policy.observe(now_s, Round(0, 0, 0, 0.03, 0.0, 64))
+    assert policy.num_probes == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_profile_that_is_wrong_about_trees_is_found_out(seed: int) -> None:
+    simulation = played(World(verify_factor=always(4.0)), 60, seed)
+    assert simulation.first(Mode.SHADOW, 0) < 15, (seed, simulation.transitions)
+    assert simulation.overhead(20, 60) <= SETTLED, seed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_slow_machine_is_no_reason_to_stop(seed: int) -> None:
+    simulation = played(World(slowness=steps((0, 1.0), (10, 4.0), (30, 1.0))), 50, seed)
+    assert simulation.overhead(0, 50) < 0.5, (seed, simulation.transitions)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_forbid_and_allow(seed: int) -> None:
+    simulation = played(World(), 5, seed)
+    simulation.note(simulation.policy.forbid(simulation.now_s))
+    assert simulation.policy.forbid(simulation.now_s) is None
+    simulation.run(20)
+    assert simulation.transitions[-1].reason == "operator" and simulation.policy.mode is Mode.PLAIN
+    assert simulation.policy.num_probes == 0
+    assert simulation.overhead(5.1, 20) <= 1.01, seed
+    simulation.note(simulation.policy.allow(simulation.now_s))
+    simulation.run(30)
+    assert simulation.first(Mode.SPECULATE, 20) < 2, (seed, simulation.transitions)
+    assert simulation.transitions[-1].reason == "operator"
+
+
+@pytest.mark.parametrize("config", [PolicySection(enabled=False), PolicySection(max_nodes=0)])
+def test_switched_off_stays_off(config: PolicySection) -> None:
+    simulation = played(World(), 5, 0, config)
+    simulation.policy.allow(simulation.now_s)
+    simulation.policy.drafter_ready(simulation.now_s)
+    simulation.run(30)
+    assert simulation.policy.mode is Mode.PLAIN and not simulation.transitions
+    assert not any(drafted for _, _, _, drafted in simulation.rounds)
+
+
+def test_plain_step_is_measured_now_and_then() -> None:
+    simulation = played(World(), 20, seed=0)
+    plain = sum(drafted == 0 for _, _, _, drafted in simulation.rounds)
+    assert 0 < plain < 0.03 * len(simulation.rounds)
+
+
+def test_the_router_feeds_rounds_of_many_answers_with_its_own_plain_time() -> None:
+    rng = np.random.default_rng(7)
+    policy = SpeculationPolicy(CONFIG, StepCosts({1: 1.0}))
+    modes = []
+    for tick in range(12_000):
+        now_s = tick * 0.005
+        chance = 0.8 if now_s < 10 or now_s > 30 else 0.0
+        if policy.mode is Mode.SPECULATE or policy.probing:
+            accepted = int(np.argmin(np.append(rng.random(4) < chance, False)))
+            policy.observe(now_s, Round(4, accepted, 4, 0.013, 0.002, plain_s=0.010))
+        else:
+            policy.observe(now_s, Round(0, 0, 0, 0.010, 0.0, plain_s=0.010))
+        modes.append(policy.mode)
+    assert modes[1900] is Mode.SPECULATE and modes[2400] is Mode.SHADOW and modes[5000] is Mode.PLAIN
+    assert modes[-1] is Mode.SPECULATE
+    assert sum(a is not b for a, b in pairwise(modes)) == 3
+
+
+def test_step_costs_interpolate_never_fall_and_follow_what_is_measured() -> None:
+    costs = StepCosts({1: 0.010, 8: 0.009, 16: 0.020})
+    assert costs.cost(1) == costs.cost(8) == 0.010
+    assert costs.cost(12) == pytest.approx(0.015) and costs.cost(24) == pytest.approx(0.030)
+    for _ in range(200):
+        costs.observe(8, 0.040)
+    assert costs.cost(8) == pytest.approx(0.040, rel=0.05)
+    assert costs.cost(1) < 0.030 and costs.cost(16) >= costs.cost(8)
+    costs.observe(8, float("nan"))
+    costs.observe(8, -1.0)
+    assert costs.cost(8) == pytest.approx(0.040, rel=0.05)
+
+
+def test_acceptance_is_censored_at_what_was_offered() -> None:
+    acceptance = Acceptance()
+    deep = [acceptance.tokens(8)]
+    for _ in range(50):
+        acceptance.observe(drafted=2, accepted=2, depth=2)
+        deep.append(acceptance.tokens(8))
+    assert deep == sorted(deep)
+    for _ in range(50):
+        acceptance.observe(drafted=4, accepted=2, depth=4)
+    assert acceptance.tokens(2) > 1.8 and acceptance.tokens(8) == pytest.approx(acceptance.tokens(3), abs=0.1)
+    before = acceptance.tokens(8)
+    acceptance.observe(drafted=0, accepted=0, depth=0)
+    assert acceptance.tokens(8) == before
+
+
+def test_acceptance_of_a_tree_is_by_level() -> None:
+    chain, tree = Acceptance(), Acceptance()
+    for _ in range(100):
+        chain.observe(drafted=4, accepted=2, depth=4)
+        tree.observe(drafted=16, accepted=2, depth=4)
+    assert tree.tokens(16) == pytest.approx(chain.tokens(4), abs=0.05)
+    assert tree.tokens(4) < chain.tokens(4)
+
+
+def test_exchange_times_cover_all_but_a_few() -> None:
+    times = ExchangeTimes()
+    assert times.usual_s(0.25) == 0.25
+    rng = np.random.default_rng(0)
+    samples = 0.01 + 0.002 * rng.standard_normal(500)
+    for sample in samples:
+        times.observe(float(sample))
+    assert times.mean_s == pytest.approx(0.01, rel=0.2)
+    assert np.mean(samples < times.usual_s(0.25)) > 0.97

@@ -1,0 +1,134 @@
+"""Real processes, real gRPC, the default model in float32: what a user relies on, and a killed draft."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bench.asking import ask
+from bench.demo_fallback import tell
+from bench.fleet import Pair
+from bench.prompts import CHAT, CODE, COPY
+from router.tokens import TextCodec
+from slipstream.config import ModelSection, NgramSection
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.messages import Sampling
+from slipstream.models import is_prepared, prepare, resolve
+from slipstream.requests import Piece, Request
+from tests.pair import STUBBORN, drafting, grpc_link, target
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+PREFERS_DRAFTS = ("model.dtype=float32", "target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02",
+                  "draft.ngram.min_match=1")
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    name = ModelSection().path
+    folder = prepare(name, progress=False)
+    assert is_prepared(folder)
+    return TextCodec(resolve(name))
+
+
+@pytest.fixture
+async def pair(tmp_path: Path, codec: TextCodec) -> AsyncIterator[Pair]:
+    made = Pair("real", tmp_path, PREFERS_DRAFTS)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def prompt(codec: TextCodec, text: str) -> list[int]:
+    return codec.chat([{"role": "user", "content": text}])
+
+
+async def test_answers_over_grpc_equal_plain_ones(pair: Pair, codec: TextCodec) -> None:
+    """A difference is possible where two tokens are as good as equal, and is then shown with the margin."""
+    from_drafts = 0
+    for text in (*CHAT[:2], *COPY[:3]):
+        for sampling in (Sampling(stop_token_ids=(2,)), Sampling(temperature=0.8, top_p=0.95, seed=5)):
+            plain = await ask(pair.client, prompt(codec, text), sampling, 48, False, top_logprobs=2)
+            drafted = await ask(pair.client, prompt(codec, text), sampling, 48, True)
+            parted = next((i for i, (a, b) in enumerate(zip(plain.tokens, drafted.tokens, strict=False)) if a != b),
+                          None)
+            margin = None if parted is None else plain.logprobs[parted][0] - plain.logprobs[parted][1]
+            assert parted is None, f"they part at token {parted}, margin {margin}"
+            assert len(plain.tokens) == len(drafted.tokens)
+            from_drafts += drafted.accepted
+    assert from_drafts > 20, "drafts were hardly used, so this shows little"
+
+
+async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: Pair, codec: TextCodec) -> None:
+    text = prompt(codec, f"Repeat this code exactly three times:\n{CODE}")
+    plain = await ask(pair.client, text, Sampling(), 160, False)
+    killed = asyncio.Event()
+    accepted_after: list[int] = []
+
+    def on_piece(piece: Piece) -> None:
+        heard.append(piece)
+        if len(heard) == 10:
+            pair.draft.signal(signal.SIGKILL)
+            killed.set()
+        if back.is_set():
+            accepted_after.append(piece.accepted)
+
+    async def restart() -> None:
+        await killed.wait()
+        await asyncio.sleep(0.3)
+        pair.draft.start()
+        await pair.draft.ready()
+        while not (await pair.client.info()).drafts[0].connected:
+            await asyncio.sleep(0.05)
+        back.set()
+
+    heard: list[Piece] = []
+    back = asyncio.Event()
+    restarting = asyncio.create_task(restart())
+    through = await ask(pair.client, text, Sampling(), 160, True, on_piece=on_piece)
+    assert through.tokens == plain.tokens, "the answer that lost its drafter"
+    await asyncio.wait_for(restarting, 30)
+    again = await ask(pair.client, text, Sampling(), 160, True, on_piece=on_piece)
+    assert again.tokens == plain.tokens
+    assert again.accepted > 10 and sum(accepted_after) > 10, "the restarted draft was not used"
+    assert await pair.target.metric("drafter_lost_total") == 1
+    assert "draft link down" in pair.target.log.read_text()
+
+
+async def test_the_policy_leaves_a_bad_drafter_and_comes_back(tmp_path: Path) -> None:
+    story = await tell(tmp_path, lambda _: None)
+    assert story.speculated.tokens == story.plain.tokens
+    assert story.left_after_s is not None, story.changes
+    assert story.back_after_s is not None and story.back_after_s < 5.0, story.changes
+    assert len(story.changes) <= 7, f"it flaps: {story.changes}"
+
+
+async def test_thirty_two_streams_finish_and_give_every_slot_back(codec: TextCodec) -> None:
+    texts = [*CHAT, *COPY]
+    async with (target(resolve(ModelSection().path), STUBBORN, dtype="bfloat16", slots=4096) as rig,
+                drafting(NgramDrafter(NgramSection(), 64)) as peers, grpc_link(rig, peers)):
+        answers = await asyncio.gather(*(
+            rig.answer(Request(str(i), tuple(prompt(codec, texts[i % len(texts)])), Sampling(seed=i), 24))
+            for i in range(32)))
+        assert all(pieces[-1].finish for pieces in answers)
+        assert [sum(len(piece.tokens) for piece in pieces) for pieces in answers] == [24] * 32
+        assert sum(piece.accepted for pieces in answers for piece in pieces) > 0
+        await rig.check()
+        info = await rig.service.info()
+        assert info.slots_free == info.slots_total and info.sessions_running == info.sessions_waiting == 0
+
+
+async def test_an_answer_that_nobody_reads_frees_its_slots(codec: TextCodec) -> None:
+    async with target(resolve(ModelSection().path), STUBBORN, dtype="bfloat16", slots=2048) as rig:
+        answer = rig.service.submit(Request("1", tuple(prompt(codec, CHAT[0])), Sampling(), 1000))
+        async for _ in answer:
+            break
+        await answer.aclose()
+        async with asyncio.timeout(5):
+            while (await rig.service.info()).sessions_running:
+                await asyncio.sleep(0.01)
+        await rig.check()
+        assert (await rig.service.info()).slots_free == 2048

@@ -1,0 +1,114 @@
+"""The router when things go wrong: clients that leave, queues that fill, targets that fail, keys that are missing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import openai
+import pytest
+
+from slipstream.errors import CapacityError, InvalidRequest, Unavailable
+from tests.echo import EchoTarget
+from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_the_target(tiny_folder: Path, stream: bool) -> None:
+    target = EchoTarget(stall_after=2)
+    async with routing(tiny_folder, target) as r:
+        reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=stream, n=3))
+        await until(lambda: len(target.running) == 3, asyncio.sleep)
+        reading.cancel()
+        await until(lambda: not target.running, asyncio.sleep)
+        await until(lambda: r.service.gateway.admission.in_flight == 0, asyncio.sleep)
+        page = await r.metrics()
+        assert 'slipstream_requests_total{code="499",endpoint="chat"' in page
+
+
+async def test_going_away_before_the_first_token(tiny_folder: Path) -> None:
+    target = EchoTarget(hang=True)
+    async with routing(tiny_folder, target) as r:
+        reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=True))
+        await until(lambda: len(target.running) == 1, asyncio.sleep)
+        reading.cancel()
+        await until(lambda: not target.running and not r.service.gateway.admission.in_flight, asyncio.sleep)
+
+
+async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
+    target = EchoTarget(stall_after=1)
+    async with routing(tiny_folder, target, max_in_flight=2, max_queue=1) as r:
+        admission = r.service.gateway.admission
+        running = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2)]
+        await until(lambda: len(target.running) == 2, asyncio.sleep)
+        queued = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
+        await until(lambda: admission.queued == 1, asyncio.sleep)
+        refused = await r.post(CHAT, messages=HELLO)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "overloaded_error"
+        with pytest.raises(openai.RateLimitError):
+            await r.openai.chat.completions.create(model="tiny", messages=HELLO)
+        target.stall_after = -1
+        running[0].cancel()
+        assert (await queued).status_code == 200, "who waited is let in when one leaves"
+        running[1].cancel()
+        await until(lambda: admission.in_flight == 0 and admission.queued == 0, asyncio.sleep)
+
+
+async def test_targets_that_fail(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=Unavailable("gone"))) as r:
+        assert (await r.post(CHAT, messages=HELLO, stream=True)).status_code == 503, "before the first token: a status"
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=CapacityError("full", 7.2))) as r:
+        assert (await r.post(CHAT, messages=HELLO)).headers["retry-after"] == "8"
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=InvalidRequest("tokens", "no"))) as r:
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 400
+    async with routing(tiny_folder, EchoTarget(fail_after=2, error=Unavailable("gone"))) as r:
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 503
+        broken = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
+        assert broken[-1]["error"]["type"] == "service_unavailable", "after it: an event, then [DONE]"
+        with pytest.raises(openai.APIError):
+            stream = await r.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+            _ = [chunk async for chunk in stream]
+        assert 'slipstream_requests_total{code="503",endpoint="chat"' in await r.metrics()
+    async with routing(tiny_folder, EchoTarget(hang=True), request_timeout_s=0.2) as r:
+        late = await r.post(CHAT, messages=HELLO)
+        assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
+
+
+async def test_another_target_takes_over(tiny_folder: Path) -> None:
+    dead, alive = EchoTarget(fail_after=0, error=Unavailable("gone")), EchoTarget()
+    async with routing(tiny_folder, dead, alive) as r:
+        for _ in range(10):
+            assert (await r.post(CHAT, messages=HELLO)).status_code == 200
+        assert len(alive.requests) == 10
+
+
+async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# two of them\nfirst-key\n\nsecond-key\n")
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        schema = (await r.http.get("/openapi.json", headers={"authorization": "Bearer first-key"})).json()
+        paths = [path.replace("{model_id}", "tiny") for path in schema["paths"]]
+        assert {CHAT, COMPLETIONS, "/v1/models", "/v1/models/tiny", "/health", "/live", "/version"} == set(paths)
+        for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
+            for method, shown in (("GET", ""), ("POST", ""), ("GET", "Bearer wrong"), ("POST", "Basic first-key")):
+                response = await r.http.request(method, r.base + path, headers={"authorization": shown})
+                free = path in ("/live", "/health")
+                assert (response.status_code == 401) != free, (method, path, response.status_code)
+                assert free or response.json()["error"]["code"] == "invalid_api_key"
+        for key in ("first-key", "second-key"):
+            client = openai.AsyncOpenAI(base_url=f"{r.base}/v1", api_key=key, max_retries=0)
+            assert (await client.chat.completions.create(model="tiny", messages=HELLO)).choices
+            await client.close()
+
+
+async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
+    target = EchoTarget(pause_s=0.02)
+    async with routing(tiny_folder, target) as r:
+        running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
+        await until(lambda: len(target.running) == 1, asyncio.sleep)
+        r.service.gateway.drain()
+        assert (await r.http.get("/health")).status_code == 503 and (await r.http.get("/live")).status_code == 200
+        refused = await r.post(CHAT, messages=HELLO)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert (await running).json()["choices"][0]["finish_reason"] == "stop"

@@ -1,0 +1,311 @@
+"""Choosing tokens: against an oracle in numpy, against the law it should have, and independent of company."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from slipstream.engine.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, noise, rank
+from slipstream.messages import Sampling
+
+WORD = (1 << 64) - 1
+Doubles = NDArray[np.float64]
+
+
+def mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & WORD
+    return word ^ (word >> 31)
+
+
+def gumbel(seed: int, position: int, token: int) -> float:
+    """The noise in plain Python, with 64-bit masks."""
+    golden = 0x9E3779B97F4A7C15
+    key = mix((mix((seed + golden) & WORD) + position * golden) & WORD)
+    bits = mix((key + token * 0xD1342543DE82EF95) & WORD) >> 12
+    return -math.log(-math.log((2 * bits + 1) / 2**53))
+
+
+def oracle(logits: Doubles, sampling: Sampling, position: int, num_output: int, prompt: list[int],
+           answer: list[int]) -> tuple[int, Doubles]:
+    """The choice after ``prompt + answer`` (draft tokens included) and the survivors' log probs, one step at a time."""
+    scores = logits.astype(np.float64).copy()
+    for token in range(len(scores)):
+        if token in prompt or token in answer:
+            scores[token] *= 1 / sampling.repetition_penalty if scores[token] > 0 else sampling.repetition_penalty
+        scores[token] -= sampling.frequency_penalty * answer.count(token)
+        scores[token] -= sampling.presence_penalty * (token in answer)
+    for token, amount in sampling.logit_bias:
+        scores[token] += amount
+    if num_output < sampling.min_tokens:
+        scores[list(sampling.stop_token_ids)] = -np.inf
+    if sampling.greedy:
+        return int(np.argmax(scores)), scores
+    scores = scores / sampling.temperature
+    if sampling.top_k:
+        scores[scores < np.sort(scores)[::-1][min(sampling.top_k, len(scores)) - 1]] = -np.inf
+    probs = np.exp(scores - scores.max())
+    probs /= probs.sum()
+    if sampling.top_p < 1:
+        order = np.argsort(-probs, kind="stable")
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[probs < probs[order][before < sampling.top_p].min()] = 0
+    probs[probs < sampling.min_p * probs.max()] = 0
+    with np.errstate(divide="ignore"):
+        survivors = np.log(probs / probs.sum())
+    noisy = [survivors[t] + gumbel(sampling.seed, position, t) for t in range(len(scores))]
+    return int(np.argmax(noisy)), survivors
+
+
+def rows_of(sampling: Sampling, rows: range, position: int = 10, prompt: list[int] | None = None,
+            answer: list[int] | None = None, paths: list[list[int]] | None = None) -> ChoiceRows:
+    """A session whose rows stand at the depths of their paths below ``position``."""
+    paths = paths or [[] for _ in rows]
+    answer = answer or []
+    history = TokenHistory.of(sampling, prompt or [])
+    if history is not None:
+        history.append(answer)
+    return ChoiceRows(sampling, rows, [position + len(path) for path in paths],
+                      [len(answer) + len(path) for path in paths], history, paths)
+
+
+def random_sampling(rng: np.random.Generator, vocab: int) -> Sampling:
+    def maybe(value: float, off: float) -> float:
+        return value if rng.random() < 0.5 else off
+
+    bias = tuple((int(t), float(b)) for t, b in zip(rng.choice(vocab, 3, replace=False), rng.normal(0, 3, 3), strict=True))
+    return Sampling(
+        temperature=maybe(float(rng.uniform(0.2, 2)), 0.0) if rng.random() < 0.5 else 1.0,
+        top_k=int(maybe(int(rng.integers(1, vocab + 5)), 0)), top_p=maybe(float(rng.uniform(0.1, 1)), 1.0),
+        min_p=maybe(float(rng.uniform(0, 0.5)), 0.0), presence_penalty=maybe(float(rng.uniform(-2, 2)), 0.0),
+        frequency_penalty=maybe(float(rng.uniform(-2, 2)), 0.0),
+        repetition_penalty=maybe(float(rng.uniform(0.5, 2)), 1.0), logit_bias=bias if rng.random() < 0.5 else (),
+        min_tokens=int(maybe(12, 0)), stop_token_ids=(0, 3), seed=int(rng.integers(0, 1 << 63)) * 2 + 1)
+
+
+def random_session(rng: np.random.Generator, vocab: int, first: int) -> tuple[ChoiceRows, list[int], list[int]]:
+    sampling = random_sampling(rng, vocab)
+    prompt, answer = rng.integers(0, vocab, 6).tolist(), rng.integers(0, vocab, rng.integers(0, 14)).tolist()
+    chain = rng.integers(0, vocab, rng.integers(0, 5)).tolist()
+    paths = [chain[:depth] for depth in range(len(chain) + 1)]
+    return rows_of(sampling, range(first, first + len(paths)), 30, prompt, answer, paths), prompt, answer
+
+
+def test_noise_is_the_hash_that_it_says() -> None:
+    rng = np.random.default_rng(1)
+    seeds = [0, 1, WORD, *(int(s) for s in rng.integers(0, 1 << 63, 5))]
+    positions, tokens = rng.integers(0, 1 << 20, 4), rng.integers(0, 1 << 18, (4, 7))
+    for seed in seeds:
+        ours = noise(seed, torch.from_numpy(positions), torch.from_numpy(tokens)).numpy()
+        theirs = [[gumbel(seed, int(p), int(t)) for t in row] for p, row in zip(positions, tokens, strict=True)]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-14, atol=1e-14)
+
+
+def test_noise_does_not_depend_on_the_shape_it_is_asked_in() -> None:
+    tokens = torch.arange(1000)
+    whole = noise(9, torch.arange(5), tokens[None])
+    assert torch.equal(whole, noise(9, torch.arange(5), tokens.expand(5, -1)))
+    for row, start, stop in ((0, 0, 1), (3, 17, 48), (4, 999, 1000)):
+        assert torch.equal(whole[row, start:stop], noise(9, torch.tensor([row]), tokens[None, start:stop])[0])
+
+
+@pytest.mark.parametrize("axis", ["token", "position", "seed"])
+def test_noise_is_gumbel_and_uncorrelated_along(axis: str) -> None:
+    many = torch.arange(40_000)
+    one = torch.tensor([5])
+    if axis == "token":
+        values = noise(1, one, many[None])[0]
+    elif axis == "position":
+        values = noise(1, many, one[None])[:, 0]
+    else:
+        values = torch.cat([noise(seed, one, torch.arange(20)[None])[0] for seed in range(2000)])
+    sample = values.numpy()
+    assert stats.kstest(sample, "gumbel_r").pvalue > 1e-3
+    for lag in (1, 2, 20):
+        correlation = np.corrcoef(sample[lag:], sample[:-lag])[0, 1]
+        assert abs(correlation) < 4.5 / math.sqrt(len(sample)), (lag, correlation)
+
+
+def test_the_whole_chain_equals_the_oracle() -> None:
+    rng = np.random.default_rng(2)
+    for case in range(150):
+        vocab = int(rng.integers(8, 200))
+        sessions, wanted, first = [], [], 0
+        logits = np.round(rng.normal(0, 3, (64, vocab)), int(rng.integers(0, 6)))
+        for _ in range(rng.integers(1, 4)):
+            session, prompt, answer = random_session(rng, vocab, first)
+            for row, path, position, num in zip(session.rows, session.paths, session.positions, session.num_output,
+                                                strict=True):
+                wanted.append(oracle(logits[row], session.sampling, position, num, prompt, [*answer, *path])[0])
+            sessions.append(session)
+            first = session.rows.stop
+        assert choose(torch.from_numpy(logits[:first]), sessions) == wanted, (case, sessions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(3)
+    vocab, sessions, first = 5000, [], 0
+    for _ in range(24):
+        session, _, _ = random_session(rng, vocab, first)
+        sessions.append(session)
+        first = session.rows.stop
+    logits = torch.from_numpy(rng.normal(0, 2, (first, vocab))).to(dtype)
+    together = choose(logits, sessions)
+    scores = [adjusted(logits, session) for session in sessions]
+    for session, score in zip(sessions, scores, strict=True):
+        for offset, row in enumerate(session.rows):
+            alone = ChoiceRows(session.sampling, range(1), session.positions[offset:][:1],
+                               session.num_output[offset:][:1], session.history, session.paths[offset:][:1])
+            assert choose(logits[row : row + 1], [alone]) == together[row : row + 1]
+            assert torch.equal(adjusted(logits[row : row + 1], alone)[0], score[offset])
+
+
+def test_choice_is_the_argmax_of_adjusted() -> None:
+    rng = np.random.default_rng(4)
+    for case in range(60):
+        session, _, _ = random_session(rng, 300, 0)
+        logits = torch.from_numpy(rng.normal(0, 3, (len(session.rows), 300)))
+        assert choose(logits, [session]) == adjusted(logits, session).argmax(1).tolist(), (case, session)
+
+
+FILTERS = [Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=5), Sampling(temperature=1.3, top_p=0.8),
+           Sampling(temperature=1.0, min_p=0.1), Sampling(temperature=0.9, top_k=12, top_p=0.9, min_p=0.05),
+           Sampling(temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.3, logit_bias=((2, 1.5),))]
+
+
+@pytest.mark.parametrize("sampling", FILTERS)
+def test_choices_over_seeds_follow_the_filtered_softmax(sampling: Sampling) -> None:
+    rng = np.random.default_rng(5)
+    logits, prompt, answer, draws = rng.normal(0, 1.5, 24), [1, 4], [7, 7, 9], 4000
+    tiled = torch.from_numpy(np.tile(logits, (draws, 1)))
+    sessions = [rows_of(replace(sampling, seed=seed), range(seed, seed + 1), 10, prompt, answer) for seed in range(draws)]
+    counts = np.bincount(choose(tiled, sessions), minlength=24)
+    law = np.exp(oracle(logits, sampling, 10, 3, prompt, answer)[1])
+    assert counts[law == 0].sum() == 0
+    common = law * draws >= 5
+    observed, expected = counts[common], law[common] * draws
+    rest = draws - expected.sum()
+    if rest > 1:
+        observed, expected = np.append(observed, draws - observed.sum()), np.append(expected, rest)
+    else:
+        expected *= observed.sum() / expected.sum()
+    assert stats.chisquare(observed, expected).pvalue > 1e-3, (observed, expected)
+
+
+def test_choices_along_positions_of_one_seed_follow_the_softmax() -> None:
+    rng = np.random.default_rng(6)
+    logits, draws = rng.normal(0, 1, 12), 6000
+    session = ChoiceRows(Sampling(temperature=1.0, seed=3), range(draws), range(draws), [0] * draws, None, [[]] * draws)
+    counts = np.bincount(choose(torch.from_numpy(np.tile(logits, (draws, 1))), [session]), minlength=12)
+    law = np.exp(logits) / np.exp(logits).sum()
+    assert stats.chisquare(counts, law * draws).pvalue > 1e-3
+
+
+def test_penalties_along_a_path_equal_those_of_committed_tokens() -> None:
+    rng = np.random.default_rng(7)
+    sampling = Sampling(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.4)
+    logits = torch.from_numpy(rng.normal(0, 3, (1, 30)))
+    answer, path = [3, 3, 5], [5, 8, 8, 29]
+    on_path = adjusted(logits, rows_of(sampling, range(1), 10, [1, 8], answer, [path]))
+    committed = adjusted(logits, rows_of(sampling, range(1), 14, [1, 8], answer + path))
+    assert torch.equal(on_path, committed)
+
+
+def test_history_is_kept_only_where_it_is_needed() -> None:
+    assert TokenHistory.of(Sampling(temperature=1.0, top_p=0.5, min_tokens=3), [1, 2]) is None
+    only_answer = TokenHistory.of(Sampling(presence_penalty=1.0), [1, 2])
+    both = TokenHistory.of(Sampling(repetition_penalty=1.1), [1, 2])
+    assert only_answer is not None and both is not None
+    both.append([2, 3, 3])
+    assert only_answer.counts == {} and both.counts == {1: 0, 2: 1, 3: 2}
+
+
+def test_ties_go_to_the_lowest_id_and_live_or_die_together() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 0.0, 5.0]], dtype=torch.float64)
+    assert choose(logits, [rows_of(Sampling(), range(1))]) == [1]
+    assert choose(logits.to(torch.bfloat16), [rows_of(Sampling(), range(1))]) == [1]
+    for sampling in (Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0, top_p=0.3),
+                     Sampling(temperature=1.0, min_p=1.0)):
+        survivors = adjusted(logits, rows_of(sampling, range(1))).isfinite()[0].nonzero()[:, 0].tolist()
+        assert survivors == [1, 2, 3, 5], sampling
+    all_equal = torch.zeros(1, 400, dtype=torch.float64)
+    assert adjusted(all_equal, rows_of(Sampling(temperature=1.0, top_k=3), range(1))).isfinite().all()
+
+
+def test_a_nucleus_wider_than_the_first_look() -> None:
+    rng = np.random.default_rng(8)
+    logits = rng.normal(0, 0.1, 9000)
+    sampling = Sampling(temperature=1.0, top_p=0.93, seed=11)
+    scores = adjusted(torch.from_numpy(logits[None]), rows_of(sampling, range(1)))
+    _, law = oracle(logits, sampling, 10, 0, [], [])
+    assert torch.equal(scores[0].isfinite(), torch.from_numpy(np.isfinite(law)))
+
+
+def test_min_tokens_forbids_stops_until_then() -> None:
+    logits = torch.tensor([[9.0, 1.0, 2.0]]).repeat(3, 1)
+    sampling = Sampling(min_tokens=4, stop_token_ids=(0,))
+    session = rows_of(sampling, range(3), 10, [], [1, 1], [[], [2], [2, 2]])
+    assert choose(logits, [session]) == [2, 2, 0]
+
+
+def test_rank_puts_the_targets_own_choice_first() -> None:
+    rng = np.random.default_rng(9)
+    for case in range(80):
+        session, _, _ = random_session(rng, 500, 0)
+        logits = torch.from_numpy(np.round(rng.normal(0, 3, (len(session.rows), 500)), 1))
+        ids, scores = rank(logits, session, 4)
+        assert ids[:, 0].tolist() == choose(logits, [session]), (case, session)
+        assert ids.shape == scores.shape == (len(session.rows), 4) and scores.dtype == torch.float32
+        assert (scores[:, :-1] >= scores[:, 1:]).all()
+
+
+def test_rank_over_a_part_of_the_vocabulary_uses_target_ids() -> None:
+    rng = np.random.default_rng(10)
+    target = rng.normal(0, 3, (2, 100))
+    kept = torch.from_numpy(np.sort(rng.choice(100, 40, replace=False)))
+    elsewhere = np.setdiff1d(np.arange(100), kept.numpy())
+    masked = torch.from_numpy(target.copy())
+    masked[:, torch.from_numpy(elsewhere)] = -math.inf
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature=temperature, repetition_penalty=1.5, seed=4, stop_token_ids=(int(kept[0]),),
+                            logit_bias=((int(kept[3]), 2.0), (int(elsewhere[0]), 50.0)), min_tokens=9)
+        session = rows_of(sampling, range(2), 10, [int(kept[5]), int(elsewhere[1])], [], [[], [int(kept[7])]])
+        ids, scores = rank(torch.from_numpy(target)[:, kept], session, 5, kept)
+        whole_ids, whole_scores = rank(masked, session, 5)
+        assert torch.equal(ids, whole_ids), temperature
+        torch.testing.assert_close(scores, whole_scores)
+
+
+def test_rank_scores_are_log_shares() -> None:
+    logits = torch.from_numpy(np.random.default_rng(11).normal(0, 1, (1, 8)))
+    for sampling in (Sampling(), Sampling(temperature=0.8, seed=1)):
+        _, scores = rank(logits, rows_of(sampling, range(1)), 8)
+        assert scores.exp().sum().item() == pytest.approx(1.0, abs=1e-6)
+    ids, scores = rank(logits, rows_of(Sampling(temperature=1.0, top_k=1), range(1)), 3)
+    assert ids[0, 0] == logits.argmax() and scores[0].tolist() == [0.0, -math.inf, -math.inf]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
+    rows = logprobs(logits, [0, 0], top=2)
+    law = torch.log_softmax(logits.double(), 1)
+    assert rows[0].logprob == pytest.approx(law[0, 0].item()) and rows[1].logprob == pytest.approx(law[1, 0].item())
+    assert [token for token, _ in rows[0].top] == [2, 1]
+    assert rows[0].top[0][1] == pytest.approx(law[0, 2].item())
+    assert logprobs(logits, [0, 0], top=0)[0].top == ()
+    assert len(logprobs(logits, [0, 0], top=20)[0].top) == 3
+
+
+def test_a_tiny_temperature_is_greedy() -> None:
+    logits = torch.tensor([[0.5, 0.75, -1.0]])
+    for temperature in (1e-3, 1e-308):
+        for top_p in (1.0, 0.5):
+            session = rows_of(Sampling(temperature=temperature, top_p=top_p, seed=5), range(1))
+            assert choose(logits, [session]) == [1], (temperature, top_p)

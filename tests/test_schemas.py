@@ -1,0 +1,41 @@
+"""Bodies: whatever JSON comes, it is a request or a typed refusal."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from router.schemas import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
+from slipstream.errors import InvalidRequest
+
+VALUES: list[Any] = [None, True, False, 0, 1, -1, 5, 1 << 62, 1 << 80, 0.5, -3.5, 1e308, float("nan"), float("inf"), "",
+                     "a", "x" * 100, [], ["a"], [1], [[1], [2]], [[]], [None], {}, {"a": 1}, {"1": 2},
+                     {"role": "user", "content": "x"}, [{"role": "user", "content": "x"}], [{"role": []}], [{}],
+                     [{"role": "user", "content": [{"type": "text"}]}], {"include_usage": True}]
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_any_json_is_a_request_or_a_refusal(kind: Any) -> None:
+    seed = 20261
+    chance = random.Random(seed)
+    fields = [*kind.model_fields, *UNSUPPORTED, *INERT, "made_up", ""]
+    taken = refused = 0
+    for _ in range(4000):
+        raw = {"model": "m", "messages": [{"role": "user", "content": "x"}]} if kind is ChatBody else {
+            "model": "m", "prompt": "x"}
+        raw |= {chance.choice(fields): chance.choice(VALUES) for _ in range(chance.randrange(3))}
+        try:
+            options = parse(kind, raw).options()
+            assert options.n >= 1 and 0 <= options.sampling.seed < 1 << 64, (seed, raw)
+            taken += 1
+        except InvalidRequest as error:
+            assert error.field and error.message and error.code, (seed, raw)
+            refused += 1
+    assert taken > 500 and refused > 500, (seed, taken, refused)
+
+
+def test_the_nearest_field_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="did you mean 'max_tokens'"):
+        parse(CompletionBody, {"model": "m", "prompt": "x", "max_token": 4})
