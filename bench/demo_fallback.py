@@ -1,7 +1,7 @@
 """``make demo-fallback``: a drafter turns bad in mid-answer and recovers; the policy goes plain, probes, comes back.
 
 Real processes and the default model. An answer is generated plain; then it is asked for again, with a draft service
-that has read it and is switched from good to bad and back. What is shown is the policy: a real drafter is never so good.
+that has read it and is switched from good to bad and back. What is shown is the policy; no real drafter is so good.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.requests import Piece
 
 PROMPT = "Write a long story about a river, a boat and the people of a small town."
 SETTINGS = ("model.dtype=float32", "target.policy.probe_after_s=0.5", "target.policy.probe_max_s=2.0")
-TOKENS, GOOD_S, BAD_S = 700, 3.0, 5.0
+TOKENS, GOOD_S, BAD_S = 500, 2.5, 4.0
 
 
 @dataclass(frozen=True, slots=True)

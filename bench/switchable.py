@@ -23,7 +23,7 @@ from slipstream.messages import Commit, Features, FeatureSpec, Growth, Open
 from slipstream.models import load_tokenizer, resolve
 from slipstream.process import main
 
-CHAIN = 5  # nodes of a rehearsed chain
+CHAIN = 3  # nodes of a rehearsed chain
 
 
 class SwitchableDrafter:

@@ -33,7 +33,7 @@ class ModelSection(Section):
     dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
-    threads: int = Field(0, ge=0, description="intra-op threads; 0: cores shared evenly by the services of this machine")
+    threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
 
 
 class NgramSection(Section):
@@ -96,7 +96,8 @@ class PolicySection(Section):
 class TargetSection(Section):
     listen: str = "127.0.0.1:50051"
     metrics_listen: str = "127.0.0.1:9101"
-    drafts: tuple[str, ...] = Field(("127.0.0.1:50052",), description="addresses of draft services; none: plain decoding")
+    drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
+                                    description="addresses of draft services; none: plain decoding")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
@@ -198,7 +199,8 @@ def _keys_at(sections: list[str]) -> list[str]:
     kind: type[BaseModel] = Config
     for section in sections:
         annotation = kind.model_fields[section].annotation if section in kind.model_fields else None
-        candidates = [a for a in (annotation, *get_args(annotation)) if isinstance(a, type) and issubclass(a, BaseModel)]
+        candidates = [a for a in (annotation, *get_args(annotation))
+                      if isinstance(a, type) and issubclass(a, BaseModel)]
         if not candidates:
             return []
         kind = candidates[0]

@@ -154,7 +154,7 @@ async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
     link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, WIRE, check_pair)
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(10):
-        while not link.status().connected:  # noqa: ASYNC110  the link tells the worker, not us
+        while not link.status().connected:
             await asyncio.sleep(0.005)
     try:
         yield link

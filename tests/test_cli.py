@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
@@ -16,8 +17,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from slipstream import colocated
 from slipstream.__main__ import app, models_app
 from slipstream.chat import Delta, Message, TextToken, Usage
+from slipstream.client import AsyncClient
 from slipstream.config import Config, load
 from slipstream.conversation import Conversation
 from slipstream.errors import ConfigError, Unavailable
@@ -184,8 +187,8 @@ def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path)
     flags = [part for override in (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float32",
                                    "model.threads=1") for part in ("--set", override)]
     command = [sys.executable, "-m", "slipstream", "run", "Hello!", "--max-tokens", "24", "--logs", str(tmp_path)]
-    process = subprocess.Popen([*command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, start_new_session=True)
+    process = subprocess.Popen([*command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
     assert process.stdout is not None
     try:
         lines = read_until(process.stdout, "serving; Ctrl-C drains")
@@ -201,6 +204,24 @@ def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path)
     assert "OpenAI(base_url=" in shown and "the draft service ended (signal 9)" in shown
     assert "drained: every service has ended" in rest and process.returncode == 0
     assert "stopped" in (tmp_path / "target.log").read_text()
+
+
+async def test_one_process_gives_the_answers_of_plain_decoding(tiny_folder: Path) -> None:
+    config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float64", "draft.ngram.min_match=1"))
+    stop, up = asyncio.Event(), asyncio.Event()
+    serving = asyncio.create_task(colocated.serve(config, stop, up.set))
+    try:
+        await asyncio.wait([serving, asyncio.create_task(up.wait())], return_when=asyncio.FIRST_COMPLETED)
+        async with AsyncClient(config.router.grpc_listen) as client:
+            drafted = [delta async for delta in client.chat("abcabcabc", max_tokens=64, temperature=0.0)]
+            plain = [delta async for delta in client.chat("abcabcabc", max_tokens=64, temperature=0.0, speculate=False)]
+    finally:
+        stop.set()
+        await serving
+    assert "".join(delta.text for delta in drafted) == "".join(delta.text for delta in plain)
+    usage, alone = drafted[-1].usage, plain[-1].usage
+    assert usage is not None and usage.accepted_prediction_tokens + usage.rejected_prediction_tokens > 0
+    assert alone is not None and alone.accepted_prediction_tokens + alone.rejected_prediction_tokens == 0
 
 
 def read_until(stream: io.TextIOBase | Any, words: str) -> list[str]:

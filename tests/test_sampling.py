@@ -79,7 +79,8 @@ def random_sampling(rng: np.random.Generator, vocab: int) -> Sampling:
     def maybe(value: float, off: float) -> float:
         return value if rng.random() < 0.5 else off
 
-    bias = tuple((int(t), float(b)) for t, b in zip(rng.choice(vocab, 3, replace=False), rng.normal(0, 3, 3), strict=True))
+    amounts = zip(rng.choice(vocab, 3, replace=False).tolist(), rng.normal(0, 3, 3).tolist(), strict=True)
+    bias = tuple(amounts)
     return Sampling(
         temperature=maybe(float(rng.uniform(0.2, 2)), 0.0) if rng.random() < 0.5 else 1.0,
         top_k=int(maybe(int(rng.integers(1, vocab + 5)), 0)), top_p=maybe(float(rng.uniform(0.1, 1)), 1.0),
@@ -185,7 +186,8 @@ def test_choices_over_seeds_follow_the_filtered_softmax(sampling: Sampling) -> N
     rng = np.random.default_rng(5)
     logits, prompt, answer, draws = rng.normal(0, 1.5, 24), [1, 4], [7, 7, 9], 4000
     tiled = torch.from_numpy(np.tile(logits, (draws, 1)))
-    sessions = [rows_of(replace(sampling, seed=seed), range(seed, seed + 1), 10, prompt, answer) for seed in range(draws)]
+    sessions = [rows_of(replace(sampling, seed=seed), range(seed, seed + 1), 10, prompt, answer)
+                for seed in range(draws)]
     counts = np.bincount(choose(tiled, sessions), minlength=24)
     law = np.exp(oracle(logits, sampling, 10, 3, prompt, answer)[1])
     assert counts[law == 0].sum() == 0

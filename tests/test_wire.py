@@ -70,7 +70,7 @@ def commit(base: int = 5, session: int = 1) -> Commit:
 
 async def eventually(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.005)
 
 

@@ -4,8 +4,9 @@ Rules:
 1. A drafter declares data, not identity: ``features`` says which target states it reads.
 2. It is a cache of the target's committed tokens. ``open`` (re)sets a session, ``commit`` appends to it, and nothing
    else changes what it believes.
-3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It never
-   raises for a session that is late, unknown or over the drafter's context: such a session is left out or grows nothing.
+3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It
+   never raises for a session that is late, unknown or over the drafter's context: such a session is left out or grows
+   nothing.
 4. Node ids are positive and not used twice while a session is open.
 
 It knows nothing about the network, about verification or about policies.

@@ -33,7 +33,7 @@ __all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "logprobs", "nois
 GOLDEN = 0x9E3779B97F4A7C15
 STRIDE = 0xD1342543DE82EF95
 FIRST_WIDTH = 64  # candidates looked at before the search for survivors widens
-ROWS_AT_ONCE = 32  # bounds the float64 copies of sampled rows
+ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
 
 
 def noise(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -47,16 +47,17 @@ def noise(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.
 
 
 def _gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    bits = _mix(keys[:, None] + token_ids * _signed(STRIDE)).bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
+    bits = _mix(token_ids * _signed(STRIDE) + keys[:, None]).bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     uniform = bits.mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
     return uniform.log_().neg_().log_().neg_()
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:
+    """The finaliser, in place."""
     # torch shifts int64 arithmetically; the mask makes the shift logical.
-    words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return words ^ ((words >> 31) & ((1 << 33) - 1))
+    words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
+    words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
+    return words.bitwise_xor_((words >> 31).bitwise_and_((1 << 33) - 1))
 
 
 def _signed(word: int) -> int:
@@ -102,7 +103,7 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
         elif not session.plain_greedy:
             chosen[list(session.rows)] = _argmax(_penalised(logits, session, None))
     for filtered, group in sampled.items():
-        for few in _packs(group):
+        for few in _packs(group, ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
             rows = [row for s in few for row in s.rows]
             columns, scores = _survivors(torch.cat([_penalised(logits, s, None) for s in few]), few, None, filtered)
             winners = _lowest_winner(columns, scores) if filtered else _argmax(scores)
@@ -170,15 +171,15 @@ def _filtered(sampling: Sampling) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
-def _packs(sessions: Sequence[ChoiceRows]) -> list[list[ChoiceRows]]:
-    """The sessions in groups of at most ROWS_AT_ONCE rows; one with more rows is split."""
+def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
+    """The sessions in groups of at most ``most`` rows; one with more rows is split."""
     packs: list[list[ChoiceRows]] = []
     room = 0
     for session in sessions:
-        for part in session.split(ROWS_AT_ONCE):
+        for part in session.split(most):
             if len(part.rows) > room:
                 packs.append([])
-                room = ROWS_AT_ONCE
+                room = most
             packs[-1].append(part)
             room -= len(part.rows)
     return packs
@@ -218,7 +219,7 @@ def _survivors(penalised: torch.Tensor, sessions: Sequence[ChoiceRows], vocabula
         first = rows.stop
         parts.append(noise(session.sampling.seed, torch.tensor(list(session.positions), device=device),
                            ids if len(ids) == 1 else ids[rows]))
-    return columns, scaled + torch.cat(parts)
+    return columns, torch.cat(parts).add_(scaled)
 
 
 def _filter(log_probs: torch.Tensor, samplings: Sequence[Sampling], at_least: int) -> tuple[torch.Tensor, torch.Tensor]:
