@@ -49,7 +49,7 @@ class Goodput:
         self._exchange = exchange
         self._acceptance = Acceptance()
         self._others = 0
-        self._told_others = 0  # by the caller, since the last round
+        self._told_others: int | None = None  # by the caller, since the last round
         self._share = 1.0  # of waits and trees that had something to verify
         self._unpaid_s = 0.0  # time since the last wait
         self._nodes: int | None = None  # asked for several times a round, searched for once
@@ -63,13 +63,14 @@ class Goodput:
 
     def account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        self._others = max(self._told_others, round_.rows - 1 - round_.drafted, 0)
-        self._told_others = 0
+        beside = max(self._told_others or 0, round_.rows - 1 - round_.drafted, 0)
+        # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
+        self._others = beside if self._told_others is None else self._told_others
+        self._told_others = None
         if round_.plain_s is not None:
             self.plain_s, cost_s = round_.plain_s, round_.verify_s
         else:
-            rows = self._others + 1
-            self.plain_s, cost_s = self._costs.cost(rows), self._costs.cost(rows + round_.drafted)
+            self.plain_s, cost_s = self._costs.cost(beside + 1), self._costs.cost(beside + 1 + round_.drafted)
             cost_s += self._others * (cost_s - self.plain_s)
         if not round_.drafted:  # a plain step is a plain step, whatever it took
             cost_s = self.plain_s

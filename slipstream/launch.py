@@ -110,6 +110,8 @@ def require_free(config: Config) -> None:
         other = next(p for p in _other_ports(port) if p not in ports and _is_free(f"{host}:{p}"))
         ports.add(other)
         lines.append(f"{place.key}: port {port} is taken; stop what uses it, or add --set {place.key}={host}:{other}")
+    if len(lines) > 1:
+        lines.append("is Slipstream running already? `slipstream chat` talks to it")
     if lines:
         raise ConfigError("\n".join(lines))
 

@@ -207,7 +207,8 @@ def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path)
 
 
 async def test_one_process_gives_the_answers_of_plain_decoding(tiny_folder: Path) -> None:
-    config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float64", "draft.ngram.min_match=1"))
+    config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float64",
+                         "draft.ngram.min_match=1"))
     stop, up = asyncio.Event(), asyncio.Event()
     serving = asyncio.create_task(colocated.serve(config, stop, up.set))
     try:

@@ -143,6 +143,15 @@ def test_budget_falls_with_load_down_to_zero() -> None:
     assert all(later <= earlier + 1 for earlier, later in zip(budgets, budgets[8:], strict=False)), budgets
 
 
+def test_a_prompt_in_the_step_is_no_crowd() -> None:
+    costs = StepCosts({1: 0.010, 512: 0.100})
+    policy = SpeculationPolicy(CONFIG, costs)
+    for now_s in np.arange(0.0, 5.0, 0.06):
+        policy.budget(now_s, 1)
+        policy.observe(now_s, Round(4, 1, 4, costs.cost(262), 0.0, 262))
+    assert policy.mode is Mode.SPECULATE and policy.gain > 1
+
+
 def test_overload_is_left_for_plain() -> None:
     policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
     transitions = []
