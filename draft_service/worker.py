@@ -114,22 +114,26 @@ class DraftWorker:
         self._inbox.put(lambda round_: self._take(peer, items, faults, round_))
 
     def _run(self) -> None:
-        while True:
-            wait_s = max(0.0, self._next_sweep_s - self._clock())
-            try:
-                event = self._inbox.get(timeout=wait_s)
-            except queue.Empty:
-                self.sweep()
-                continue
-            events = [event]
-            while not self._inbox.empty():
-                events.append(self._inbox.get())
-            if any(e is None for e in events):
-                return
-            self.step([e for e in events if e is not None])
+        while self.turn():
+            pass
 
-    def step(self, events: Sequence[Callable[[Round], None]]) -> None:
-        """One round over ``events``; the thread calls it, tests may."""
+    def turn(self, block: bool = True) -> bool:
+        """Wait for something to come (or for a lease to end), and do it. Returns False when told to stop."""
+        events: list[Callable[[Round], None]] = []
+        try:
+            event = self._inbox.get(block, max(0.0, self._next_sweep_s - self._clock()))
+            while event is not None:
+                events.append(event)
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            if events:
+                self._step(events)
+            else:
+                self.sweep()
+            return True
+        return False
+
+    def _step(self, events: Sequence[Callable[[Round], None]]) -> None:
         round_ = Round()
         for event in events:
             event(round_)

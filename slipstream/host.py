@@ -31,8 +31,9 @@ from slipstream.terminal import clean, legend, plain_table, show_answer, summary
 from slipstream.wire.target import TargetClient
 
 # An answer that repeats its prompt is where n-gram drafts, which need no second model, pay most.
-PROMPT = ("Copy this text exactly: A river begins as a spring in the mountains. It gathers streams on its way through "
-          "the valleys, and it grows with every one of them. In the plain it slows down, and at last it meets the sea.")
+PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "
+          "quiet forest. The lazy dog sleeps under the old tree. The quick brown fox jumps over the old tree. The lazy "
+          "dog runs through the quiet forest.")
 DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
 INTERRUPTED = 130
 

@@ -12,7 +12,7 @@ import httpx
 from openai import AsyncOpenAI
 
 from router.service import RouterService
-from slipstream.config import Config
+from slipstream.config import Config, PolicySection
 from slipstream.requests import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,10 +36,12 @@ class Routing:
 
 
 @asynccontextmanager
-async def routing(folder: Path, *targets: Backend, **section: Any) -> AsyncIterator[Routing]:
+async def routing(folder: Path, *targets: Backend, policy: PolicySection | None = None,
+                  **section: Any) -> AsyncIterator[Routing]:
     """A router of ``section``'s settings, drained at the end."""
     ports = {"listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
-    config = Config.model_validate({"model": {"path": str(folder)}, "router": {**ports, **section}})
+    config = Config.model_validate({"model": {"path": str(folder)}, "router": {**ports, **section},
+                                    "target": {"policy": policy or PolicySection()}})
     service = RouterService(config, {f"t{i}": target for i, target in enumerate(targets)})
     await service.start()
     found = Routing(service)

@@ -1,0 +1,179 @@
+"""The draft worker round by round: leases, capacity, gaps, peers that vanish, a drafter that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from draft_service.worker import DraftWorker
+from slipstream.config import NgramSection
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.errors import CapacityError, PairingError, RemoteProtocolError
+from slipstream.messages import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    DraftBound,
+    Drop,
+    Growth,
+    Open,
+    Sampling,
+    TargetBound,
+    TargetHello,
+)
+from slipstream.metrics import DraftMetrics
+
+TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+HELLO = TargetHello(PROTOCOL_VERSION, 1, "m", 100, "hash", 32, 4, 64)
+
+
+@dataclass(eq=False)
+class Listener:
+    """A peer that remembers what it was sent."""
+
+    name: str = "peer"
+    heard: list[TargetBound] = field(default_factory=list)
+
+    def send(self, items: Sequence[TargetBound]) -> None:
+        self.heard.extend(items)
+
+    def take(self) -> list[TargetBound]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+class FailingDrafter(NgramDrafter):
+    """Fails once, when it is told to."""
+
+    fails = False
+
+    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
+        if self.fails:
+            self.fails = False
+            raise CapacityError("no room")
+        return super().grow(ids, budgets)
+
+
+class Bench:
+    """A worker that is stepped by hand, on a clock that is set by hand."""
+
+    def __init__(self, max_sessions: int = 8) -> None:
+        self.now_s = 100.0
+        self.drafter = FailingDrafter(NgramSection(), max_sessions)
+        self.worker = DraftWorker(self.drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: self.now_s)
+        self.peer = Listener()
+
+    def deliver(self, *items: DraftBound, peer: Listener | None = None,
+                faults: Sequence[tuple[int, RemoteProtocolError]] = ()) -> list[TargetBound]:
+        peer = peer or self.peer
+        self.worker.received(peer, items, faults)
+        self.worker.turn(block=False)
+        return peer.take()
+
+
+def opened(session: int = 1, wanted: int = 8) -> Open:
+    return Open(session, np.array(TEXT, np.int32), len(TEXT), Sampling(), wanted)
+
+
+def commit(base: int, *tokens: int, session: int = 1, wanted: int = 8) -> Commit:
+    return Commit(session, base, np.array(tokens, np.int32), wanted=wanted)
+
+
+def test_it_grows_for_each_commit_and_only_then() -> None:
+    bench = Bench()
+    (growth,) = bench.deliver(opened())
+    assert isinstance(growth, Growth) and growth.base == len(TEXT) and growth.tokens.tolist()[:2] == [3, 4]
+    (growth,) = bench.deliver(commit(10, 3), commit(11, 4))
+    assert isinstance(growth, Growth) and growth.base == 12, "two commits in one round need one growth"
+    assert bench.deliver(commit(12, 1, wanted=0)) == [], "the target follows in the shadow and wants nothing"
+
+
+def test_nothing_to_propose_is_said() -> None:
+    bench = Bench()
+    (growth,) = bench.deliver(Open(1, np.array([5, 6, 7], np.int32), 3, Sampling()))
+    assert isinstance(growth, Growth) and len(growth.ids) == 0 and growth.base == 3
+
+
+def test_a_gap_and_a_stranger_are_dropped() -> None:
+    bench = Bench()
+    bench.deliver(opened())
+    assert bench.deliver(commit(12, 9)) == [Drop(1, "gap")]
+    assert bench.deliver(commit(13, 9)) == [Drop(1, "unknown")]
+    assert bench.deliver(Close(7)) == []
+
+
+def test_a_repeated_commit_changes_nothing() -> None:
+    bench = Bench()
+    bench.deliver(opened())
+    bench.deliver(commit(10, 3))
+    assert bench.deliver(commit(10, 3)) == []
+    (growth,) = bench.deliver(commit(11, 4))
+    assert isinstance(growth, Growth) and growth.base == 12
+
+
+def test_room_is_bounded_and_comes_back() -> None:
+    bench = Bench(max_sessions=2)
+    bench.deliver(opened(1), opened(2))
+    assert bench.deliver(opened(3)) == [Drop(3, "capacity")]
+    assert bench.deliver(Close(1)) == []
+    (growth,) = bench.deliver(opened(3))
+    assert isinstance(growth, Growth) and growth.session == 3
+
+
+def test_a_lease_ends_for_sessions_that_nobody_speaks_of() -> None:
+    bench = Bench()
+    bench.deliver(opened(1), opened(2))
+    bench.now_s += 20
+    bench.deliver(commit(10, 3, session=2))
+    bench.now_s += 15
+    bench.worker.sweep()
+    assert bench.peer.take() == [Drop(1, "expired")]
+    assert bench.worker.num_open == 1
+
+
+def test_peers_count_their_sessions_on_their_own() -> None:
+    bench, other = Bench(), Listener("other")
+    bench.deliver(opened(1))
+    bench.deliver(opened(1), peer=other)
+    assert bench.worker.num_open == 2
+    bench.worker.peer_down(other)
+    bench.worker.turn(block=False)
+    assert bench.worker.num_open == 1
+    (growth,) = bench.deliver(commit(10, 3))
+    assert isinstance(growth, Growth)
+
+
+def test_a_fault_costs_one_session() -> None:
+    bench = Bench()
+    bench.deliver(opened(1), opened(2))
+    assert bench.deliver(faults=[(1, RemoteProtocolError("commit.tokens", "odd length"))]) == [Drop(1, "invalid")]
+    (growth,) = bench.deliver(commit(10, 3, session=2))
+    assert isinstance(growth, Growth)
+
+
+def test_a_drafter_that_fails_gives_its_sessions_up_and_goes_on() -> None:
+    bench = Bench()
+    bench.deliver(opened(1))
+    bench.drafter.fails = True
+    assert bench.deliver(commit(10, 3)) == [Drop(1, "failed")]
+    (growth,) = bench.deliver(opened(1))
+    assert isinstance(growth, Growth)
+
+
+def test_draining_gives_everything_up() -> None:
+    bench = Bench()
+    bench.deliver(opened(1))
+    bench.worker.drain()
+    bench.worker.turn(block=False)
+    assert bench.peer.take() == [Drop(1, "draining")]
+    assert bench.deliver(opened(2)) == [Drop(2, "draining")]
+
+
+def test_a_target_that_does_not_fit_is_refused() -> None:
+    bench = Bench()
+    assert bench.worker.peer_up(bench.peer, HELLO).drafter == "ngram"
+    with pytest.raises(PairingError, match="protocol_version"):
+        bench.worker.peer_up(bench.peer, TargetHello(99, 1, "m", 100, "hash", 32, 4, 64))
