@@ -38,7 +38,8 @@ from slipstream.messages import (
     TargetHello,
 )
 from slipstream.metrics import DraftMetrics
-from slipstream.session import DraftEvent, DraftSide, DraftState, check_pair
+from slipstream.pairing import check_pair
+from slipstream.session import DraftEvent, DraftSide, DraftState
 from slipstream.wire.peers import Peer
 
 Faults = Sequence[tuple[int, RemoteProtocolError]]

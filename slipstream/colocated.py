@@ -18,8 +18,8 @@ from draft_service.assembly import build as build_draft
 from router.service import RouterService
 from slipstream.config import Config
 from slipstream.log import logger
+from slipstream.pairing import check_pair
 from slipstream.scrape import MetricsServer
-from slipstream.session import check_pair
 from slipstream.wire.local import LocalLink
 from target_service.assembly import Target
 from target_service.assembly import build as build_target

@@ -18,19 +18,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from slipstream.errors import LocalProtocolError, PairingError, RemoteProtocolError
-from slipstream.messages import (
-    PROTOCOL_VERSION,
-    Close,
-    Commit,
-    DraftHello,
-    Drop,
-    Features,
-    Growth,
-    Open,
-    Sampling,
-    TargetHello,
-)
+from slipstream.errors import LocalProtocolError, RemoteProtocolError
+from slipstream.messages import Close, Commit, Drop, Features, Growth, Open, Sampling
 from slipstream.tree import MAX_NODES, DraftTree
 
 
@@ -288,27 +277,3 @@ class DraftSide:
                 if base == self.base:
                     return DraftEvent.COMMIT
                 return DraftEvent.REPEAT if base + len(tokens) <= self.base else DraftEvent.GAP
-
-
-def check_pair(target: TargetHello, draft: DraftHello) -> None:
-    """Whether the two fit. Raises PairingError naming the first field that does not."""
-    rows = (
-        ("protocol_version", draft.protocol_version == PROTOCOL_VERSION == target.protocol_version,
-         f"draft {draft.protocol_version}, target {target.protocol_version}"),
-        ("incarnation", draft.incarnation == target.incarnation, "the draft answered another stream"),
-        ("vocab_size", draft.vocab_size in (0, target.vocab_size),
-         f"draft {draft.vocab_size}, target {target.vocab_size}"),
-        ("tokenizer_hash", draft.tokenizer_hash in ("", target.tokenizer_hash), "the vocabularies differ"),
-        ("hidden_size", draft.hidden_size in (0, target.hidden_size),
-         f"the head was made for {draft.hidden_size}, the target has {target.hidden_size}"),
-    )
-    for field, holds, message in rows:
-        if not holds:
-            raise PairingError(field, message)
-    spec = draft.features
-    if spec is None:
-        return
-    if not spec.layers or any(not 0 <= layer <= target.num_layers for layer in spec.layers):
-        raise PairingError("features.layers", f"{spec.layers} are not layers of a target with {target.num_layers}")
-    if spec.width != len(spec.layers) * target.hidden_size:
-        raise PairingError("features.width", f"draft {spec.width}, target {len(spec.layers) * target.hidden_size}")

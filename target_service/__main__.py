@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from slipstream.config import Config
 from slipstream.log import logger
+from slipstream.pairing import check_pair
 from slipstream.process import main
 from slipstream.scrape import MetricsServer
-from slipstream.session import check_pair
 from slipstream.wire.channel import export_bytes
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer, bind_guard

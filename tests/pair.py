@@ -23,9 +23,9 @@ from slipstream.errors import RemoteProtocolError
 from slipstream.messages import PROTOCOL_VERSION, DraftHello, TargetBound, TargetHello
 from slipstream.metrics import TargetMetrics
 from slipstream.models import tokenizer_hash
+from slipstream.pairing import check_pair
 from slipstream.policy import StepCosts
 from slipstream.requests import Piece, Request
-from slipstream.session import check_pair
 from slipstream.wire.link import DraftLink, Link, LinkEvents
 from slipstream.wire.local import LocalLink
 from slipstream.wire.peers import DraftServicer, PeerEvents

@@ -273,3 +273,20 @@ def test_exchange_times_cover_all_but_a_few() -> None:
         times.observe(float(sample))
     assert times.mean_s == pytest.approx(0.01, rel=0.2)
     assert np.mean(samples < times.usual_s(0.25)) > 0.97
+
+
+def test_what_others_wait_for_our_rows_counts() -> None:
+    costs = StepCosts({1: 0.010, 64: 0.073})
+    policy = SpeculationPolicy(CONFIG, costs)
+    for now_s in np.arange(0.0, 0.3, 0.03):
+        policy.budget(now_s, 15)
+        policy.observe(now_s, Round(4, 1, 4, costs.cost(20), 0.0, 20))
+    alone = 2 * costs.cost(16) / costs.cost(20)
+    assert alone > 1.5 and policy.gain == pytest.approx(2 * 0.025 / (0.025 + 16 * 0.004))
+
+
+def test_silence_is_noticed_even_when_the_waits_are_cheap() -> None:
+    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    seen = [policy.observe(now_s, Round(0, 0, 0, 0.01, 1e-4, 1, late=True)) for now_s in np.arange(0.0, 1.0, 0.01)]
+    (transition,) = [t for t in seen if t is not None]
+    assert (transition.after, transition.reason) == (Mode.SHADOW, "draft_timeout")

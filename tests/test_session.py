@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.errors import LocalProtocolError, PairingError, RemoteProtocolError
 from slipstream.messages import PROTOCOL_VERSION, Commit, DraftHello, Drop, FeatureSpec, Growth, Sampling, TargetHello
+from slipstream.pairing import check_pair
 from slipstream.session import (
     DRAFT_TABLE,
     TARGET_TABLE,
@@ -18,7 +19,6 @@ from slipstream.session import (
     TargetEvent,
     TargetSide,
     TargetState,
-    check_pair,
 )
 from slipstream.tree import DraftTree
 

@@ -40,8 +40,8 @@ from slipstream.messages import (
     Sampling,
     TargetHello,
 )
+from slipstream.pairing import check_pair
 from slipstream.requests import Piece, Request, TargetInfo
-from slipstream.session import check_pair
 from slipstream.wire.codec import encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_target_hello
 from slipstream.wire.inference import InferenceServicer

@@ -143,7 +143,7 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
     columns = columns.expand_as(scores).gather(1, where)
     ids = columns if vocabulary is None else vocabulary[columns]
     by_id = ids.argsort(1)
-    order = by_id.gather(1, best.gather(1, by_id).sort(dim=1, descending=True, stable=False).indices)[:, :k]
+    order = by_id.gather(1, best.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices)[:, :k]
     return ids.gather(1, order), best.gather(1, order).to(torch.float32)
 
 
