@@ -58,8 +58,9 @@ class GrowthSection(Section):
 class DraftSection(Section):
     listen: str = "127.0.0.1:50052"
     metrics_listen: str = "127.0.0.1:9102"
-    drafter: Literal["ngram", "standalone", "eagle3"] = "ngram"
+    drafter: Literal["ngram", "standalone", "eagle2", "eagle3"] = "ngram"
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram")
+    token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)

@@ -21,6 +21,7 @@ from slipstream.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import DRAFT_VOCAB, HIDDEN, eagle_config, eagle_tensors, write_eagle_folder
 from tests.growth_rules import best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model
+from tests.written import WrittenEagle3 as Written
 
 WIDTH = 3 * 48
 Tensor = torch.Tensor
@@ -34,56 +35,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> EagleHead:
     return read_head(write_eagle_folder(tmp_path_factory.mktemp("eagle") / "head"), target)
-
-
-class Written:
-    """The head as the paper has it: one row after the other, no batch, no cache, no slots."""
-
-    def __init__(self) -> None:
-        self.config = eagle_config()
-        self.tensors = {name: t.double() for name, t in eagle_tensors(self.config).items()}
-        self.ids = eagle_tensors(self.config)["d2t"] + torch.arange(DRAFT_VOCAB)
-        self.heads, self.kv_heads = 4, 2
-        self.size = HIDDEN // self.heads
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * self.tensors[f"{name}.weight"]
-
-    def rotated(self, x: Tensor, position: int) -> Tensor:
-        half = torch.arange(0, self.size, 2, dtype=torch.int64).float() / self.size
-        angle = torch.tensor([float(position)]) * (1.0 / 10000.0**half)  # float32, as checkpoints are trained
-        cos, sin = angle.cos().double(), angle.sin().double()
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-    def run(self, tokens: Sequence[int], states: Tensor, path: Sequence[int], first: int = 1) -> tuple[Tensor, Tensor]:
-        """tokens: all committed; states: [base - first, 3 Ht] target states of positions first - 1 ..; path: draft
-        tokens. The logits and the output of the last row."""
-        weight = self.tensors
-        text, keys, values = [*tokens, *path], [], []
-        out = torch.zeros(HIDDEN, dtype=torch.float64)
-        for row, position in enumerate(range(first, len(text))):
-            state = weight["fc.weight"] @ states[row] if row < len(states) else out
-            token = self.norm(weight["embed_tokens.weight"][text[position]], "midlayer.input_layernorm")
-            x = torch.cat((token, self.norm(state, "midlayer.hidden_norm")))
-            q, k, v = ((weight[f"midlayer.self_attn.{name}_proj.weight"] @ x).view(-1, self.size) for name in "qkv")
-            keys.append(self.rotated(k, position - 1))
-            values.append(v)
-            mixed = []
-            for number, query in enumerate(self.rotated(q, position - 1)):
-                group = number // (self.heads // self.kv_heads)
-                scores = torch.stack([query @ key[group] for key in keys]) / self.size**0.5
-                mixed.append(sum(p * value[group] for p, value in zip(scores.softmax(0), values, strict=True)))
-            out = state + weight["midlayer.self_attn.o_proj.weight"] @ torch.cat(mixed)
-            y = self.norm(out, "midlayer.post_attention_layernorm")
-            inner = torch.nn.functional.silu(weight["midlayer.mlp.gate_proj.weight"] @ y)
-            out = out + weight["midlayer.mlp.down_proj.weight"] @ (inner * (weight["midlayer.mlp.up_proj.weight"] @ y))
-        return weight["lm_head.weight"] @ self.norm(out, "norm"), out
-
-    def children(self, path: tuple[int, ...], tokens: Sequence[int], states: Tensor, topk: int = 1,
-                 first: int = 1) -> tuple[list[int], list[float]]:
-        scores, columns = self.run(tokens, states, path, first)[0].log_softmax(0).topk(topk)
-        return self.ids[columns].tolist(), scores.tolist()
 
 
 def states_of(count: int, seed: int) -> Tensor:
@@ -295,7 +246,7 @@ NEEDED = [name for name in eagle_tensors(eagle_config()) if name not in ("t2d", 
 def test_a_missing_tensor_is_named(tmp_path: Path, target: Path, name: str) -> None:
     tensors = eagle_tensors(eagle_config())
     del tensors[name]
-    with pytest.raises(ModelError, match=name):
+    with pytest.raises(ModelError, match=name.replace("midlayer", "layers.0")):
         read_head(write_eagle_folder(tmp_path, tensors=tensors), target)
 
 
@@ -303,7 +254,8 @@ def test_a_missing_tensor_is_named(tmp_path: Path, target: Path, name: str) -> N
 def test_a_wrong_shape_is_named(tmp_path: Path, target: Path, name: str) -> None:
     tensors = eagle_tensors(eagle_config())
     tensors[name] = tensors[name][:-1].clone()
-    with pytest.raises(ModelError, match=rf"{name} has shape .* expected"):
+    plain = name.replace("midlayer", "layers.0")
+    with pytest.raises(ModelError, match=f"{plain} has shape .* expected"):
         read_head(write_eagle_folder(tmp_path, tensors=tensors), target)
 
 

@@ -10,12 +10,17 @@ from slipstream.drafters.base import Drafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.errors import ConfigError
 
+NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
+                "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}
+
 
 def create(section: DraftSection, model: ModelSection) -> Drafter:
     """The drafter that ``section`` asks for; ``model`` is the target's section (heads read its config and embedding).
 
     Raises ConfigError when no draft model is named, ModelError when it cannot be used or does not fit the target.
     """
+    if section.token_map and section.drafter in NO_TOKEN_MAP:
+        raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
         return NgramDrafter(section.ngram, section.max_sessions)
     if not section.model:
@@ -24,6 +29,10 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
         from slipstream.drafters.loading import load_standalone
 
         return load_standalone(section)
+    if section.drafter == "eagle2":
+        from slipstream.drafters.loading import load_eagle2
+
+        return load_eagle2(section, model)
     from slipstream.drafters.loading import load_eagle
 
     return load_eagle(section, model)

@@ -1,36 +1,45 @@
 """An EAGLE-3 head as it is published: ``config.json`` and safetensors, read and checked against its target.
 
 Rules:
-1. Tensors: ``fc.weight`` (``fc.bias``), ``midlayer.*`` (or ``layers.0.*``), ``norm.weight``, ``lm_head.weight``,
-   ``d2t``, ``t2d``, ``embed_tokens.weight`` or else the target's; all of them with or without a leading ``model.``.
+1. Tensors, by the plain names of ``layout.py``: ``fc.weight`` (``fc.bias``), ``layers.0.*``, ``norm.weight``, ``d2t``,
+   ``t2d``, ``embed_tokens.weight`` or else the target's, ``lm_head.weight`` or else the head's own embedding where the
+   config ties them, or else the target's rows; ``input_norm.weight`` where ``norm_before_fc`` says so.
 2. ``d2t`` holds differences: draft id i means target id ``i + d2t[i]``. ``t2d`` is a mask and only checked.
 3. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a target
-   with n layers. Explicit ids name layers by their *output*, so id i is what enters layer i + 1.
-4. What the head's config leaves out of its rotary positions is the target's; what differs from the target's is used and
-   warned of, because converted configs are known to carry a wrong ``rope_theta``.
+   with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters layer
+   i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them apart
+   by their first id). In the speculators layout ids name what *enters* a layer.
+4. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
 5. Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found.
 
-It knows nothing about sessions or forwards. Format: arXiv 2503.01840 and its reference repository's checkpoints
-(architecture ``LlamaForCausalLMEagle3``).
+It knows nothing about sessions or forwards. Format: arXiv 2503.01840, its reference repository's checkpoints
+(architecture ``LlamaForCausalLMEagle3``) and those of vLLM's speculators library (``Eagle3Speculator``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from slipstream.drafters.layout import (
+    LAYER,
+    Published,
+    fc_bias,
+    layer_config,
+    layer_shapes,
+    read_published,
+    read_tensors,
+)
+from slipstream.drafters.lent import lent_embedding, lent_lm_head
 from slipstream.engine.layers import take
-from slipstream.engine.model import ModelConfig, parse_config, read_json
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.model import ModelConfig
 from slipstream.errors import ModelError
-from slipstream.log import logger
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-LAYER = "midlayer"
+SPECULATORS = "eagle3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,114 +50,102 @@ class EagleHead:
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]  # as FeatureSpec.layers
-    tensors: Mapping[str, torch.Tensor]  # names of rule 1, without ``model.``, the layer as ``midlayer``
+    tensors: Mapping[str, torch.Tensor]  # names of rule 1
     vocabulary: torch.Tensor  # int64 [draft_vocab_size] target ids
+    norm_before_residual: bool = False
 
 
 def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
-    where = str(Path(folder) / "config.json")
-    raw = read_json(Path(folder) / "config.json")
-    target = ModelConfig.from_folder(target_folder)
-    if raw.get("architectures") != [ARCHITECTURE]:
-        raise ModelError(f"{where}: architectures: expected [{ARCHITECTURE!r}], found {raw.get('architectures')!r}")
-    config = _config(raw, target, where)
-    hidden = _size(raw, "target_hidden_size", target.hidden_size, where)
-    if hidden != target.hidden_size:
-        raise ModelError(f"{where}: target_hidden_size: the head was made for {hidden}, the target has "
-                         f"{target.hidden_size}")
-    draft_vocab = _size(raw, "draft_vocab_size", config.vocab_size, where)
-    taps = _taps(raw, target.num_layers, where)
-    tensors = _renamed(load_tensors(folder))
+    published, target = read_published(folder), ModelConfig.from_folder(target_folder)
+    _check_kind(published)
+    config = layer_config(published, target)
+    hidden = published.size("target_hidden_size", target.hidden_size)
+    published.must_fit("target_hidden_size", hidden, target.hidden_size)
+    tensors = read_tensors(folder)
+    default_vocab = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
+    draft_vocab = published.size("draft_vocab_size", default_vocab)
+    taps = _taps(published, target.num_layers)
+    _check_shapes(tensors, _shapes(published, tensors, config, draft_vocab, len(taps) * hidden))
+    vocabulary = _vocabulary(tensors, draft_vocab, config.vocab_size)
     if "embed_tokens.weight" not in tensors:
-        tensors["embed_tokens.weight"] = _target_embedding(target_folder, config)
-    _check_shapes(tensors, config, draft_vocab, len(taps) * hidden)
-    return EagleHead(config, hidden, draft_vocab, taps, tensors, _vocabulary(tensors, draft_vocab, config.vocab_size))
+        tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = _lm_head(tensors, config, target, target_folder, vocabulary)
+    return EagleHead(config, hidden, draft_vocab, taps, tensors, vocabulary,
+                     published.flag("norm_before_residual", None if published.speculators else False))
 
 
-def _config(raw: dict[str, Any], target: ModelConfig, where: str) -> ModelConfig:
-    own_rope = any(raw.get(name) is not None for name in ("rope_theta", "rope_parameters", "rope_scaling"))
-    config = parse_config({"model_type": "llama", **raw}, where)
-    if config.num_layers != 1:
-        raise ModelError(f"{where}: num_hidden_layers: expected 1, found {config.num_layers}")
-    if config.vocab_size != target.vocab_size:
-        raise ModelError(f"{where}: vocab_size: the head was made for {config.vocab_size} tokens, the target has "
-                         f"{target.vocab_size}")
-    rope = (target.rope_theta, target.rope_scaling)
-    if not own_rope:
-        return replace(config, rope_theta=target.rope_theta, rope_scaling=target.rope_scaling)
-    if (config.rope_theta, config.rope_scaling) != rope:
-        logger("draft").warning("the head's rotary positions differ from the target's; if it accepts little, correct "
-                                "rope_theta in its config.json", file=where, head=config.rope_theta,
-                                target=target.rope_theta)
-    return config
+def _check_kind(published: Published) -> None:
+    where = published.where
+    if published.speculators:
+        if published.speculators != SPECULATORS:
+            raise ModelError(f"{where}: speculators_model_type: expected '{SPECULATORS}', found "
+                             f"{published.speculators!r}; 'eagle' heads are for draft.drafter: eagle2")
+        return
+    architectures = published.fields.get("architectures")
+    if architectures != [ARCHITECTURE]:
+        raise ModelError(f"{where}: architectures: expected [{ARCHITECTURE!r}], found {architectures!r}; EAGLE-1 and "
+                         "EAGLE-2 heads are for draft.drafter: eagle2")
 
 
-def _size(raw: dict[str, Any], name: str, default: int, where: str) -> int:
-    value = raw.get(name)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 24:
-        raise ModelError(f"{where}: {name}: expected a positive number, found {value!r}")
-    return value
-
-
-def _taps(raw: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    section = raw.get("eagle_config") or {}
+def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
+    fields, where = published.fields, published.where
+    section = fields.get("eagle_config") or {}
     if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
         raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
-    ids = section.get("eagle_aux_hidden_state_layer_ids", raw.get("eagle_aux_hidden_state_layer_ids"))
+    ids = section.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))
+    default = (2, num_layers // 2, num_layers - 3)
     if ids is None:
-        taps = (2, num_layers // 2, num_layers - 3)
-    elif isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
-        taps = tuple(i + 1 for i in ids)
+        taps = default
+    elif isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        inputs = bool(published.speculators) or tuple(ids) == default
+        taps = tuple(i if inputs else i + 1 for i in ids)
     else:
         raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: expected layer numbers, found {ids!r}")
     if any(not 0 <= tap <= num_layers for tap in taps):
         raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: {ids or 'the default'} does not fit a target "
                          f"with {num_layers} layers")
+    count = published.size("num_aux_hidden_states", len(taps))
+    if count != len(taps):
+        raise ModelError(f"{where}: num_aux_hidden_states: {count}, but eagle_aux_hidden_state_layer_ids "
+                         f"({ids or 'the default'}) names {len(taps)} layers")
     return taps
 
 
-def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    renamed = {}
-    for name, tensor in tensors.items():
-        plain = name.removeprefix("model.")
-        renamed[f"{LAYER}{plain.removeprefix('layers.0')}" if plain.startswith("layers.0.") else plain] = tensor
-    return renamed
+def _lm_head(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: ModelConfig, target_folder: str | Path,
+             vocabulary: torch.Tensor) -> torch.Tensor:
+    if config.tied_embeddings:
+        return tensors["embed_tokens.weight"].index_select(0, vocabulary)
+    if config.hidden_size != target.hidden_size:
+        raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
+                         f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
+    return lent_lm_head(target_folder, target, vocabulary)
 
 
-def _target_embedding(folder: str | Path, config: ModelConfig) -> torch.Tensor:
-    try:
-        return take(load_tensors(folder), "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    except ModelError as error:
-        raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}") from error
-
-
-def _check_shapes(tensors: Mapping[str, torch.Tensor], config: ModelConfig, draft_vocab: int, width: int) -> None:
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_heads * size, config.num_kv_heads * size
+def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, draft_vocab: int,
+            width: int) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (config.vocab_size, hidden),
         "fc.weight": (hidden, width),
         "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab, hidden),
         f"{LAYER}.hidden_norm.weight": (hidden,),
         f"{LAYER}.input_layernorm.weight": (hidden,),
-        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
-        f"{LAYER}.self_attn.q_proj.weight": (queries, 2 * hidden),
-        f"{LAYER}.self_attn.k_proj.weight": (keys, 2 * hidden),
-        f"{LAYER}.self_attn.v_proj.weight": (keys, 2 * hidden),
-        f"{LAYER}.self_attn.o_proj.weight": (hidden, queries),
-        f"{LAYER}.mlp.gate_proj.weight": (inner, hidden),
-        f"{LAYER}.mlp.up_proj.weight": (inner, hidden),
-        f"{LAYER}.mlp.down_proj.weight": (hidden, inner),
+        **layer_shapes(config, 2 * hidden),
+        **fc_bias(published, tensors, hidden),
     }
-    if "fc.bias" in tensors:
-        shapes["fc.bias"] = (hidden,)
+    if published.flag("norm_before_fc", False):
+        shapes["input_norm.weight"] = (width,)
+    elif "input_norm.weight" in tensors:
+        raise ModelError(f"{published.where}: norm_before_fc: it is not set, but tensor input_norm.weight is there")
+    optional = {"embed_tokens.weight": (config.vocab_size, hidden), "lm_head.weight": (draft_vocab, hidden),
+                "t2d": (config.vocab_size,)}
     if draft_vocab != config.vocab_size or "d2t" in tensors:
         shapes["d2t"] = (draft_vocab,)
-    if "t2d" in tensors:
-        shapes["t2d"] = (config.vocab_size,)
+    return shapes | {name: shape for name, shape in optional.items() if name in tensors}
+
+
+def _check_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in shapes.items():
         take(tensors, name, *shape)
 

@@ -3,8 +3,8 @@
 Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
    Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
-2. Target states are projected once, by ``fc``, when they arrive. Below the newest token the layer's own output, before
-   the final norm, takes their place; ``fc`` is not applied to it.
+2. Target states are projected once, by ``fc`` (behind a norm, if the head has one there), when they arrive. Below the
+   newest token the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
 3. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
 
 It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slipstream.drafters.checkpoint import LAYER, EagleHead
-from slipstream.drafters.network import Output
+from slipstream.drafters.checkpoint import EagleHead
+from slipstream.drafters.layout import LAYER
+from slipstream.drafters.network import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.kv import KVPool, Slots
@@ -51,9 +52,11 @@ class EagleNetwork:
         self._spec = spec
         self._dtype = kind
         self._embedding = tensors["embed_tokens.weight"]
+        self._input_norm = tensors.get("input_norm.weight")
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
         self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size)
         self._hidden_norm = tensors[f"{LAYER}.hidden_norm.weight"]
+        self._norm_before_residual = head.norm_before_residual
         self._norm = tensors["norm.weight"]
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, kind, device)
@@ -61,10 +64,10 @@ class EagleNetwork:
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
-        content = bytearray(b"".join(f.rows for f in features))
-        rows = torch.frombuffer(content, dtype=dtype_of(self._spec.dtype)).view(-1, self._spec.width)
-        projected = self._fc(rows.to(self.device, self._dtype))
-        return list(torch.split_with_sizes(projected, [f.num_rows for f in features]))
+        rows = wire_rows(features, self._spec, self.device, self._dtype)
+        if self._input_norm is not None:
+            rows = rms_norm(rows, self._input_norm, self._config.norm_eps)
+        return apart(self._fc(rows), features)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
@@ -74,7 +77,8 @@ class EagleNetwork:
         step = Step(batch, self._rope, self._config, self._dtype)
         token = self._layer.norm(F.embedding(batch.tokens, self._embedding))
         state_normed = rms_norm(state, self._hidden_norm, self._config.norm_eps)
-        out = self._layer(state, step, self._pool.kv[0], torch.cat((token, state_normed), -1))
+        residual = state_normed if self._norm_before_residual else state
+        out = self._layer(residual, step, self._pool.kv[0], torch.cat((token, state_normed), -1))
         out = out.index_select(0, batch.logit_rows)
         logits = self._lm_head(rms_norm(out, self._norm, self._config.norm_eps))
         return Output(logits.to(torch.promote_types(self._dtype, torch.float32)), out)

@@ -18,6 +18,7 @@ import torch
 
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import Slots
+from slipstream.engine.model import dtype_of
 from slipstream.messages import Features, FeatureSpec
 
 
@@ -48,3 +49,16 @@ class Network(Protocol):
     def forward(self, batch: ForwardBatch) -> Output:
         """Run a batch; ``batch.features`` [T, W] with lag 1. KV is written at the batch's slots."""
         ...
+
+
+def wire_rows(features: Sequence[Features], spec: FeatureSpec, device: torch.device,
+              dtype: torch.dtype) -> torch.Tensor:
+    """The rows of ``features``, already checked against ``spec``, one below the other: [sum of M, width], in a
+    network's own dtype and place. This is the edge at which a target's dtype becomes a drafter's."""
+    content = bytearray(b"".join(f.rows for f in features))
+    return torch.frombuffer(content, dtype=dtype_of(spec.dtype)).view(-1, spec.width).to(device, dtype)
+
+
+def apart(rows: torch.Tensor, features: Sequence[Features]) -> list[torch.Tensor]:
+    """[sum of M, W] -> [M, W] for each of ``features``."""
+    return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))

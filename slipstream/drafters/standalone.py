@@ -26,10 +26,11 @@ class StandaloneNetwork:
     lag = 0
     hidden_size = 0
     features: FeatureSpec | None = None
-    vocabulary: torch.Tensor | None = None
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, vocabulary: torch.Tensor | None = None) -> None:
+        """vocabulary: int64 [K] token ids of the logits' columns, where ``runner``'s model has a token map."""
         self._runner = runner
+        self.vocabulary = vocabulary
         self.vocab_size = runner.config.vocab_size
         self.max_context = runner.config.max_context
         self.slots: Slots = runner.slots

@@ -65,15 +65,17 @@ class Attention:
 
 
 class DecoderLayer:
-    """One layer; ``in_features`` is the width that attention reads, H unless a draft head reads more."""
+    """One layer; ``in_features`` is the width that attention reads, H unless a draft head reads more. ``input_norm``
+    False: what comes in is read as it is."""
 
     __slots__ = ("_attention", "_down", "_eps", "_gate_up", "_input_norm", "_post_norm")
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str, in_features: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str, in_features: int | None = None,
+                 input_norm: bool = True) -> None:
         """tensors: by name, already in the dtype and on the device to run in; prefix: such as ``model.layers.0``."""
         hidden, inner = config.hidden_size, config.intermediate_size
         self._attention = Attention(config, tensors, f"{prefix}.self_attn", in_features or hidden)
-        self._input_norm = take(tensors, f"{prefix}.input_layernorm.weight", hidden)
+        self._input_norm = take(tensors, f"{prefix}.input_layernorm.weight", hidden) if input_norm else None
         self._post_norm = take(tensors, f"{prefix}.post_attention_layernorm.weight", hidden)
         names = [f"{prefix}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
         gate, up = (take(tensors, f"{name}.weight", inner, hidden) for name in names[:2])
@@ -85,7 +87,7 @@ class DecoderLayer:
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's input norm; draft heads apply it themselves, to the token's half of a wider input."""
-        return rms_norm(x, self._input_norm, self._eps)
+        return x if self._input_norm is None else rms_norm(x, self._input_norm, self._eps)
 
     def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor,
                  attention_input: torch.Tensor | None = None) -> torch.Tensor:

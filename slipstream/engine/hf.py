@@ -1,4 +1,5 @@
-"""Any causal language model of transformers behind the CausalModel protocol: the breadth path, and decoder.py's oracle.
+"""Any causal language model of transformers behind the CausalModel protocol: the breadth path, and decoder.py's oracle;
+and single decoder layers of such a model, for draft heads that are layers of the target's own kind.
 
 Rules:
 1. The model runs through transformers' attention interface: our function writes KV into the pool and attends over
@@ -13,6 +14,7 @@ It knows nothing about sessions. transformers computes its norms in float32, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
+from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
 from slipstream.errors import ModelError
 from slipstream.tree import MAX_NODES
@@ -74,8 +77,7 @@ class HFModel:
 
     def __init__(self, model: PreTrainedModel, eos_token_ids: tuple[int, ...] = ()) -> None:
         """model: in its final dtype and place. Raises ModelError for what this engine cannot keep exact."""
-        AttentionInterface.register(ATTENTION, attention)
-        model.set_attn_implementation(ATTENTION)
+        _attend_over_slots(model, model.dtype)
         whole: Any = model  # transformers leaves these untyped
         self._decoder, self._text = whole.get_decoder(), whole.config.get_text_config()
         self._embed, self._head = whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -126,16 +128,106 @@ class HFModel:
         probe = Probe()
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._run(start, start, probe)
-        if set(probe.shapes) != set(range(text.num_hidden_layers)):
-            raise ModelError(f"{where}: only layers {sorted(probe.shapes)} of {text.num_hidden_layers} have attention "
-                             "that this engine can serve")
-        if len(set(probe.shapes.values())) != 1:
-            raise ModelError(f"{where}: attention heads differ between layers: {sorted(set(probe.shapes.values()))}")
-        heads, kv_heads, size = probe.shapes[0]
         rows, hidden = self._embed.weight.shape
-        return ModelConfig(text.model_type, rows, hidden, 0, text.num_hidden_layers, heads, kv_heads, size,
-                           text.max_position_embeddings, 0.0, 0.0, None, bool(text.tie_word_embeddings), False, False,
-                           False, False, 0, eos_token_ids)
+        return _measures(text, probe, where, rows, hidden, eos_token_ids)
+
+
+class HFLayers:
+    """The layers of a multi-token prediction head, which are decoder layers of the target's own kind, apart from any
+    model. As in the target they attend through the pool, layer i in the pool's layer i."""
+
+    __slots__ = ("_layers", "_rotary", "config", "device", "dtype")
+
+    def __init__(self, folder: str | Path, tensors: Tensors, prefixes: Sequence[str], dtype: torch.dtype,
+                 device: torch.device) -> None:
+        """folder: whose ``config.json`` describes the model; prefixes: of each layer's tensors, such as
+        ``model.layers.61``. Raises ModelError naming a tensor that is missing or of a wrong shape, or what cannot be
+        kept exact."""
+        model = _bare(folder, len(prefixes))
+        _attend_over_slots(model, dtype)
+        self.dtype, self.device = dtype, device
+        self._layers = [_filled(layer, tensors, prefix, dtype, device)
+                        for layer, prefix in zip(model.layers, prefixes, strict=True)]
+        self._rotary = nn.Module.to(type(model.rotary_emb)(config=model.config), device)
+        self.config = self._measure(model.config)
+
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """One forward: a function of a layer's number and its input [T, H] that gives its output [T, H]."""
+        return self._run(batch.positions, Step(batch, pool))
+
+    def _run(self, positions: torch.Tensor, step: Step | Probe) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        angles = self._rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions[None])
+
+        def run(number: int, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self._layers[number](x[None], attention_mask=None, position_ids=positions[None],
+                                                     position_embeddings=angles, slipstream_step=step)
+            return out[0]
+
+        return run
+
+    @torch.inference_mode()
+    def _measure(self, config: Any) -> ModelConfig:
+        where = f"{config.model_type} layers"
+        _refuse(config.to_dict(), where)
+        probe = Probe()
+        run = self._run(torch.zeros(1, dtype=torch.int64, device=self.device), probe)
+        for number in range(len(self._layers)):
+            run(number, torch.zeros(1, config.hidden_size, dtype=self.dtype, device=self.device))
+        return _measures(config, probe, where, config.vocab_size, config.hidden_size, ())
+
+
+def _bare(folder: str | Path, num_layers: int) -> Any:
+    """The model without weights, with so many layers as its prediction heads have them."""
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config.num_mtp_layers = num_layers
+        auto: Any = AutoModel
+        with torch.device("meta"):
+            model: Any = auto.from_config(config.get_mtp_config(), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{folder}: transformers cannot build it: {str(error).splitlines()[0]}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _filled(layer: nn.Module, tensors: Tensors, prefix: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The layer with weights. Checkpoints hold each expert by itself, transformers holds all of them in one."""
+    state = {}
+    for name, empty in layer.state_dict().items():
+        # What only corrects the choice of experts is kept as exact as transformers keeps it.
+        kind = torch.promote_types(dtype, torch.float32) if name.endswith("e_score_correction_bias") else dtype
+        full = f"{prefix}.{name}"
+        whole = _experts(tensors, full, empty) if ".experts." in name else take(tensors, full, *empty.shape)
+        state[name] = whole.to(device, kind)
+    layer.load_state_dict(state, assign=True)
+    return layer.requires_grad_(False)
+
+
+def _experts(tensors: Tensors, name: str, empty: torch.Tensor) -> torch.Tensor:
+    above, _, last = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    count, rows, columns = empty.shape
+    return torch.stack([torch.cat([take(tensors, f"{above}.{i}.{part}.weight", rows // len(parts), columns)
+                                   for part in parts]) for i in range(count)])
+
+
+def _attend_over_slots(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    AttentionInterface.register(ATTENTION, attention)
+    model.set_attn_implementation(ATTENTION)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped kernels have no float64
+
+
+def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
+              eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    if set(probe.shapes) != set(range(text.num_hidden_layers)):
+        raise ModelError(f"{where}: only layers {sorted(probe.shapes)} of {text.num_hidden_layers} have attention "
+                         "that this engine can serve")
+    if len(set(probe.shapes.values())) != 1:
+        raise ModelError(f"{where}: attention heads differ between layers: {sorted(set(probe.shapes.values()))}")
+    heads, kv_heads, size = probe.shapes[0]
+    return ModelConfig(text.model_type, rows, hidden, 0, text.num_hidden_layers, heads, kv_heads, size,
+                       text.max_position_embeddings, 0.0, 0.0, None, bool(text.tie_word_embeddings), False, False,
+                       False, False, 0, eos_token_ids)
 
 
 def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -24,7 +24,8 @@ from slipstream.errors import ModelError
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # model_type -> (bias of q, k and v; norm of q and k)
-FAMILY = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+FAMILY = {"llama": (False, False), "mistral": (False, False), "mimo": (True, False), "qwen2": (True, False),
+          "qwen3": (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,8 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
         model_type, fields.integer("vocab_size"), hidden_size, fields.integer("intermediate_size"),
         fields.integer("num_hidden_layers", high=1024), num_heads, num_kv_heads, head_dim,
         fields.integer("max_position_embeddings", 2048), fields.real("rms_norm_eps", 1e-6), theta, scaling,
-        fields.flag("tie_word_embeddings", False), qkv_bias or attention_bias, attention_bias,
+        fields.flag("tie_word_embeddings", False), qkv_bias or attention_bias,
+        attention_bias and not qkv_bias,  # a family with biases of its own (MiMo says attention_bias) has none at o
         fields.flag("mlp_bias", False), qk_norm, _window(fields, model_type), eos_token_ids,
     )
 
@@ -211,7 +213,7 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
 
 def _window(fields: _Fields, model_type: str) -> int:
     # Qwen configs carry a window that a second field switches off.
-    if model_type in ("qwen2", "qwen3"):
+    if model_type in ("mimo", "qwen2", "qwen3"):
         fields.must_be("use_sliding_window", False)
         return 0
     if model_type != "mistral" or fields.raw.get("sliding_window") is None:

@@ -9,7 +9,10 @@ It knows nothing about where folders come from (``models.py``) or how weights ar
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,16 +21,27 @@ from slipstream.engine.decoder import Decoder
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.errors import ModelError
 
-__all__ = ["DTYPES", "CausalModel", "ModelConfig", "dtype_of", "load_model", "load_tensors"]
+__all__ = ["DTYPES", "CausalModel", "ModelConfig", "dtype_of", "load_model", "load_tensors", "tensor_names"]
 
 
-def load_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder's safetensors by name, in its stored dtype, on the CPU. Raises ModelError."""
+def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of the folder's safetensors by name, in their stored dtypes, on the CPU: those of ``names`` that are
+    there, or (None) all. Raises ModelError."""
     folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return _sharded(folder, index)
-    return _tensors_of(folder / "model.safetensors")
+        return _sharded(folder, index, names)
+    return _tensors_of(folder / "model.safetensors", names)
+
+
+def tensor_names(folder: str | Path) -> set[str]:
+    """The names of the tensors that ``load_tensors`` would read; only headers are. Raises ModelError."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return set(_weight_map(index))
+    with _opened(folder / "model.safetensors") as file:
+        return set(file.keys())
 
 
 def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
@@ -44,26 +58,39 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     return Decoder.from_tensors(config, load_tensors(folder), dtype_of(dtype), device_of(device))
 
 
-def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    with _opened(path) as file:
+        names: list[str] = list(file.keys())
+        return {name: file.get_tensor(name) for name in names if wanted is None or name in wanted}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     if not path.exists():
         raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            names: list[str] = list(file.keys())
-            return {name: file.get_tensor(name) for name in names}
+            yield file
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: not readable as safetensors: {error}") from error
 
 
-def _sharded(folder: Path, index: Path) -> dict[str, torch.Tensor]:
+def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
+    return weight_map
+
+
+def _sharded(folder: Path, index: Path, names: Collection[str] | None) -> dict[str, torch.Tensor]:
+    weight_map = _weight_map(index)
+    if names is not None:
+        weight_map = {name: file for name, file in weight_map.items() if name in names}
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
             raise ModelError(f"{index}: weight_map: {name!r} is not the name of a file of this folder")
-        tensors.update(_tensors_of(folder / name))
+        tensors.update(_tensors_of(folder / name, names))
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
         raise ModelError(f"{index}: tensor {missing[0]} is in the index but in none of its files")
