@@ -11,10 +11,10 @@ else
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)
 endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
-PACKAGES := slipstream draft_service target_service router bench
+PACKAGES := slipstream draft_service target_service router train bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke bench-exact demo-fallback docs clean
+.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-drafts demo-fallback docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -44,6 +44,10 @@ bench-smoke: setup  ## a dozen prompts: plain, ngram and standalone side by side
 
 bench-exact: setup  ## does speculation change an answer? plain against ngram, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+
+bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
+	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
+		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
 
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)

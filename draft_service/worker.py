@@ -193,7 +193,8 @@ class DraftWorker:
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
-                round_.commits.append(replace(item, session=number))
+                features = None if item.features is None else replace(item.features, session=number)
+                round_.commits.append(replace(item, session=number, features=features))
                 followed.wanted, followed.stale = item.wanted, True
             case DraftEvent.GAP, _:
                 self._forget(followed, round_)

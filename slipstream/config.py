@@ -34,6 +34,8 @@ class ModelSection(Section):
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
     threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
+    compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
+                          "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
 
 
 class NgramSection(Section):
@@ -45,6 +47,8 @@ class NgramSection(Section):
     max_bfs_breadth: int = Field(4, ge=1, le=16)
     match_type: Literal["BFS", "PROB"] = Field("BFS", description="BFS: newest continuation first; PROB: most frequent")
     capacity: int = Field(1_000_000, ge=1000, description="nodes that one session's trie may hold")
+    trust_match: int = Field(6, ge=1, description="draft.combine_ngram: a match of so many tokens, where such matches "
+                             "came true before, goes without the head; above max_trie_depth: never")
 
 
 class GrowthSection(Section):
@@ -58,9 +62,14 @@ class GrowthSection(Section):
 class DraftSection(Section):
     listen: str = "127.0.0.1:50052"
     metrics_listen: str = "127.0.0.1:9102"
-    drafter: Literal["ngram", "standalone", "eagle2", "eagle3"] = "ngram"
-    model: str = Field("", description="draft model or head: a name or a folder; not for ngram")
+    drafter: Literal["ngram", "standalone", "eagle2", "eagle3", "mtp"] = "ngram"
+    model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
+                       "head inside the target's own folder")
     token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
+    project_features: bool = Field(True, description="the target applies an EAGLE-3 head's fc before it sends states: "
+                                   "a third of the bytes; off: it sends them as they are")
+    combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
+    compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)
@@ -77,6 +86,8 @@ class PolicySection(Section):
 
     enabled: bool = True
     max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted")
+    min_nodes: int = Field(1, ge=1, le=63, description="fewer draft nodes are not verified; max_nodes: whole trees or "
+                           "nothing, to measure drafters with")
     enter_gain: float = Field(1.05, gt=0, description="estimated gain at which plain goes back to speculation")
     leave_gain: float = Field(0.98, gt=0, description="estimated gain below which speculation stops")
     min_dwell_s: float = Field(0.5, ge=0, description="a mode lasts at least so long")
@@ -88,9 +99,11 @@ class PolicySection(Section):
     deadline_max_s: float = Field(0.25, gt=0, description="a step never waits longer for a drafter")
 
     @model_validator(mode="after")
-    def _gap(self) -> PolicySection:
+    def _limits(self) -> PolicySection:
         if self.enter_gain <= self.leave_gain:
             raise ValueError("enter_gain must be above leave_gain, or the policy flaps")
+        if self.min_nodes > max(1, self.max_nodes):
+            raise ValueError("min_nodes must not be above max_nodes, or nothing is ever verified")
         return self
 
 
@@ -106,6 +119,10 @@ class TargetSection(Section):
     prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
     max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
     prefix_cache: bool = True
+    accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
+                                           "token whose probability is at least this")
+    accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
+                                        "tokens 1 / this times as often as their probability says")
     policy: PolicySection = PolicySection()
 
 

@@ -190,6 +190,9 @@ class TargetMetrics:
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
         self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
         self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
+        self._suspect = registry.gauge("pairing_suspect", "1: a drafter is right by chance at most.", "peer")
+        self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
+        self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
 
     def request(self, outcome: str) -> None:
         """``outcome``: stop, length, cancelled, refused or failed."""
@@ -245,6 +248,16 @@ class TargetMetrics:
 
     def drafts_connected(self, count: int) -> None:
         self._links.of().set(count)
+
+    def pairing_suspect(self, peer: str, suspect: bool) -> None:
+        self._suspect.of(peer).set(suspect)
+
+    def lossy(self, lossy: bool) -> None:
+        self._lossy.of().set(lossy)
+
+    def lenient(self, tokens: int) -> None:
+        if tokens:
+            self._lenient.of().inc(tokens)
 
 
 class DraftMetrics:

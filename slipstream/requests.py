@@ -56,6 +56,7 @@ class Piece:
     state: State = "speculate"
     cached_tokens: int = 0  # of the prompt; in the first piece
     queue_s: float = 0.0  # arrival to first step; in the first piece
+    lossy: bool = False  # accept thresholds below 1 were applied to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class TargetInfo:
     slots_free: int
     draining: bool
     drafts: tuple[DraftStatus, ...] = ()
+    lossy: bool = False  # accept thresholds below 1: sampled answers are not the model's own
 
 
 class Answer(Protocol):

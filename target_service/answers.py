@@ -145,9 +145,12 @@ class Answers:
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
         waited_s = self.waited(running, started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
+        if drafted:
+            self._pool.judge(running, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
-                      running.policy.mode.value)
+                      running.policy.mode.value, lossy=verified.lossy)
+        self._metrics.lenient(verified.lenient)
         if first:
             piece = replace(piece, cached_tokens=running.cached_tokens,
                             queue_s=max(0.0, running.first_step_s - running.arrived_s))
@@ -177,7 +180,7 @@ class Answers:
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
         elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
-            running.committed_s, running.heard_s = now_s, None
+            running.committed_s, running.heard_s, running.first_round = now_s, None, True
             running.wait_until_s = now_s + running.policy.deadline_s()
 
     def _cut(self, running: Running, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
@@ -200,7 +203,10 @@ class Answers:
         awaited = running.link is not None and running.wait_until_s > running.committed_s
         round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
                        verify_s=step.seconds, wait_s=waited_s, rows=step.rows, late=awaited and not running.side.heard,
-                       exchange_s=running.heard_s - running.committed_s if running.heard_s is not None else None)
+                       exchange_s=running.heard_s - running.committed_s if running.heard_s is not None else None,
+                       first=running.first_round)
+        # The first token comes with the prompt: nobody waits for a drafter there.
+        running.first_round = running.first_round and running.side.num_output == 0
         self._note(running, running.policy.observe(now_s, round_))
 
     def _outcome(self, running: Running, drafted: int) -> str:

@@ -16,6 +16,7 @@ from slipstream.config import Config, TargetSection
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
+from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.metrics import TargetMetrics
@@ -45,7 +46,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     section = config.model
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
-    model = load_model(folder, section.dtype, section.device, section.engine)
+    model = load_model(folder, section.dtype, section.device, section.engine, section.compile)
     max_context = min(config.target.max_context or model.config.max_context, model.config.max_context)
     runner = ModelRunner(model, slots_for(config.target, model, max_context))
     costs = StepCosts(runner.profile())
@@ -53,13 +54,23 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     metrics = TargetMetrics(name)
     worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop))
     digest = tokenizer_hash(folder)
-    served = Served(name, model.config.vocab_size, max_context, digest, runner.slots.num_slots)
+    lossy = _warn_if_lossy(config.target)
+    served = Served(name, model.config.vocab_size, max_context, digest, runner.slots.num_slots, lossy)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, model.config.vocab_size, digest, model.config.hidden_size,
                         model.config.num_layers, max_context)
     logger("target").info("model ready", model=name, dtype=section.dtype, device=section.device,
                           threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
+
+
+def _warn_if_lossy(config: TargetSection) -> bool:
+    thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
+    if thresholds.lossy:
+        logger("target").warning("LOSSY: accept thresholds below 1; sampled answers are not the model's own, and not "
+                                 "repeatable", accept_threshold_single=thresholds.single,
+                                 accept_threshold_acc=thresholds.acc)
+    return thresholds.lossy
 
 
 def threads(wanted: int) -> int:

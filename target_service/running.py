@@ -45,6 +45,7 @@ class Running:
     cached_tokens: int = 0
     link: Link | None = None
     retry_at_s: float = 0.0  # no drafter is asked again before
+    first_round: bool = True  # the drafter that follows has not been awaited yet
     committed_s: float = 0.0  # when the newest token was committed
     heard_s: float | None = None  # when the drafter answered for it
     wait_until_s: float = 0.0  # the deadline of the drafter's answer

@@ -33,6 +33,7 @@ class Served:
     max_context: int
     tokenizer_hash: str
     num_slots: int
+    lossy: bool = False
 
 
 class LoopDispatch:
@@ -118,7 +119,8 @@ class TargetService:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
-                          self._draining, tuple(self._drafts()))
+                          self._draining, tuple(map(worker.pool.with_problem, self._drafts())),
+                          served.lossy)
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones. Returns whether all of them finished in time."""

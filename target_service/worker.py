@@ -24,6 +24,7 @@ from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.errors import RemoteProtocolError
+from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import DraftHello, TargetBound
 from slipstream.metrics import TargetMetrics
@@ -52,6 +53,8 @@ class TargetWorker:
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
         self.pool = DraftPool(runner, metrics)
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
+        self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
+        metrics.lossy(self._thresholds.lossy)
         self._limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
@@ -247,7 +250,7 @@ class TargetWorker:
         self._make_room(rows)
         started_s = self._clock()
         try:
-            results = run_step(self._runner, prefill, trees)
+            results = run_step(self._runner, prefill, trees, self._thresholds)
         except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
             self._log.exception("step failed", rows=rows)
             for running in [r for r, _ in prefill] + [r for r, _ in trees]:

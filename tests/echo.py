@@ -36,6 +36,7 @@ class EchoTarget:
         self.stall_after = stall_after
         self.draining = False
         self.deaf = False
+        self.lossy = False
         self.requests: list[Request] = []
         self.running: set[EchoAnswer] = set()
         self.waiting = 0
@@ -49,7 +50,7 @@ class EchoTarget:
         if self.deaf:
             await asyncio.Event().wait()
         return TargetInfo(self.model, VOCAB, CONTEXT, "", len(self.running), self.waiting, 4096, 4096, self.draining,
-                          (DraftStatus("draft:1", True, "echo"),))
+                          (DraftStatus("draft:1", True, "echo"),), self.lossy)
 
 
 class EchoAnswer:
@@ -96,7 +97,7 @@ class EchoAnswer:
                 tuple(chunk), min(target.accepted, len(chunk)) if speculates else 0, 4 if speculates else 0,
                 tuple(self._logprob(token) for token in chunk) if request.top_logprobs is not None else (), over,
                 target.verify_s[speculates], 0.0, "speculate" if self.speculate else "plain",
-                len(request.tokens) // 2 if pieces == 0 else 0)
+                len(request.tokens) // 2 if pieces == 0 else 0, lossy=target.lossy and speculates)
             pieces += 1
 
     def _logprob(self, token: int) -> TokenLogprob:

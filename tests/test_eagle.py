@@ -18,7 +18,7 @@ from slipstream.drafters.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.errors import ModelError
 from slipstream.messages import Commit, Features, Growth, Open, Sampling
-from tests.eagle_folder import DRAFT_VOCAB, HIDDEN, eagle_config, eagle_tensors, write_eagle_folder
+from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.growth_rules import best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenEagle3 as Written
@@ -228,15 +228,6 @@ def test_without_an_embedding_the_target_lends_its_own(tmp_path: Path, target: P
     del tensors["embed_tokens.weight"]
     with pytest.raises(ModelError, match=r"needs the target's embedding.*\(260, 48\), expected \(260, 32\)"):
         read_head(write_eagle_folder(tmp_path / "b", tensors=tensors), target)
-
-
-def test_rotary_positions_left_out_are_the_targets(tmp_path: Path) -> None:
-    target = write_tiny_model(tmp_path / "target", num_hidden_layers=8,
-                              rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
-    config = eagle_config()
-    assert read_head(write_eagle_folder(tmp_path / "own", config), target).config.rope_theta == 10000.0
-    del config["rope_theta"]
-    assert read_head(write_eagle_folder(tmp_path / "none", config), target).config.rope_theta == 500000.0
 
 
 NEEDED = [name for name in eagle_tensors(eagle_config()) if name not in ("t2d", "embed_tokens.weight")]

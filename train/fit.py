@@ -25,7 +25,7 @@ from train.checkpoint import Checkpoint
 from train.head import Head
 from train.recipe import Recipe
 from train.shards import Conversation
-from train.unroll import rows_of, total_loss, unroll
+from train.unroll import rows_of, unroll
 
 WARMUP_STEPS = 30
 FLOOR = 0.02  # of the learning rate, at the end
@@ -71,7 +71,8 @@ class Training:
         self._optimizer = torch.optim.AdamW([head.tensors[name] for name in self._names], lr=recipe.learning_rate,
                                             betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         self._device = head.embedding.device
-        self._half = half_is_faster(self._device, head.config.hidden_size)
+        half = half_is_faster(self._device, head.config.hidden_size)
+        self._dtype = torch.bfloat16 if half else torch.float32
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``."""
@@ -146,21 +147,19 @@ class Training:
     def _step(self, batch: Sequence[Conversation], share: float) -> None:
         now = self.progress
         now.batch += 1
-        rows = rows_of(batch, self.head, self.recipe.max_rows)
+        rows = rows_of(batch, self.head, self.recipe.max_rows, self.recipe.learnt_roles)
         if len(rows.wanted) == 0:
             return
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * rate(now.step, share)
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-            results = unroll(self.head, rows, self.recipe.unroll)
-            loss = total_loss(results)
+        unrolled = unroll(self.head, rows, self.recipe.unroll, self._dtype)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        unrolled.loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT)
         self._optimizer.step()
-        agreement = [float(result.agreed) / max(1, rows.num_answers) for result in results]
+        agreement = unrolled.agreement
         keep = SMOOTH if now.step else 0.0
-        now.loss = keep * now.loss + (1 - keep) * float(loss)
+        now.loss = keep * now.loss + (1 - keep) * float(unrolled.loss.detach())
         now.agreement = [keep * old + (1 - keep) * new
                          for old, new in zip(now.agreement or agreement, agreement, strict=True)]
         now.step += 1
@@ -170,9 +169,7 @@ class Training:
     def _validate(self) -> tuple[float, ...]:
         if self._held_out is None:
             return ()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-            results = unroll(self.head, self._held_out, self.recipe.unroll)
-        return tuple(float(result.agreed) / max(1, self._held_out.num_answers) for result in results)
+        return unroll(self.head, self._held_out, self.recipe.unroll, self._dtype).agreement
 
 
 def rate(step: int, share: float) -> float:

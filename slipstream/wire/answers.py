@@ -100,7 +100,7 @@ def encode_piece(piece: Piece) -> bytes:
             top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
         finish_reason=FINISH_NUMBERS[piece.finish], verify_us=microseconds(piece.verify_s),
         wait_us=microseconds(piece.wait_s), state=STATE_NUMBERS[piece.state], cached_tokens=piece.cached_tokens,
-        queue_us=microseconds(piece.queue_s),
+        queue_us=microseconds(piece.queue_s), lossy=piece.lossy,
     ).SerializeToString()
 
 
@@ -117,6 +117,7 @@ def decode_piece(data: bytes) -> Piece:
     return Piece(
         tuple(tokens), wire.accepted, wire.drafted, logprobs, FINISHES[wire.finish_reason], wire.verify_us / 1e6,
         wire.wait_us / 1e6, STATES[wire.state], wire.cached_tokens, wire.queue_us / 1e6,
+        wire.lossy,
     )
 
 
@@ -132,7 +133,7 @@ def encode_info(info: TargetInfo) -> bytes:
         model_id=info.model_id, vocab_size=info.vocab_size, max_context=info.max_context,
         tokenizer_hash=info.tokenizer_hash, sessions_running=info.sessions_running,
         sessions_waiting=info.sessions_waiting, slots_total=info.slots_total, slots_free=info.slots_free,
-        draining=info.draining, drafts=drafts,
+        draining=info.draining, drafts=drafts, lossy=info.lossy,
     ).SerializeToString()
 
 
@@ -145,4 +146,5 @@ def decode_info(data: bytes) -> TargetInfo:
     return TargetInfo(
         wire.model_id, wire.vocab_size, wire.max_context, wire.tokenizer_hash, wire.sessions_running,
         wire.sessions_waiting, wire.slots_total, wire.slots_free, wire.draining, drafts,
+        wire.lossy,
     )

@@ -26,6 +26,7 @@ from slipstream.wire.channel import DRAFT_SERVICE, WireCounts
 from slipstream.wire.codec import Faults, FrameLimits, decode_target_frame, encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello
 from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
+from slipstream.wire.projection import encode_projection
 from slipstream.wire.status import abort
 
 HANDSHAKE_S = 5.0
@@ -121,7 +122,7 @@ class DraftServicer:
             self._log.info("target connected", target=peer.name, model=target.model_id)
             limits = FrameLimits.of(target, hello)
             await first_end(self._read(context, peer, target.incarnation, limits),
-                            self._write(context, target.incarnation, outbox),
+                            self._write(context, hello, outbox),
                             outbox.overflowed(), self._drained())
         finally:
             outbox.close()
@@ -144,10 +145,13 @@ class DraftServicer:
             self.counts.invalid_items += len(faults)
             self._events.received(peer, items, faults)
 
-    async def _write(self, context: Context, incarnation: int, outbox: Outbox[TargetBound]) -> None:
+    async def _write(self, context: Context, hello: DraftHello, outbox: Outbox[TargetBound]) -> None:
+        if hello.features is not None and hello.features.projection is not None:
+            for chunk in encode_projection(hello.features.projection, self._max_bytes):
+                await context.write(chunk)
         while True:
             items = await outbox.take(self._max_bytes)
-            frames, oversized = encode_draft_frames(incarnation, items, self._max_bytes)
+            frames, oversized = encode_draft_frames(hello.incarnation, items, self._max_bytes)
             self.counts.oversized_items += len(oversized)
             for frame in frames:
                 await context.write(frame)
