@@ -110,7 +110,7 @@ def default_root() -> Path:
 
 
 def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[ListedModel]:
-    """Every known model and whether it is prepared below ``root`` (None: the default), and every head that comes along."""
+    """Every known model and whether it is prepared below ``root`` (None: the default), and every head of ``heads``."""
     listed = []
     for model in KNOWN.values():
         folder = (root or default_root()) / model.name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.models import KNOWN
 from train.evaluate import Worth
 from train.fit import Progress
 from train.head import Head
@@ -16,9 +17,15 @@ from train.shards import Totals
 
 def card(target: str, head: Head, recipe: Recipe, totals: Totals, coverage: float, progress: Progress,
          found: Sequence[Worth], num_prompts: int) -> str:
-    """The text of ``README.md``."""
-    return "\n".join((*_top(target, head), *_data(recipe, totals, head, coverage), *_recipe(recipe, progress),
-                      *_worth(progress, found, num_prompts), *_limits(target)))
+    """The text of ``README.md``. target: a known model's name, or how its folder is called."""
+    return "\n".join((*_matter(target), *_top(target, head), *_data(recipe, totals, head, coverage),
+                      *_recipe(recipe, progress), *_worth(progress, found, num_prompts), *_limits(target)))
+
+
+def _matter(target: str) -> tuple[str, ...]:
+    if target not in KNOWN:
+        return ()
+    return "---", f"license: {KNOWN[target].license.lower()}", "tags: [speculative-decoding, eagle3]", "---", ""
 
 
 def _top(target: str, head: Head) -> tuple[str, ...]:
@@ -74,4 +81,8 @@ def _limits(target: str) -> tuple[str, ...]:
         "## Limits", "",
         "The prompts above are the target's own, so acceptance on other text will differ; text that copies from a long "
         "prompt is served better by the n-gram drafter. The head never changes an answer, only how fast it comes. Its "
-        f"weights derive from {target} and are under the same licence.", "")
+        f"weights derive from {target} and are under its licence{_licence(target)}.", "")
+
+
+def _licence(target: str) -> str:
+    return f" ({KNOWN[target].license})" if target in KNOWN else ""

@@ -31,20 +31,19 @@ class Lesson:
 
 
 class Distilled(torch.autograd.Function):
-    """states [K, M, H] and lm_head [V', H] -> the weighted sum of all rows' losses, the losses [K, M], and whether the
-    best token is the target's [K, M]; only the first has a gradient."""
+    """states [K, M, H] and lm_head [V', H] -> the weighted sum of all rows' losses, and whether the best token is
+    the target's [K, M]; only the first has a gradient."""
 
     @staticmethod
-    def of(states: torch.Tensor, lm_head: torch.Tensor,
-           lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def of(states: torch.Tensor, lm_head: torch.Tensor, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
         """What the class says."""
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = Distilled.apply(  # type: ignore[no-untyped-call]
+        found: tuple[torch.Tensor, torch.Tensor] = Distilled.apply(  # type: ignore[no-untyped-call]
             states, lm_head, lesson)
         return found
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, lm_head: torch.Tensor,
-                lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:
         steps, count, _ = states.shape
         kind = lesson.dtype
         weight, teacher = lm_head.to(kind), lesson.teacher.to(kind)
@@ -69,8 +68,8 @@ class Distilled(torch.autograd.Function):
             to_states[:, rows] = (slope @ weight).to(states.dtype)
             to_weight += slope.flatten(0, 1).T @ x.flatten(0, 1)
         ctx.save_for_backward(to_states, to_weight)
-        ctx.mark_non_differentiable(losses, agreed)
-        return (losses * lesson.weights).sum(), losses, agreed
+        ctx.mark_non_differentiable(agreed)
+        return (losses * lesson.weights).sum(), agreed
 
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

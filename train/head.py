@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.drafters.layout import LAYER
 from slipstream.engine.layers import take
@@ -30,6 +31,7 @@ SMALL = 0.02  # spread of what begins random, as models of this size are initial
 FAINT = 0.005
 
 Tensors = dict[str, torch.Tensor]
+Counts = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -63,14 +65,22 @@ def layer_config(target: ModelConfig) -> ModelConfig:
                    mlp_bias=False, qk_norm=False, sliding_window=0)
 
 
-def draft_vocabulary(conversations: Iterable[Conversation], vocab: int, size: int) -> tuple[torch.Tensor, float]:
-    """The ``size`` tokens that answers use most, int64 ascending, and the share of answer tokens that they cover."""
+def answer_counts(conversations: Iterable[Conversation], vocab: int) -> Counts:
+    """How often answers use each token, [V]."""
     counts = np.zeros(vocab, np.int64)
     for conversation in conversations:
         counts += np.bincount(conversation.tokens[conversation.roles == ANSWER], minlength=vocab)
-    size = min(size, vocab)
-    ids = np.sort(np.argsort(-counts, kind="stable")[:size])
-    return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
+    return counts
+
+
+def draft_vocabulary(counts: Counts, size: int) -> torch.Tensor:
+    """The ``size`` tokens that answers use most, int64 ascending."""
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def coverage(counts: Counts, vocabulary: torch.Tensor) -> float:
+    """The share of answer tokens that are in ``vocabulary``."""
+    return float(counts[vocabulary.numpy()].sum() / max(1, counts.sum()))
 
 
 def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, seed: int,

@@ -28,12 +28,13 @@ from train.collect import collect, identity_of
 from train.evaluate import Worth, evaluate, prompts_of
 from train.export import export
 from train.fit import Progress, Training
-from train.head import Head, draft_vocabulary, warm_head
+from train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
 from train.plot import curves
 from train.recipe import Recipe
 from train.shards import Shards, Totals
 
 VOCABULARY = "vocabulary"  # among a checkpoint's tensors
+SHORTEST = 3  # tokens of a conversation with a row in it
 EVALUATED = 16  # held-out conversations that are drafted for
 
 
@@ -71,7 +72,7 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
                 "in answers")
     if not recipe.train:
         return ()
-    head, coverage, training = _train(job, config, shards, watcher)
+    head, covered, training = _train(job, config, shards, watcher)
     dtype = dtype_of(recipe.dtype)
     export(head, job.out, dtype)
     watcher.say("drafting for held-out prompts")
@@ -80,29 +81,30 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     now = training.progress
     export(head, job.out, dtype, {
         "training.svg": curves(now.history),
-        "README.md": card(job.name, head, recipe, totals, coverage, now, found, len(prompts))})
+        "README.md": card(job.name, head, recipe, totals, covered, now, found, len(prompts))})
     return found
 
 
 def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> tuple[Head, float, Training]:
     recipe, device = job.recipe, device_of(job.recipe.device)
-    ours, held_out = (list(shards.conversations(kept)) for kept in (False, True))
+    ours, held_out = ([talk for talk in shards.conversations(kept) if len(talk.tokens) >= SHORTEST]
+                      for kept in (False, True))
     if not ours:
         raise ConfigError("every conversation so far is held out: generate more (--minutes, --tokens)")
     folder = job.work / "checkpoints"
     identity = {**recipe.identity(), **identity_of(job.target, config)}
     begun = newest(folder, identity)
-    vocabulary, coverage = draft_vocabulary(ours, config.vocab_size, recipe.draft_vocab)
-    if begun is not None:
-        vocabulary = begun.tensors[VOCABULARY]
-    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {coverage:.1%} of the answers")
+    counts = answer_counts(ours, config.vocab_size)
+    vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if begun is None else begun.tensors[VOCABULARY]
+    covered = coverage(counts, vocabulary)
+    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
     head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
     training = Training(head, recipe, ours, held_out, _saver(folder, vocabulary, identity))
     if begun is not None:
         training.resume(begun)
         watcher.say(f"going on at step {training.progress.step}")
     training.run(recipe.train_seconds(shards.totals().seconds), watcher.training)
-    return head, coverage, training
+    return head, covered, training
 
 
 def _saver(folder: Path, vocabulary: torch.Tensor, identity: dict[str, Any]) -> Callable[[int, Checkpoint], None]:

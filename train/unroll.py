@@ -51,7 +51,6 @@ class Unrolled:
     """What a pass over rows gave, step by step."""
 
     loss: torch.Tensor  # of all steps, later ones counting less; has a gradient
-    losses: tuple[float, ...]  # mean of each step
     agreement: tuple[float, ...]  # share of the spoken tokens whose best draft token is the target's
 
 
@@ -97,9 +96,8 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
     shares = counted.to(normed.dtype) / counted.sum(1, keepdim=True).clamp(min=1)
     decay = DECAY ** torch.arange(steps, dtype=normed.dtype, device=normed.device)[:, None]
     lesson = Lesson(rows.finals, head.teacher, rows.best, shares * decay / decay.sum(), dtype)
-    loss, losses, agreed = Distilled.of(normed, head.tensors["lm_head.weight"], lesson)
-    return Unrolled(loss, tuple((losses * shares).sum(1).tolist()),
-                    tuple(((agreed & counted).sum(1) / max(1, rows.num_spoken)).tolist()))
+    loss, agreed = Distilled.of(normed, head.tensors["lm_head.weight"], lesson)
+    return Unrolled(loss, tuple(((agreed & counted).sum(1) / max(1, rows.num_spoken)).tolist()))
 
 
 def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:

