@@ -39,10 +39,10 @@ lint: .venv/.project  ## ruff, mypy, import rules, protos
 proto: .venv/.project  ## compile proto/ again
 	$(BIN)/python build_protos.py
 
-bench-smoke: setup  ## a dozen prompts: plain, ngram and standalone side by side
+bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.smoke $(ARGS)
 
-bench-exact: setup  ## does speculation change an answer? plain against ngram, greedy and sampled (PROMPTS=folder of question sets)
+bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])

@@ -52,7 +52,7 @@ async def run(questions: list[Question], dtype: str, max_tokens: int) -> int:
                     print(f"{name}, question {number}: {parting(plain, drafted)}")
     finally:
         await pair.stop()
-    write("exact", rows, "bench-exact: n-gram speculation over gRPC against plain decoding")
+    write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
     return different
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.options import ConfigFile, Overrides
+from slipstream.shipped import settled
 from slipstream.terminal import ask, checks_table, complain, plain_table
 from slipstream.train_head import train_head
 from slipstream.tune import tune
@@ -160,7 +161,7 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """
     from slipstream.manual import config_yaml
 
-    print(config_yaml(_settings(config, overrides)), end="")
+    print(config_yaml(load(config, tuple(overrides or ()))), end="")
 
 
 app.command()(tune)
@@ -214,7 +215,7 @@ def main() -> None:
 
 
 def _settings(config: Path | None, overrides: list[str] | None) -> Config:
-    return load(config, tuple(overrides or ()))
+    return settled(load(config, tuple(overrides or ())))
 
 
 def _key(file: Path | None) -> str:

@@ -62,7 +62,8 @@ class GrowthSection(Section):
 class DraftSection(Section):
     listen: str = "127.0.0.1:50052"
     metrics_listen: str = "127.0.0.1:9102"
-    drafter: Literal["ngram", "standalone", "eagle2", "eagle3", "mtp"] = "ngram"
+    drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
+        "auto", description="auto: the head that is shipped for this model, with n-grams beside it, else ngram")
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
                        "head inside the target's own folder")
     token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")

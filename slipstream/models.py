@@ -118,7 +118,7 @@ def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[List
         listed.append(ListedModel(model.name, model.description, folder, is_prepared(folder), packaged))
     for head in HEADS.values():
         folder = heads / head.name
-        listed.append(ListedModel(head.name, head.description, folder, _is_head(folder), False))
+        listed.append(ListedModel(head.name, head.description, folder, is_head(folder), False))
     return listed
 
 
@@ -146,7 +146,7 @@ def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HE
 def packaged_head(head: KnownHead, heads: Path = HEADS_ROOT) -> Path:
     """The folder of a head below ``heads``. Raises ModelError that says how to make it when it is not there."""
     folder = heads / head.name
-    if not _is_head(folder):
+    if not is_head(folder):
         raise ModelError(f"head {head.name} is not in {folder}: this installation lacks it; train one with: slipstream "
                          f"train-head --target {head.target} --out {head.name}, and give that folder instead")
     return folder
@@ -256,7 +256,7 @@ def _convert(model: KnownModel, source: Path, fresh: Path, report: Callable[[int
     (fresh / RECEIPT).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
 
 
-def _is_head(folder: Path) -> bool:
+def is_head(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 

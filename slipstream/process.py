@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError
 from slipstream.log import configure
+from slipstream.shipped import settled
 
 Serve = Callable[[Config, asyncio.Event], Awaitable[None]]
 
@@ -27,7 +28,7 @@ def main(name: str, serve: Serve) -> None:
                         help="change one setting; may be given often")
     arguments = parser.parse_args()
     try:
-        config = load(arguments.config, tuple(arguments.overrides))
+        config = settled(load(arguments.config, tuple(arguments.overrides)))
         configure(config.log)
         asyncio.run(until_signalled(config, serve))
     except SlipstreamError as error:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection
+from slipstream.config import DraftSection, GrowthSection, ModelSection, PolicySection
 from slipstream.drafters import create
 from slipstream.drafters.base import Drafter
 from slipstream.engine.compiled import compiled, rows_batch
@@ -29,6 +29,7 @@ from tests.tiny import write_tiny_model
 
 COMPILER = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here: torch.compile cannot be tried")
+PATIENT = PolicySection(enter_gain=2e-9, leave_gain=1e-9, deadline_min_s=10.0, deadline_max_s=20.0)  # compiling is slow
 PROMPT = b"the cat sat on the mat. the cat sat on the"
 
 
@@ -49,7 +50,7 @@ def drafter(kind: str, folders: dict[str, Path], with_compile: bool) -> Drafter:
 async def drafted(folders: dict[str, Path], kind: str, with_compile: bool) -> dict[str, list[int]]:
     """Answers with such a drafter, greedy and sampled. The log says whether it was compiled."""
     answers = {}
-    async with (target(folders["target"]) as rig, drafting(drafter(kind, folders, with_compile)) as peers,
+    async with (target(folders["target"], PATIENT) as rig, drafting(drafter(kind, folders, with_compile)) as peers,
                 local_link(rig, peers)):
         for name, sampling in (("greedy", Sampling()), ("sampled", Sampling(temperature=1.0, seed=4))):
             pieces = await rig.answer(Request(name, tuple(PROMPT), sampling, 24))

@@ -9,6 +9,7 @@ from slipstream.config import DraftSection, ModelSection
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.errors import ConfigError
+from slipstream.shipped import settled_draft
 
 NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
                 "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}
@@ -19,6 +20,7 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
 
     Raises ConfigError when no draft model is named, ModelError when it cannot be used or does not fit the target.
     """
+    section = settled_draft(section, model)
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
