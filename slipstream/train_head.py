@@ -33,9 +33,10 @@ LearningRate = Annotated[float, typer.Option(min=0.0, help="At its peak.")]
 Questions = Annotated[bool, typer.Option(help="Learn from what the target asks too, not from its answers alone.")]
 Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and of the head as it is saved.")]
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. Training takes as many processes, up to four.")]
 SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
+MOST_PROCESSES = 4  # a step has about 2,000 rows; a part below 500 would be mostly overhead
 
 
 def train_head(
@@ -70,8 +71,10 @@ def train_head(
 
     if threads:
         torch.set_num_threads(threads)
+    device = device or training.best_device()
+    processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
     limits = Limits(max_prompt=max_prompt, max_answer=max_answer)
     recipe = Recipe(minutes, tokens, steps, generate, train, prompts, batch, limits, draft_vocab, unroll,
-                    learning_rate, learn_questions=questions, dtype=dtype, device=device or training.best_device(),
+                    learning_rate, learn_questions=questions, dtype=dtype, device=device, processes=processes,
                     save_every_s=save_every, seed=seed)
     training.run(target, out, work, tuple(data or ()), recipe, Console())

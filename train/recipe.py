@@ -42,6 +42,7 @@ class Recipe:
     learn_questions: bool = True  # what the target asks is its own text too
     dtype: Dtype = "bfloat16"  # of the target while it generates, and of the exported head
     device: str = "cpu"
+    processes: int = 1  # that train together, one thread each; more than one on a CPU only
     save_every_s: float = 60.0
     seed: int = 0
 

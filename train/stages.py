@@ -12,7 +12,8 @@ It knows nothing about progress bars; ``Watcher`` is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,12 +100,24 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
     covered = coverage(counts, vocabulary)
     watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
     head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
-    training = Training(head, recipe, ours, held_out, _saver(folder, vocabulary, identity))
-    if begun is not None:
-        training.resume(begun)
-        watcher.say(f"going on at step {training.progress.step}")
-    training.run(recipe.train_seconds(shards.totals().seconds), watcher.training)
+    with _threads(1 if recipe.processes > 1 else 0):
+        training = Training(head, recipe, ours, held_out, _saver(folder, vocabulary, identity))
+        if begun is not None:
+            training.resume(begun)
+            watcher.say(f"going on at step {training.progress.step}")
+        training.run(recipe.train_seconds(shards.totals().seconds), watcher.training)
     return head, covered, training
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads inside an operation; 0: as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _saver(folder: Path, vocabulary: torch.Tensor, identity: dict[str, Any]) -> Callable[[int, Checkpoint], None]:
