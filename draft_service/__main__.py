@@ -13,21 +13,21 @@ from slipstream.scrape import MetricsServer
 from slipstream.wire.channel import export_bytes
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
-
-DRAIN_S = 2.0  # a target goes on without a draft at once, so there is little to wait for
+from slipstream.wire.tls import tls_files
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
     ModelError when it cannot begin."""
-    bind_guard(config.draft.listen, config.wire)
+    bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
 
 async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """The same for a draft that is put together already."""
     servicer = DraftServicer(draft.worker, config.wire)
-    server = GrpcServer(config.draft.listen, config.wire, [servicer], reflect=config.wire.reflection)
+    server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls_files(config.wire.tls),
+                        reflect=config.wire.reflection)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)
@@ -43,7 +43,7 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
     up.clear()
     logger("draft").info("draining")
     draft.worker.drain()
-    await server.drain(DRAIN_S)
+    await server.drain(config.draft.drain_s)
     exporting.cancel()
     await asyncio.to_thread(draft.worker.stop)
     metrics.close()

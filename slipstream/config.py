@@ -68,6 +68,7 @@ class DraftSection(Section):
     max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
     lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
+    drain_s: float = Field(2.0, ge=0, description="time to stop; short, as a target goes on without a draft at once")
     ngram: NgramSection = NgramSection()
     growth: GrowthSection = GrowthSection()
 
@@ -106,6 +107,7 @@ class TargetSection(Section):
     prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
     max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
     prefix_cache: bool = True
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     policy: PolicySection = PolicySection()
 
 
@@ -121,7 +123,23 @@ class RouterSection(Section):
     max_n: int = Field(8, ge=1)
     max_body_bytes: int = Field(2 << 20, ge=1024)
     request_timeout_s: float = Field(600.0, gt=0)
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
+
+
+class TlsSection(Section):
+    """Mutual TLS between the services: three PEM files, or none for plain text."""
+
+    certificate: str = Field("", description="what this service shows, as server and as client")
+    key: str = ""
+    authority: str = Field("", description="who must have signed what the others show")
+
+    @model_validator(mode="after")
+    def _whole(self) -> TlsSection:
+        given = (self.certificate, self.key, self.authority)
+        if any(given) and not all(given):
+            raise ValueError("give certificate, key and authority, or none of them")
+        return self
 
 
 class WireSection(Section):
@@ -130,6 +148,7 @@ class WireSection(Section):
     connect_backoff_max_s: float = Field(2.0, gt=0)
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: bool = False
+    tls: TlsSection = TlsSection()
 
 
 class LogSection(Section):

@@ -27,7 +27,7 @@ from slipstream.wire.outbox import MAX_BATCHES
 from slipstream.wire.peers import MAX_PEERS
 
 ROOMS = ("slipstream", "slipstream/engine", "slipstream/drafters", "slipstream/wire", "draft_service", "target_service",
-         "router", "bench")
+         "router", "bench", "deploy", "deploy/dashboards")
 
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)

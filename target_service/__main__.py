@@ -18,21 +18,21 @@ from slipstream.wire.channel import export_bytes
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
+from slipstream.wire.tls import tls_files
 from target_service.assembly import build
-
-DRAIN_S = 45.0
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin."""
-    bind_guard(config.target.listen, config.wire)
+    tls = tls_files(config.wire.tls)
+    bind_guard(config.target.listen, config.wire, tls)
     links: list[DraftLink] = []
     loop = asyncio.get_running_loop()
     target = await asyncio.to_thread(build, config, loop, lambda: [link.status() for link in links])
-    links += [DraftLink(address, target.hello, target.worker, config.wire, check_pair)
+    links += [DraftLink(address, target.hello, target.worker, config.wire, check_pair, tls=tls)
               for address in config.target.drafts]
-    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)],
+    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls,
                         reflect=config.wire.reflection)
     await server.start()
     up = asyncio.Event()
@@ -50,7 +50,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     up.clear()
     logger("target").info("draining")
     await server.set_ready(False)
-    await target.service.drain(DRAIN_S)
+    await target.service.drain(config.target.drain_s)
     await server.drain(1.0)
     for task in running:
         task.cancel()

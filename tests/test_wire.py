@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.client import AsyncClient, Client
-from slipstream.config import WireSection
+from slipstream.config import TlsSection, WireSection
 from slipstream.errors import (
     CapacityError,
     ConfigError,
@@ -51,7 +51,7 @@ from slipstream.wire.outbox import Outbox
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetClient, TargetServicer
-from slipstream.wire.tls import TlsFiles
+from slipstream.wire.tls import TlsFiles, tls_files
 
 WIRE = WireSection(connect_backoff_max_s=0.2)
 HIDDEN = 64
@@ -844,6 +844,15 @@ async def test_a_draft_link_over_mutual_tls(tmp_path: Path) -> None:
     await eventually(lambda: len(target.items) == 1)
     task.cancel()
     await server.drain(0)
+
+
+@needs_openssl
+def test_the_configuration_names_all_files_or_none(tmp_path: Path) -> None:
+    files = issue(authority(tmp_path / "ca", "ca"), "pod")
+    paths = {"certificate": str(files.certificate), "key": str(files.key), "authority": str(files.authority)}
+    assert tls_files(TlsSection(**paths)) == files and tls_files(TlsSection()) is None
+    with pytest.raises(ValueError, match="give certificate, key and authority"):
+        TlsSection(certificate=paths["certificate"])
 
 
 def test_a_missing_certificate_is_named(tmp_path: Path) -> None:

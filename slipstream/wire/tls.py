@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 
+from slipstream.config import TlsSection
 from slipstream.errors import ConfigError
 
 
@@ -33,6 +34,13 @@ class TlsFiles:
         except OSError as error:
             raise ConfigError(f"tls: cannot read {error.filename}: {error.strerror}; "
                               "mount the file or correct its path") from error
+
+
+def tls_files(section: TlsSection) -> TlsFiles | None:
+    """The files that the configuration names; None for plain text."""
+    if not section.certificate:
+        return None
+    return TlsFiles(Path(section.certificate), Path(section.key), Path(section.authority))
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
