@@ -11,10 +11,10 @@ else
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)
 endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
-PACKAGES := slipstream draft_service target_service router bench
+PACKAGES := slipstream draft_service target_service router bench deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke bench-exact demo-fallback docs clean
+.PHONY: help setup run test test-long lint proto bench-smoke bench-exact demo-fallback docs chart k8s-tools image clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +50,12 @@ demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter rec
 
 docs: .venv/.project  ## print the tables of docs/ from the code
 	$(BIN)/slipstream docs
+
+chart: .venv/.project  ## print the chart's values, schema, dashboards and alerts from the code
+	$(BIN)/python -m deploy
+
+k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernetes' schemas into the cache folder, for the tests
+	$(BIN)/python -m deploy.tools
 
 clean:  ## remove what was built; the environment and prepared models stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
