@@ -98,6 +98,11 @@ def ratio(over: str, under: str) -> str:
     return f"{over} / ({under} > 0)"
 
 
+def share(parts: str, whole: str) -> str:
+    """Each of the series ``parts`` over the one series ``whole``."""
+    return f"{parts} / on () group_left () ({whole} > 0)"
+
+
 def _chosen(query: str) -> str:
     for name, labels in SELECTORS.items():
         query = query.replace(name, labels)

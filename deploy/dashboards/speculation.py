@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.dashboards.panels import Dashboard, Panel, Row, quantiles, rate, ratio
+from deploy.dashboards.panels import Dashboard, Panel, Row, quantiles, rate, ratio, share
 
 DRAFTS = rate("slipstream_drafts_total", "$target")
 DRAFTED = rate("slipstream_draft_tokens_total", "$target")
@@ -26,8 +26,8 @@ PAYING = Row("Does it pay", (
 
 SHAPE = Row("Trees", (
     Panel("Reached depth", "percentunit",
-          ((ratio(rate("slipstream_accepted_tokens_per_position_total", "$target", "position"),
-                  f"scalar({DRAFTS})"), "depth {{position}}"),), kind="bargauge", maximum=1,
+          ((share(rate("slipstream_accepted_tokens_per_position_total", "$target", "position"), DRAFTS),
+            "depth {{position}}"),), kind="bargauge", maximum=1,
           text="Share of verifications that accepted a draft token at this depth."),
     Panel("Nodes of a tree", "none", quantiles("slipstream_tree_nodes", "$target")),
     Panel("Accepted tokens of a tree", "none", quantiles("slipstream_accepted_length", "$target")),

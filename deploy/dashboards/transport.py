@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.dashboards.panels import Dashboard, Panel, Row, quantiles, rate, ratio
+from deploy.dashboards.panels import Dashboard, Panel, Row, quantiles, rate, ratio, share
 
 STEP = "slipstream_step_seconds"
 EMITTED = (f"({rate('slipstream_accepted_tokens_total', '$target')} + "
@@ -10,7 +10,7 @@ EMITTED = (f"({rate('slipstream_accepted_tokens_total', '$target')} + "
 
 EXCHANGE = Row("Exchange", (
     Panel("Where a step's time goes", "percentunit",
-          ((ratio(rate(f"{STEP}_sum", "$target", "phase"), f"scalar({rate(f'{STEP}_sum', '$target')})"), "{{phase}}"),),
+          ((share(rate(f"{STEP}_sum", "$target", "phase"), rate(f"{STEP}_sum", "$target")), "{{phase}}"),),
           stacked=True, maximum=1, text="draft_wait: for growth from the draft; verify: the forward; host: the rest."),
     Panel("Wait for drafts", "s", quantiles(STEP, '$target,phase="draft_wait"')),
     Panel("Verify", "s", quantiles(STEP, '$target,phase="verify"')),
