@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -325,9 +329,35 @@ def test_certificates_are_good_for_the_names_that_are_dialled() -> None:
 def test_the_test_pod_asks_as_clients_do() -> None:
     pod = only(rendered("h100"), "Pod")
     (container,) = pod["spec"]["containers"]
-    assert container["command"][:2] == ["python", "-c"] and container["args"][1:] == [
+    assert container["command"][:2] == ["python3", "-c"] and container["args"][1:] == [
         "drafts", "/etc/slipstream-keys/api-keys"]
     compile(container["command"][2], "ask.py", "exec")
+
+
+@pytest.mark.parametrize(("key", "said"), [("right", "64 tokens, 40 of them from drafts"), ("wrong", "401")])
+def test_the_question_of_helm_test(key: str, said: str, tmp_path: Path) -> None:
+    class Router(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._say({"data": [{"id": "tiny"}]})
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            details = {"accepted_prediction_tokens": 40}
+            self._say({"usage": {"completion_tokens": asked["max_tokens"], "completion_tokens_details": details}})
+
+        def _say(self, body: dict[str, Any]) -> None:
+            self.send_response(200 if self.headers["Authorization"] == "Bearer right" else 401)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+    (tmp_path / "keys").write_text(f"# ours\n{key}\nsecond\n")
+    with HTTPServer(("127.0.0.1", 0), Router) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        done = subprocess.run([sys.executable, CHART / "files/ask.py", address, "drafts", tmp_path / "keys"],
+                              capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert (done.returncode == 0) == (key == "right") and said in done.stdout + done.stderr
 
 
 def test_extra_objects_are_rendered(tmp_path: Path) -> None:
