@@ -99,7 +99,7 @@ class TargetSection(Section):
     listen: str = "127.0.0.1:50051"
     metrics_listen: str = "127.0.0.1:9101"
     drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
-                                    description="addresses of draft services; none: plain decoding")
+                                    description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
@@ -115,9 +115,10 @@ class RouterSection(Section):
     listen: str = "127.0.0.1:8000"
     grpc_listen: str = "127.0.0.1:8001"
     metrics_listen: str = "127.0.0.1:9100"
-    targets: tuple[str, ...] = ("127.0.0.1:50051",)
+    targets: tuple[str, ...] = Field(("127.0.0.1:50051",),
+                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
-    api_keys_file: str = Field("", description="one key a line; empty: no keys")
+    api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1)
     max_queue: int = Field(256, ge=0)
     max_n: int = Field(8, ge=1)
@@ -133,12 +134,18 @@ class TlsSection(Section):
     certificate: str = Field("", description="what this service shows, as server and as client")
     key: str = ""
     authority: str = Field("", description="who must have signed what the others show")
+    server_name: str = Field("", description="the name that servers must show; empty: the one dialled, and for pods "
+                                             "of a kubernetes:/// address SERVICE.NAMESPACE.svc")
+    allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
+                                                           "whoever the authority signed")
 
     @model_validator(mode="after")
     def _whole(self) -> TlsSection:
         given = (self.certificate, self.key, self.authority)
         if any(given) and not all(given):
             raise ValueError("give certificate, key and authority, or none of them")
+        if (self.allowed_names or self.server_name) and not all(given):
+            raise ValueError("allowed_names and server_name need certificate, key and authority")
         return self
 
 
@@ -148,6 +155,8 @@ class WireSection(Section):
     connect_backoff_max_s: float = Field(2.0, gt=0)
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: bool = False
+    kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
+                                            "that this pod runs in")
     tls: TlsSection = TlsSection()
 
 
