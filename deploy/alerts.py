@@ -57,8 +57,8 @@ ALERTS = (
     Alert("SlipstreamPreempting", f"sum by ({WHERE}) (rate(slipstream_preemptions_total[10m])) > 0.1", "10m", "warning",
           "Targets run out of KV slots", "Sessions lose their KV to others and are computed again: wasted steps."),
     Alert("SlipstreamDraftDown",
-          f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and "
-          f"max by ({WHERE}) (max_over_time(slipstream_drafts_connected[6h])) > 0", "5m", "warning",
+          f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and sum by ({WHERE}) (slipstream_drafts_expected) > 0 "
+          f"and max by ({WHERE}) (max_over_time(slipstream_drafts_connected[6h])) > 0", "5m", "warning",
           "No draft is connected to any target", "Answers are right and complete, but decoded plainly."),
     Alert("SlipstreamFallbackSustained",
           f'min by ({WHERE}) (slipstream_mode{{service="router",mode="plain"}}) == 1 '
@@ -78,6 +78,10 @@ ALERTS = (
           f"sum by ({WHERE}) (increase(slipstream_invalid_growths_total[10m])) > 0", "0m", "warning",
           "A draft sends what validation refuses", "Answers are not touched. The draft is of another version, broken, "
           "or not what it seems."),
+    Alert("SlipstreamCertificateExpiring",
+          f"min by ({WHERE}) (slipstream_tls_certificate_expiry_seconds) - time() < 7 * 86400", "10m", "warning",
+          "A certificate ends within a week", "Nobody renews it. When it has ended, services refuse each other: first "
+          "answers lose their drafts, then there are no answers."),
     Alert("SlipstreamMetricsAbsent",
           'absent(slipstream_build_info{service="router"}) or absent(slipstream_build_info{service="target"})', "5m",
           "critical", "No metrics of routers or of targets", "They are down, or Prometheus cannot reach them; no other "

@@ -45,6 +45,9 @@ class Series(Generic[M]):
     def of(self, *values: str) -> M:
         return self.metric.labels(*self.fixed, *values)
 
+    def drop(self, *values: str) -> None:
+        self.metric.remove(*self.fixed, *values)
+
 
 class Registry:
     """The metrics of one service and model."""
@@ -54,6 +57,7 @@ class Registry:
         self._fixed = (service, model)
         ProcessCollector(registry=self._collectors)
         self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
+        self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
 
     def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
         return Series(Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
@@ -65,6 +69,9 @@ class Registry:
         metric = Histogram(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors,
                            buckets=tuple(buckets))
         return Series(metric, self._fixed)
+
+    def certificate_ends(self, at_s: float) -> None:
+        self._certificate.of().set(at_s)
 
     def page(self, accept: str) -> tuple[str, bytes]:
         """(content type, body) of a scrape, in the form that the header ``accept`` asks for."""
@@ -100,8 +107,7 @@ class RouterMetrics:
         self._errors = registry.counter("request_errors_total", "Requests that failed.", "type")
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
         self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
-        self._duration = registry.histogram("request_duration_seconds", "Arrival to last byte.", REQUEST_SECONDS,
-                                            "mode")
+        self._duration = registry.histogram("request_duration_seconds", "Arrival to end.", REQUEST_SECONDS, "mode")
         self._first = registry.histogram("time_to_first_token_seconds", "Arrival to first token.",
                                          FIRST_TOKEN_SECONDS, "mode")
         self._between = registry.histogram("inter_token_latency_seconds", "Time between commits, per token.",
@@ -161,6 +167,10 @@ class RouterMetrics:
     def targets(self, ready: int) -> None:
         self._ready.of().set(ready)
 
+    def target_forgotten(self, peer: str) -> None:
+        self._retries.drop(peer)
+        self._breaker.drop(peer)
+
 
 class TargetMetrics:
     """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted."""
@@ -178,8 +188,7 @@ class TargetMetrics:
         self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
         self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
-        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted draft tokens by depth.",
-                                          "position")
+        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.", "position")
         self._nodes = registry.histogram("tree_nodes", "Draft nodes of one verification.", NODES)
         self._length = registry.histogram("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
@@ -190,6 +199,7 @@ class TargetMetrics:
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
         self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
         self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
+        self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
 
     def request(self, outcome: str) -> None:
         """``outcome``: stop, length, cancelled, refused or failed."""
@@ -245,6 +255,9 @@ class TargetMetrics:
 
     def drafts_connected(self, count: int) -> None:
         self._links.of().set(count)
+
+    def drafts_expected(self, count: int) -> None:
+        self._expected.of().set(count)
 
 
 class DraftMetrics:

@@ -138,6 +138,10 @@ class TargetWorker:
 
         self.post(event)
 
+    def link_leaving(self, link: Link, leaving: bool) -> None:
+        """Discovery no longer lists this draft (or does so again): no new session goes there, open ones go on."""
+        self.post(lambda: self.pool.set_leaving(link, leaving))
+
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
         self.post(lambda: self._take(link, items, faults))

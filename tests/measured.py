@@ -24,6 +24,7 @@ def router() -> RouterMetrics:
     metrics.retry_refused()
     metrics.breaker("a", 0)
     metrics.targets(1)
+    metrics.registry.certificate_ends(2e9)
     return metrics
 
 
@@ -43,6 +44,7 @@ def target() -> TargetMetrics:
     metrics.invalid_growth()
     metrics.stale_growth()
     metrics.drafts_connected(1)
+    metrics.drafts_expected(1)
     return metrics
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from router.balance import Balancer, BalanceRules
+from router.targets import Targets
 from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.messages import Sampling
 from slipstream.metrics import RouterMetrics
@@ -29,7 +30,7 @@ class Clock:
 
 def balancer(*targets: EchoTarget, clock: Clock | None = None, **rules: float) -> Balancer:
     named = {f"t{i}": target for i, target in enumerate(targets)}
-    return Balancer(named, RouterMetrics("tiny"), rules=BalanceRules(**rules), clock=clock or Clock())  # type: ignore[arg-type]
+    return Balancer(Targets(named), RouterMetrics("tiny"), rules=BalanceRules(**rules), clock=clock or Clock())  # type: ignore[arg-type]
 
 
 def request(tokens: tuple[int, ...] = LONG, max_tokens: int = 8) -> Request:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError, RemoteProtocolError
-from slipstream.wire.cluster import ApiServer, api_server
-from slipstream.wire.discovery import Directory, WatchRules, directory, fixed
+from slipstream.wire.cluster import api_server
+from slipstream.wire.discovery import Directory, WatchRules, fixed, following
 from slipstream.wire.roster import Roster, RosterRules
 from slipstream.wire.slices import Endpoint, ServiceAddress, endpoints_of, merged, service_address
 from tests.api_server import StandIn, endpoint
@@ -30,13 +30,13 @@ def kubeconfig(folder: Path, server: StandIn) -> str:
     return str(file)
 
 
-class Following:
-    """A directory over a stand-in, and what it told."""
+class Told:
+    """What a directory over a stand-in told."""
 
-    def __init__(self, server: StandIn, api: ApiServer, rules: WatchRules, addresses: tuple[str, ...]) -> None:
+    def __init__(self, server: StandIn) -> None:
         self.server = server
         self.told: list[dict[str, str]] = []
-        self.directory = Directory(addresses, api, self.seen, rules)
+        self.directory: Directory
 
     def seen(self, ready: Mapping[str, str]) -> None:
         self.told.append(dict(ready))
@@ -53,24 +53,19 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def following(folder: Path, *versions: str, rules: WatchRules = QUICK,
-                    addresses: tuple[str, ...] = (ADDRESS,)) -> AsyncIterator[Following]:
+async def telling(folder: Path, *versions: str, rules: WatchRules = QUICK,
+                  addresses: tuple[str, ...] = (ADDRESS,)) -> AsyncIterator[Told]:
     server = StandIn(*versions)
     await server.start()
-    found = Following(server, await api_server(kubeconfig(folder, server)), rules, addresses)
-    task = asyncio.create_task(found.directory.run())
-    try:
+    found = Told(server)
+    async with following(addresses, kubeconfig(folder, server), found.seen, rules) as found.directory:
         yield found
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await found.directory.aclose()
-        await server.stop()
+    await server.stop()
 
 
 @pytest.mark.parametrize(("versions", "asked"), [(("v1", "v1beta1"), "v1"), (("v1beta1",), "v1beta1")])
 async def test_pods_come_become_unready_and_go(tmp_path: Path, versions: tuple[str, ...], asked: str) -> None:
-    async with following(tmp_path, *versions) as f:
+    async with telling(tmp_path, *versions) as f:
         await f.ready()
         await f.server.put("s1", endpoint("10.0.0.1", ready=False))
         await until(lambda: f.directory.listed == 1)
@@ -87,7 +82,7 @@ async def test_pods_come_become_unready_and_go(tmp_path: Path, versions: tuple[s
 
 
 async def test_a_pod_that_ends_is_out_at_once(tmp_path: Path) -> None:
-    async with following(tmp_path) as f:
+    async with telling(tmp_path) as f:
         await f.server.put("s1", endpoint("10.0.0.1"), endpoint("10.0.0.2"))
         await f.ready(A, B)
         await f.server.put("s1", endpoint("10.0.0.1", ready=True, terminating=True), endpoint("10.0.0.2"))
@@ -96,7 +91,7 @@ async def test_a_pod_that_ends_is_out_at_once(tmp_path: Path) -> None:
 
 
 async def test_a_broken_watch_changes_nothing_and_is_taken_up_again(tmp_path: Path) -> None:
-    async with following(tmp_path) as f:
+    async with telling(tmp_path) as f:
         await f.server.put("s1", endpoint("10.0.0.1"))
         await f.ready(A)
         for ip, expected in (("10.0.0.2", B), ("10.0.0.3", C)):
@@ -109,7 +104,7 @@ async def test_a_broken_watch_changes_nothing_and_is_taken_up_again(tmp_path: Pa
 
 
 async def test_a_forgotten_version_leads_to_another_list(tmp_path: Path) -> None:
-    async with following(tmp_path) as f:
+    async with telling(tmp_path) as f:
         await f.server.put("s1", endpoint("10.0.0.1"))
         await f.ready(A)
         lists = f.server.lists
@@ -122,7 +117,7 @@ async def test_a_forgotten_version_leads_to_another_list(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("status", [403, 500, 503])
 async def test_a_server_that_refuses_or_is_away_empties_nothing(tmp_path: Path, status: int) -> None:
-    async with following(tmp_path) as f:
+    async with telling(tmp_path) as f:
         await f.server.put("s1", endpoint("10.0.0.1"))
         await f.ready(A)
         f.server.refuse = status
@@ -141,7 +136,7 @@ async def test_a_server_that_refuses_or_is_away_empties_nothing(tmp_path: Path, 
 
 
 async def test_nonsense_changes_nothing(tmp_path: Path) -> None:
-    async with following(tmp_path) as f:
+    async with telling(tmp_path) as f:
         await f.server.put("s1", endpoint("10.0.0.1"))
         await f.ready(A)
         bad: list[object] = ["text", {"type": "ODD", "object": {}}, {"object": {}}, {"type": "ADDED", "object": 3},
@@ -157,7 +152,7 @@ async def test_nonsense_changes_nothing(tmp_path: Path) -> None:
 
 async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path) -> None:
     rules = WatchRules(backoff_min_s=0.05, backoff_max_s=5.0)
-    async with following(tmp_path, rules=rules) as f:
+    async with telling(tmp_path, rules=rules) as f:
         f.server.watch_ends_at_once = True
         await until(lambda: f.server.watches >= 3)
         before = f.server.watches
@@ -166,7 +161,7 @@ async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path) -> None
 
 
 async def test_lists_come_from_time_to_time(tmp_path: Path) -> None:
-    async with following(tmp_path, rules=WatchRules(resync_s=0.05)) as f:
+    async with telling(tmp_path, rules=WatchRules(resync_s=0.05)) as f:
         await f.server.put("s1", endpoint("10.0.0.1"))
         await f.ready(A)
         lists = f.server.lists
@@ -181,7 +176,7 @@ async def test_lists_come_from_time_to_time(tmp_path: Path) -> None:
 async def test_several_services_and_named_ports(tmp_path: Path) -> None:
     pools = ("kubernetes:///main.ns.svc:grpc", "kubernetes:///canary.ns:50052", "10.9.9.9:1")
     assert fixed(pools) == ("10.9.9.9:1",)
-    async with following(tmp_path, addresses=pools) as f:
+    async with telling(tmp_path, addresses=pools) as f:
         await f.server.put("m", endpoint("10.0.0.1"), service="main", port=7000)
         await f.server.put("c", endpoint("10.0.0.2"), service="canary", port=50052)
         await f.ready("10.0.0.1:7000", "10.0.0.2:50052")
@@ -189,13 +184,9 @@ async def test_several_services_and_named_ports(tmp_path: Path) -> None:
 
 
 async def test_plain_addresses_need_no_cluster() -> None:
-    found = await directory(("127.0.0.1:1",), "", lambda ready: None)
-    task = asyncio.create_task(found.run())
-    await asyncio.sleep(0)
-    assert found.listed == 0 and found.fresh
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await found.aclose()
+    async with following(("127.0.0.1:1",), "", lambda ready: None) as found:
+        await asyncio.sleep(0)
+        assert found.listed == 0 and found.fresh
 
 
 async def test_no_cluster_is_said(tmp_path: Path) -> None:

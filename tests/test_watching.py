@@ -50,8 +50,9 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
          'slipstream_time_to_first_token_seconds_bucket{le="+Inf",%s}': "0+100x40"}),
     "SlipstreamPreempting": ({"slipstream_preemptions_total{%s}": "0+60x40"}, 14,
                              {"slipstream_preemptions_total{%s}": "0+1x40"}),
-    "SlipstreamDraftDown": ({"slipstream_drafts_connected{%s}": "1x5 0x30"}, 13,
-                            {"slipstream_drafts_connected{%s}": "0x40"}),  # never had one
+    "SlipstreamDraftDown": (
+        {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x40"}, 13,
+        {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x4 0x30"}),  # taken away
     "SlipstreamFallbackSustained": (
         {'slipstream_mode{service="router",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
          'slipstream_generation_tokens_total{service="router",%s}': "0+100x40"}, 18,
@@ -64,6 +65,8 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
         {"slipstream_accepted_tokens_total{%s}": "0+90x40", "slipstream_drafts_total{%s}": "0+100x40"}),
     "SlipstreamInvalidGrowth": ({"slipstream_invalid_growths_total{%s}": "0x3 1x20"}, 5,
                                 {"slipstream_invalid_growths_total{%s}": "4x20"}),
+    "SlipstreamCertificateExpiring": ({"slipstream_tls_certificate_expiry_seconds{%s}": "86400x40"}, 12,
+                                      {"slipstream_tls_certificate_expiry_seconds{%s}": "1296000x40"}),
     "SlipstreamMetricsAbsent": ({'slipstream_build_info{service="target",%s}': "1x20"}, 6,
                                 {'slipstream_build_info{service="target",%s}': "1x20",
                                  'slipstream_build_info{service="router",%s}': "1x20"}),

@@ -19,7 +19,8 @@ EXCHANGE = Row("Exchange", (
     Panel("Bytes for a token", "bytes", ((ratio(rate("slipstream_wire_bytes_total", "$target"), EMITTED), "bytes"),),
           text="Both directions, for each token that was emitted."),
     Panel("Streams", "none", (("sum(slipstream_drafts_connected{$target})", "targets see"),
-                              ("sum(slipstream_targets_connected{$draft})", "drafts see"))),
+                              ("sum(slipstream_targets_connected{$draft})", "drafts see"),
+                              ("sum(slipstream_drafts_expected{$target})", "there should be"))),
 ))
 
 TROUBLE = Row("Trouble", (
@@ -35,6 +36,8 @@ TROUBLE = Row("Trouble", (
     Panel("Requests moved", "reqps", ((rate("slipstream_retries_total", "$router", "peer"), "away from {{peer}}"),
                                       (rate("slipstream_retry_budget_exhausted_total", "$router"), "refused"))),
     Panel("Targets ready", "none", (("min(slipstream_targets_ready{$router})", "targets"),)),
+    Panel("Certificates last", "s", (("min by (service) (slipstream_tls_certificate_expiry_seconds{$any}) - time()",
+                                      "{{service}}"),), text="The first of each service that ends."),
 ))
 
 FALLBACK = Row("Fallback", (

@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from slipstream.errors import RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.wire.slices import (
     Endpoint,
     ServiceAddress,
@@ -89,6 +90,8 @@ class ServiceWatch:
                 continue
             except SlipstreamError as error:
                 self._report(error)
+            except Exception:  # a bug of ours, or of a listener; what is known stays known
+                self._log.exception("following failed")
             self.fresh = False
             attempt = 0 if loop.time() - self._synced_s > self._rules.healthy_s else min(attempt + 1, 16)
             bound = min(self._rules.backoff_min_s * 2.0**attempt, self._rules.backoff_max_s)
@@ -168,7 +171,6 @@ class Directory:
         services = [found for found in map(service_address, addresses) if found is not None]
         self._seen = seen
         self._rules = rules or WatchRules()
-        self._server = server
         assert server is not None or not services
         self._watches = [ServiceWatch(service, server, self._tell, self._rules)
                          for service in dict.fromkeys(services)] if server is not None else []
@@ -190,10 +192,6 @@ class Directory:
                 tasks.create_task(watch.run())
             tasks.create_task(self._repeat())
 
-    async def aclose(self) -> None:
-        if self._server is not None:
-            await self._server.aclose()
-
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(self._rules.repeat_s)
@@ -210,16 +208,29 @@ def fixed(addresses: Sequence[str]) -> tuple[str, ...]:
     return tuple(address for address in addresses if service_address(address) is None)
 
 
-async def directory(addresses: Sequence[str], kubeconfig: str, seen: Seen) -> Directory:
-    """A directory for ``addresses``. Raises ConfigError where a service is named and no cluster can be found."""
-    server: SliceServer | None = None
-    if len(fixed(addresses)) < len(addresses):
-        # Half a second and 40 MB that only those pay who ask Kubernetes.
-        try:
-            from slipstream.wire.cluster import api_server
-        except ImportError as error:
-            from slipstream.errors import ConfigError
-            raise ConfigError("kubernetes:/// addresses need the Kubernetes client: "
-                              "pip install 'slipstream[kubernetes]'") from error
-        server = await api_server(kubeconfig)
-    return Directory(addresses, server, seen)
+@asynccontextmanager
+async def following(addresses: Sequence[str], kubeconfig: str, seen: Seen,
+                    rules: WatchRules | None = None) -> AsyncIterator[Directory]:
+    """A directory that is kept up while the block runs. Raises ConfigError where ``addresses`` name a service and no
+    cluster can be found."""
+    server = await _server(kubeconfig) if len(fixed(addresses)) < len(addresses) else None
+    found = Directory(addresses, server, seen, rules)
+    task = asyncio.create_task(found.run())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if server is not None:
+            await server.aclose()
+
+
+async def _server(kubeconfig: str) -> SliceServer:
+    # Half a second and 40 MB that only those pay who ask Kubernetes.
+    try:
+        from slipstream.wire.cluster import api_server
+    except ImportError as error:
+        raise ConfigError("kubernetes:/// addresses need the Kubernetes client: "
+                          "pip install 'slipstream[kubernetes]'") from error
+    return await api_server(kubeconfig)
