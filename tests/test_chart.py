@@ -20,6 +20,7 @@ import yaml
 from deploy.__main__ import pages
 from deploy.values import OWNED, Values
 from slipstream.config import Config, load
+from slipstream.wire.slices import service_address
 from tests.kube import CHART, PROFILES, ROOT, helm, only, rendered, run
 
 ROLES = ("router", "target", "draft")
@@ -35,6 +36,7 @@ WRONG = {
     "two sources of certificates": (("tls.insecurePlaintext=false", "tls.enabled=true", "tls.existingSecret=mine",
                                      "tls.certManager.enabled=true", "tls.certManager.issuerName=i"),
                                     'tls.existingSecret is "mine" but tls.certManager.enabled is true'),
+    "names without tls": (("tls.allowedNames={a}",), "tls.serverName or tls.allowedNames is set"),
     "no issuer": (("tls.insecurePlaintext=false", "tls.enabled=true", "tls.certManager.enabled=true"),
                   "tls.certManager.issuerName is empty"),
     "HPA and KEDA": (("discovery.enabled=true", "target.autoscaling.hpa.enabled=true",
@@ -324,6 +326,36 @@ def test_certificates_are_good_for_the_names_that_are_dialled() -> None:
     (draft,) = settings(objects, "r-slipstream-target")["target"]["drafts"]
     assert target.rpartition(":")[0] in names["r-slipstream-target"]
     assert draft.rpartition(":")[0] in names["r-slipstream-draft"]
+
+
+def test_services_take_only_their_callers() -> None:
+    """With discovery pods are dialled by address: the name that clients check then is the Service's, SERVICE.NS.svc."""
+    objects = rendered("h100")
+    names = {o["metadata"]["name"].removeprefix("r-slipstream-"): o["spec"]["dnsNames"] for o in objects
+             if o["kind"] == "Certificate"}
+    allowed = {name.removeprefix("r-slipstream-"): settings(objects, name)["wire"]["tls"].get("allowed_names", [])
+               for name in deployments(objects)}
+    assert allowed["router"] == []
+    assert len(allowed["target"]) == len(allowed["draft-eagle3"]) == 1
+    assert allowed["target"][0] in names["router"] and allowed["target"][0] not in names["draft"] + names["target"]
+    assert allowed["draft-eagle3"][0] in names["target"] and allowed["draft-eagle3"][0] not in names["router"]
+    (target,) = settings(objects, "r-slipstream-router")["router"]["targets"]
+    service = service_address(target)
+    assert service is not None and service.host in names["target"]
+    for draft in settings(objects, "r-slipstream-target")["target"]["drafts"]:
+        service = service_address(draft)
+        assert service is not None and service.host in names["draft"]
+
+
+def test_names_of_a_secret_of_ones_own() -> None:
+    own = ("--set", "tls.certManager.enabled=false", "--set", "tls.certManager.issuerName=", "--set",
+           "tls.existingSecret=mine")
+    quiet = rendered("h100", *own)
+    named = rendered("h100", *own, "--set", "tls.serverName=all.llm", "--set", "tls.allowedNames={all.llm}")
+    for name in deployments(quiet):
+        assert not {"server_name", "allowed_names"} & set(settings(quiet, name)["wire"]["tls"])
+        tls = settings(named, name)["wire"]["tls"]
+        assert tls["server_name"] == "all.llm" and ("allowed_names" in tls) == (name != "r-slipstream-router")
 
 
 def test_the_test_pod_asks_as_clients_do() -> None:

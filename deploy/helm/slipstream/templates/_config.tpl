@@ -5,12 +5,21 @@
 {{- .Files.Get "files/defaults.yaml" -}}
 {{- end -}}
 
-{{/* Sections that all roles read; takes root and plaintext. */}}
+{{/* Sections that all roles read; takes root, plaintext and client (the role that calls this one, "" for none). */}}
 {{- define "slipstream.config.shared" -}}
 {{- $config := .root.Values.config -}}
 {{- $wire := dict "insecure_allow_plaintext" .plaintext -}}
 {{- if .root.Values.tls.enabled -}}
-{{- $_ := set $wire "tls" (dict "certificate" "/etc/slipstream-tls/tls.crt" "key" "/etc/slipstream-tls/tls.key" "authority" "/etc/slipstream-tls/ca.crt") -}}
+{{- $tls := dict "certificate" "/etc/slipstream-tls/tls.crt" "key" "/etc/slipstream-tls/tls.key" "authority" "/etc/slipstream-tls/ca.crt" -}}
+{{- with .root.Values.tls.serverName -}}
+{{- $_ := set $tls "server_name" . -}}
+{{- end -}}
+{{- if and .client .root.Values.tls.allowedNames -}}
+{{- $_ := set $tls "allowed_names" .root.Values.tls.allowedNames -}}
+{{- else if and .client .root.Values.tls.certManager.enabled -}}
+{{- $_ := set $tls "allowed_names" (list (printf "%s-%s.%s.svc" (include "slipstream.fullname" .root) .client .root.Release.Namespace)) -}}
+{{- end -}}
+{{- $_ := set $wire "tls" $tls -}}
 {{- end -}}
 {{- dict
   "model" (merge (dict "path" (printf "/models/%s" .root.Values.model.path)) (deepCopy (default dict $config.model)))
@@ -29,7 +38,7 @@
 {{- if .Values.router.apiKeys.existingSecret -}}
 {{- $_ := set $own "api_keys_file" (printf "/etc/slipstream-keys/%s" .Values.router.apiKeys.key) -}}
 {{- end -}}
-{{- $config := include "slipstream.config.shared" (dict "root" . "plaintext" true) | fromYaml -}}
+{{- $config := include "slipstream.config.shared" (dict "root" . "plaintext" true "client" "") | fromYaml -}}
 {{- $_ := set $config "router" (merge $own (deepCopy (default dict .Values.config.router))) -}}
 {{- with (default dict .Values.config.target).policy -}}
 {{- $_ := set $config "target" (dict "policy" .) -}}
@@ -47,7 +56,7 @@
   "listen" (printf "%s:50051" .Values.bindAddress)
   "metrics_listen" (printf "%s:9101" .Values.bindAddress)
   "drafts" $drafts -}}
-{{- $config := include "slipstream.config.shared" (dict "root" . "plaintext" (not .Values.tls.enabled)) | fromYaml -}}
+{{- $config := include "slipstream.config.shared" (dict "root" . "plaintext" (not .Values.tls.enabled) "client" "router") | fromYaml -}}
 {{- $_ := set $config "target" (merge $own (deepCopy (default dict .Values.config.target))) -}}
 {{- with (default dict .Values.config.router).model_name -}}
 {{- $_ := set $config "router" (dict "model_name" .) -}}
@@ -63,7 +72,7 @@
 {{- with .pool.model -}}
 {{- $_ := set $own "model" (printf "/models/%s" .) -}}
 {{- end -}}
-{{- $config := include "slipstream.config.shared" (dict "root" .root "plaintext" (not .root.Values.tls.enabled)) | fromYaml -}}
+{{- $config := include "slipstream.config.shared" (dict "root" .root "plaintext" (not .root.Values.tls.enabled) "client" "target") | fromYaml -}}
 {{- $_ := set $config "draft" (merge $own (include "slipstream.poolSettings" . | fromYaml)) -}}
 {{- toYaml $config -}}
 {{- end -}}
