@@ -7,8 +7,9 @@ Rules:
 2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
    other is left, ejected ones are used all the same, and such as discovery no longer lists, while they answer: the last
    target is never ejected.
-3. A request moves to another target only while nothing of its answer was emitted, and moves are at most a fifth of the
-   requests, so that an outage is not multiplied. A move away from a target that drains is free.
+3. A request whose target fails or drains moves to another one, which goes on where the answer stopped: tokens are a
+   function of prompt, seed and position. Moves are at most a fifth of the requests, so that an outage is not
+   multiplied; a move away from a target that drains is free.
 4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
    first piece.
 
@@ -178,7 +179,7 @@ class Balancer:
 
 
 class RoutedAnswer:
-    """An answer that finds its target, and another one if the first fails before it said anything."""
+    """An answer that finds its target, and another one when that cannot finish it."""
 
     def __init__(self, balancer: Balancer, request: Request) -> None:
         self._balancer = balancer
@@ -188,7 +189,8 @@ class RoutedAnswer:
         self._answer: Answer | None = None
         self._pieces: AsyncIterator[Piece] | None = None
         self._speculate = request.speculate
-        self._emitted = False
+        self._begun = False  # by the present target
+        self._emitted: list[int] = []
         self._finished = False
 
     def __aiter__(self) -> RoutedAnswer:
@@ -198,13 +200,14 @@ class RoutedAnswer:
         while not self._finished:
             try:
                 target = self._target or self._start()
-                piece = await (self._next() if self._emitted else self._first(target))
+                piece = await (self._next() if self._begun else self._first(target))
             except SlipstreamError as error:
                 await self._failed(error)
                 continue
-            if not self._emitted:
-                self._emitted = True
+            if not self._begun:
+                self._begun = True
                 self._balancer.succeeded(target)
+            self._emitted.extend(piece.tokens)
             if piece.finish:
                 await self.aclose()
             return piece
@@ -223,7 +226,8 @@ class RoutedAnswer:
         target = self._balancer.pick(self._request.tokens, self._tried)
         self._target = target
         target.in_flight += 1
-        self._answer = target.backend.submit(self._request)
+        self._begun = False
+        self._answer = target.backend.submit(self._request.after(self._emitted))
         if self._speculate != self._request.speculate:
             self._answer.set_speculation(self._speculate)
         self._pieces = aiter(self._answer)
@@ -257,8 +261,10 @@ class RoutedAnswer:
         await self._leave()
         if target is not None:
             self._balancer.failed(target, error)
+            if self._begun:
+                self._tried.clear()  # the answer got on: who refused it before may be another by now
             self._tried.add(target.name)
-            if not self._emitted and self._balancer.may_move(self._request, self._tried, error):
+            if self._balancer.may_move(self._request, self._tried, error):
                 self._balancer.moved(target)
                 return
         self._finished = True

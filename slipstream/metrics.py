@@ -202,7 +202,7 @@ class TargetMetrics:
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
 
     def request(self, outcome: str) -> None:
-        """``outcome``: stop, length, cancelled, refused or failed."""
+        """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
         self._requests.of(outcome).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
