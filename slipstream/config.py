@@ -78,6 +78,7 @@ class DraftSection(Section):
     max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
     lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
+    drain_s: float = Field(2.0, ge=0, description="time to stop; short, as a target goes on without a draft at once")
     ngram: NgramSection = NgramSection()
     growth: GrowthSection = GrowthSection()
 
@@ -112,7 +113,7 @@ class TargetSection(Section):
     listen: str = "127.0.0.1:50051"
     metrics_listen: str = "127.0.0.1:9101"
     drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
-                                    description="addresses of draft services; none: plain decoding")
+                                    description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
@@ -120,6 +121,7 @@ class TargetSection(Section):
     prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
     max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
     prefix_cache: bool = True
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
                                            "token whose probability is at least this")
     accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
@@ -131,15 +133,38 @@ class RouterSection(Section):
     listen: str = "127.0.0.1:8000"
     grpc_listen: str = "127.0.0.1:8001"
     metrics_listen: str = "127.0.0.1:9100"
-    targets: tuple[str, ...] = ("127.0.0.1:50051",)
+    targets: tuple[str, ...] = Field(("127.0.0.1:50051",),
+                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
-    api_keys_file: str = Field("", description="one key a line; empty: no keys")
+    api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1)
     max_queue: int = Field(256, ge=0)
     max_n: int = Field(8, ge=1)
     max_body_bytes: int = Field(2 << 20, ge=1024)
     request_timeout_s: float = Field(600.0, gt=0)
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
+
+
+class TlsSection(Section):
+    """Mutual TLS between the services: three PEM files, or none for plain text."""
+
+    certificate: str = Field("", description="what this service shows, as server and as client")
+    key: str = ""
+    authority: str = Field("", description="who must have signed what the others show")
+    server_name: str = Field("", description="the name that servers must show; empty: the one dialled, and for pods "
+                                             "of a kubernetes:/// address SERVICE.NAMESPACE.svc")
+    allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
+                                                           "whoever the authority signed")
+
+    @model_validator(mode="after")
+    def _whole(self) -> TlsSection:
+        given = (self.certificate, self.key, self.authority)
+        if any(given) and not all(given):
+            raise ValueError("give certificate, key and authority, or none of them")
+        if (self.allowed_names or self.server_name) and not all(given):
+            raise ValueError("allowed_names and server_name need certificate, key and authority")
+        return self
 
 
 class WireSection(Section):
@@ -148,6 +173,9 @@ class WireSection(Section):
     connect_backoff_max_s: float = Field(2.0, gt=0)
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: bool = False
+    kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
+                                            "that this pod runs in")
+    tls: TlsSection = TlsSection()
 
 
 class LogSection(Section):

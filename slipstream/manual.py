@@ -28,7 +28,7 @@ from slipstream.wire.peers import MAX_PEERS
 from slipstream.wire.projection import MAX_PROJECTION_BYTES
 
 ROOMS = ("slipstream", "slipstream/engine", "slipstream/drafters", "slipstream/wire", "draft_service", "target_service",
-         "router", "train", "bench")
+         "router", "train", "bench", "deploy", "deploy/dashboards")
 
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)

@@ -162,6 +162,11 @@ def is_prepared(folder: Path) -> bool:
         return False
 
 
+def prepared_name(folder: Path) -> str:
+    """The known model that was prepared into ``folder``; empty when none was."""
+    return str(read_json(folder / RECEIPT).get("name", "")) if is_prepared(folder) else ""
+
+
 def prepare(name: str, dest: Path | None = None, progress: bool = True,
             known: Mapping[str, KnownModel] = KNOWN) -> Path:
     """Convert the ``known`` model ``name`` into ``dest`` (None: below ``default_root``) unless that is done already.

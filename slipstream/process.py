@@ -10,7 +10,9 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError
@@ -34,6 +36,18 @@ def main(name: str, serve: Serve) -> None:
     except SlipstreamError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+@asynccontextmanager
+async def kept_up(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run ``work`` beside the block, and end it with the block."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_signalled(config: Config, serve: Serve) -> None:

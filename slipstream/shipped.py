@@ -1,8 +1,8 @@
 """What ``draft.drafter: auto`` stands for: the head that comes with Slipstream for this target, or n-grams.
 
 Rules:
-1. A head is for the model that it was trained for, known by its name or by its prepared folder. Any other target gets
-   n-grams, which fit all.
+1. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is. Any
+   other target gets n-grams, which fit all.
 2. A shipped head is combined with n-grams: the one is right in free text, the other where text repeats itself.
 
 It knows nothing about how drafters work.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slipstream.config import Config, DraftSection, ModelSection
 from slipstream.errors import ConfigError
-from slipstream.models import HEADS, HEADS_ROOT, KnownHead, default_root, is_head
+from slipstream.models import HEADS, HEADS_ROOT, KnownHead, default_root, is_head, prepared_name
 
 
 def settled(config: Config) -> Config:
@@ -39,6 +39,6 @@ def head_for(target: str, heads: Path = HEADS_ROOT) -> KnownHead | None:
     """The shipped head of a target, a name or a folder; None when there is none."""
     for head in HEADS.values():
         places = {head.target, str(default_root() / head.target)}
-        if target in places and is_head(heads / head.name):
+        if (target in places or prepared_name(Path(target)) == head.target) and is_head(heads / head.name):
             return head
     return None

@@ -62,11 +62,14 @@ class Answers:
 
     def begin(self, number: int, request: Request, sink: Sink, now_s: float) -> Running:
         """An answer that waits for its turn."""
-        side = TargetSide(number, request.tokens, len(request.tokens), request.sampling)
+        prompt = len(request.tokens) - request.answered
+        side = TargetSide(number, request.tokens, prompt, request.sampling)
         policy = SpeculationPolicy(self._config, self._costs, self._exchange, now_s)
         if not request.speculate:
             policy.forbid(now_s)
-        history = TokenHistory.of(request.sampling, request.tokens)
+        history = TokenHistory.of(request.sampling, request.tokens[:prompt])
+        if history is not None:
+            history.append(request.tokens[prompt:])
         return Running(number, request, side, policy, sink, now_s, history)
 
     def admit(self, running: Running, now_s: float) -> None:
@@ -95,9 +98,9 @@ class Answers:
         self._pool.close(running)
         self._return_slots(running)
 
-    def fail(self, running: Running, error: Exception) -> None:
-        """It cannot go on."""
-        self._metrics.request("failed")
+    def fail(self, running: Running, error: Exception, outcome: str = "failed") -> None:
+        """It cannot go on here."""
+        self._metrics.request(outcome)
         self.release(running)
         self._pieces.append((running.sink, error))
 
@@ -141,7 +144,7 @@ class Answers:
         running, now_s = verified.running, started_s + step_s
         tokens, finish = self._cut(running, verified.verdict.tokens)
         running.first_step_s = running.first_step_s or started_s
-        first = running.side.num_output == 0
+        first = running.side.num_output == running.request.answered
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
         waited_s = self.waited(running, started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
@@ -193,7 +196,7 @@ class Answers:
 
     def waited(self, running: Running, started_s: float) -> float:
         """Seconds that it stood still for its drafter before the step that began at ``started_s``."""
-        if running.link is None or running.side.num_output == 0:
+        if running.link is None or running.side.num_output == running.request.answered:
             return 0.0
         answered_s = running.heard_s if running.heard_s is not None else min(started_s, running.wait_until_s)
         return max(0.0, answered_s - running.committed_s)

@@ -6,7 +6,8 @@ Rules:
 3. A lost or unwilling drafter costs its answers nothing but speed: they decode alone and ask again later.
 4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
    problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
-5. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
+5. A drafter that leaves, by its own word or by discovery's, gets no new session.
+6. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
 
 It knows nothing about what is drafted or how it is verified.
 """
@@ -39,6 +40,7 @@ class DraftPool:
         self._metrics = metrics
         self._log = logger("target")
         self._ready: dict[Link, DraftHello] = {}
+        self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
         self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
         self._spec: FeatureSpec | None = None
@@ -65,8 +67,6 @@ class DraftPool:
         self._sessions[link] = 0
         if hello.vocab_size:
             self._agreement[link] = Agreement()
-            self._warned.discard(link)
-            self._problems.pop(link.address, None)
             self._metrics.pairing_suspect(link.address, False)
         self._metrics.drafts_connected(len(self._ready))
 
@@ -75,15 +75,27 @@ class DraftPool:
         self._outbox.pop(link, None)
         self._sessions.pop(link, None)
         self._agreement.pop(link, None)
+        self._leaving.discard(link)
         if self._ready.pop(link, None) is None:
             return False
+        self._warned.discard(link)
+        self._problems.pop(link.address, None)  # what was found out is about this connection
+        self._metrics.draft_gone(link.address)
         self._metrics.drafter_lost(reason)
         self._metrics.drafts_connected(len(self._ready))
         return True
 
+    def set_leaving(self, link: Link, leaving: bool) -> None:
+        """Give a drafter no new session any more, or again."""
+        if leaving and link in self._ready:
+            self._leaving.add(link)
+        elif not leaving:
+            self._leaving.discard(link)
+
     def attach(self, running: Running, now_s: float, wanted: int) -> bool:
         """Let the least busy drafter follow ``running``, if there is one that has room."""
-        open_links = [link for link, hello in self._ready.items() if self._sessions[link] < hello.max_sessions]
+        open_links = [link for link, hello in self._ready.items()
+                      if self._sessions[link] < hello.max_sessions and link not in self._leaving]
         if not open_links or now_s < running.retry_at_s:
             return False
         link = min(open_links, key=lambda candidate: self._sessions[candidate])
@@ -167,9 +179,11 @@ class DraftPool:
             self._log.debug("drafter gave up", session=running.number, reason=message.reason)
             if running.link in self._sessions:
                 self._sessions[running.link] -= 1
-            running.link = None
-            if message.reason in ("capacity", "draining", "failed", "invalid"):
+            if message.reason == "draining" and running.link is not None:
+                self.set_leaving(running.link, True)
+            elif message.reason in ("capacity", "failed", "invalid"):
                 running.retry_at_s = now_s + RETRY_S
+            running.link = None
         elif joined < 0:
             self._metrics.stale_growth()
         elif running.heard_s is None and running.side.heard:

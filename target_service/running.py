@@ -63,7 +63,7 @@ class Running:
 
     @property
     def max_len(self) -> int:
-        return len(self.request.tokens) + self.request.max_tokens
+        return len(self.request.tokens) - self.request.answered + self.request.max_tokens
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""

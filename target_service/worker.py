@@ -23,7 +23,7 @@ from itertools import islice
 from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
-from slipstream.errors import RemoteProtocolError
+from slipstream.errors import Draining, RemoteProtocolError
 from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import DraftHello, TargetBound
@@ -109,6 +109,17 @@ class TargetWorker:
         """On the engine thread: whoever asked for the answer allows or forbids speculation from now on."""
         self.answers.switch(running, allowed, self._clock())
 
+    def hand_back(self) -> None:
+        """On the engine thread: end every answer with Draining, so that another target goes on where it stopped."""
+        error = Draining("the target is shutting down; another one will go on")
+        for running in self._running:
+            self.answers.fail(running, error, "handed_back")
+        self._dispatch([(running.sink, error) for running in self._waiting])
+        self._running.clear()
+        self._waiting.clear()
+        self.pool.flush()
+        self.answers.deliver()
+
     def check(self) -> Future[None]:
         """Prove, between two turns, that every slot is free or owned once. The future raises AssertionError if not."""
         result: Future[None] = Future()
@@ -140,6 +151,10 @@ class TargetWorker:
                     self.answers.drafter_lost(running, "draft_unavailable", self._clock())
 
         self.post(event)
+
+    def link_leaving(self, link: Link, leaving: bool) -> None:
+        """Discovery no longer lists this draft (or does so again): no new session goes there, open ones go on."""
+        self.post(lambda: self.pool.set_leaving(link, leaving))
 
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:

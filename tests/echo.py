@@ -17,7 +17,8 @@ VOCAB, EOS, CONTEXT = 260, 257, 512
 
 def answer_bytes(request: Request) -> list[int]:
     """The whole answer, without end."""
-    words = [f"{len(request.tokens)}", f"s{request.sampling.seed}", *(f"w{i}" for i in range(CONTEXT))]
+    prompt = len(request.tokens) - request.answered
+    words = [f"{prompt}", f"s{request.sampling.seed}", *(f"w{i}" for i in range(CONTEXT))]
     return list(" ".join(words).encode())
 
 
@@ -78,9 +79,10 @@ class EchoAnswer:
         if len(request.tokens) >= CONTEXT:
             raise InvalidRequest("tokens", "too long")
         target.running.add(self)
-        tokens = answer_bytes(request)[: target.end]
-        tokens = [*tokens, EOS] if EOS in request.sampling.stop_token_ids else [*tokens, *answer_bytes(request)]
-        sent = pieces = 0
+        whole = answer_bytes(request)
+        tokens = [*whole[: target.end], *([EOS] if EOS in request.sampling.stop_token_ids else whole)]
+        assert list(request.tokens[len(request.tokens) - request.answered:]) == tokens[: request.answered]
+        sent, pieces = request.answered, 0
         while sent < min(len(tokens), request.max_tokens):
             if target.hang or pieces == target.stall_after:
                 await self.closed.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from slipstream.config import Config, load
 from slipstream.drafters import create
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.errors import ConfigError
-from slipstream.models import HEADS, default_root
+from slipstream.models import FORMAT, HEADS, RECEIPT, default_root
 from slipstream.shipped import head_for, settled
 
 
@@ -27,6 +28,12 @@ def test_a_shipped_head_is_for_its_target_by_name_or_prepared_folder(tmp_path: P
     for target in ("smollm2-135m", str(default_root() / "smollm2-135m")):
         assert head_for(target, heads) is HEADS["smollm2-135m-eagle3"]
     assert head_for("/models/another", heads) is None
+    volume = tmp_path / "models/whatever"
+    volume.mkdir(parents=True)
+    (volume / "config.json").write_text("{}")
+    for name in ("smollm2-135m", "another"):
+        (volume / RECEIPT).write_text(json.dumps({"format": FORMAT, "name": name, "files": {"config.json": 2}}))
+        assert (head_for(str(volume), heads) is not None) == (name == "smollm2-135m")
     assert head_for("smollm2-135m", tmp_path / "nothing") is None
 
 

@@ -44,6 +44,7 @@ def encode_start(request: Request) -> bytes:
     return target_pb2.GenerateRequest(start=target_pb2.GenerateStart(
         request_id=request.request_id, tokens=int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
         max_tokens=request.max_tokens, top_logprobs=request.top_logprobs, mode=_mode(request.speculate),
+        answered=request.answered,
     )).SerializeToString()
 
 
@@ -75,8 +76,10 @@ def decode_start(data: bytes, vocab_size: int, max_context: int) -> Request:
         raise InvalidRequest("max_tokens", "must be at least 1")
     if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
+    if wire.answered >= min(len(tokens), wire.max_tokens):
+        raise InvalidRequest("answered", "must leave a prompt, and a token to answer with")
     sampling = decode_sampling(wire.sampling, vocab_size)
-    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate)
+    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate, wire.answered)
 
 
 def decode_control(data: bytes) -> bool:

@@ -68,9 +68,9 @@ class DraftLink:
 
     def __init__(self, address: str, hello: TargetHello, events: LinkEvents, wire: WireSection, check: Check, *,
                  tls: TlsFiles | None = None, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
-                 refused_retry_s: float = REFUSED_RETRY_S) -> None:
+                 refused_retry_s: float = REFUSED_RETRY_S, counts: WireCounts | None = None) -> None:
         self.address = address
-        self.counts = WireCounts()
+        self.counts = counts or WireCounts()
         self._hello = hello
         self._events = events
         self._wire = wire

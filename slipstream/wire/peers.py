@@ -31,6 +31,7 @@ from slipstream.wire.status import abort
 
 HANDSHAKE_S = 5.0
 MAX_PEERS = 64
+FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
 
 Context = aio.ServicerContext[bytes, bytes]
 
@@ -89,7 +90,7 @@ class DraftServicer:
         return grpc.method_handlers_generic_handler(DRAFT_SERVICE, {"Exchange": exchange})
 
     def drain(self) -> None:
-        """Refuse new targets and end the streams of those that are here."""
+        """Refuse new targets, and end the streams of those that are here when the last words have been sent."""
         self._draining.set()
 
     async def _exchange(self, _requests: object, context: Context) -> None:
@@ -131,6 +132,7 @@ class DraftServicer:
 
     async def _drained(self) -> None:
         await self._draining.wait()
+        await asyncio.sleep(FAREWELL_S)
 
     async def _read(self, context: Context, peer: Peer, incarnation: int, limits: FrameLimits) -> None:
         while isinstance(data := await context.read(), bytes):
