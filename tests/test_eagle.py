@@ -49,9 +49,11 @@ def opening(session: int, tokens: Sequence[int], sampling: Sampling | None = Non
     return Open(session, np.array(tokens, np.int32), min(4, len(tokens)), sampling or Sampling())
 
 
+CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
+
 def drafter(head: EagleHead, num_slots: int = 600, max_context: int = 0, **growth: int) -> NeuralDrafter:
     network = EagleNetwork(head, "float64", torch.device("cpu"), num_slots)
-    return NeuralDrafter("eagle3", network, GrowthSection.model_validate(growth), 8, max_context)
+    return NeuralDrafter("eagle3", network, GrowthSection.model_validate(CHAIN | growth), 8, max_context)
 
 
 def grow(of: NeuralDrafter, budget: int) -> Growth:

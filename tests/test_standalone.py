@@ -22,6 +22,8 @@ from slipstream.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, best_paths, scored_paths
 from tests.tiny import VOCAB
 
+CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
+
 
 def runner(folder: Path, num_slots: int = 600) -> ModelRunner:
     return ModelRunner(load_model(folder, "float64"), num_slots)
@@ -30,7 +32,7 @@ def runner(folder: Path, num_slots: int = 600) -> ModelRunner:
 def drafter(folder: Path, num_slots: int = 600, max_sessions: int = 8, max_context: int = 0,
             **growth: int) -> NeuralDrafter:
     return NeuralDrafter("standalone", StandaloneNetwork(runner(folder, num_slots)),
-                         GrowthSection.model_validate(growth), max_sessions, max_context)
+                         GrowthSection.model_validate(CHAIN | growth), max_sessions, max_context)
 
 
 def opening(session: int, tokens: Sequence[int], sampling: Sampling | None = None) -> Open:
