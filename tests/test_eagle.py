@@ -19,7 +19,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.errors import ModelError
 from slipstream.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
-from tests.growth_rules import best_paths, scored_paths
+from tests.growth_rules import assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenEagle3 as Written
 
@@ -51,6 +51,7 @@ def opening(session: int, tokens: Sequence[int], sampling: Sampling | None = Non
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
 
+
 def drafter(head: EagleHead, num_slots: int = 600, max_context: int = 0, **growth: int) -> NeuralDrafter:
     network = EagleNetwork(head, "float64", torch.device("cpu"), num_slots)
     return NeuralDrafter("eagle3", network, GrowthSection.model_validate(CHAIN | growth), 8, max_context)
@@ -59,13 +60,6 @@ def drafter(head: EagleHead, num_slots: int = 600, max_context: int = 0, **growt
 def grow(of: NeuralDrafter, budget: int) -> Growth:
     (growth,) = of.grow([1], [budget])
     return growth
-
-
-def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object = "") -> None:
-    paths = scored_paths(found)
-    assert set(paths) == set(wanted), note
-    for path, score in paths.items():
-        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
 
 
 def test_prefill_and_tree_rows_equal_the_head_written_out(head: EagleHead) -> None:

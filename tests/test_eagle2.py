@@ -29,7 +29,7 @@ from tests.eagle_folder import (
     write_eagle2_folder,
     write_eagle_folder,
 )
-from tests.growth_rules import GrowthLedger, best_paths, scored_paths
+from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB, tiny_config, tiny_tensors, write_tiny_model
 from tests.written import WrittenEagle2
 
@@ -74,13 +74,6 @@ def opening(tokens: list[int], sampling: Sampling | None = None) -> Open:
 def grow(of: NeuralDrafter, budget: int) -> Growth:
     (growth,) = of.grow([1], [budget])
     return growth
-
-
-def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object = "") -> None:
-    paths = scored_paths(found)
-    assert set(paths) == set(wanted), note
-    for path, score in paths.items():
-        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
 
 
 @pytest.mark.parametrize("ids", [None, MAP], ids=["whole", "mapped"])

@@ -19,7 +19,7 @@ from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.engine.weights import load_model
 from slipstream.errors import ConfigError
 from slipstream.messages import Commit, Growth, Open, Sampling
-from tests.growth_rules import GrowthLedger, best_paths, scored_paths
+from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
@@ -69,13 +69,6 @@ class Plain:
 def grow(of: NeuralDrafter, session: int, budget: int) -> Growth:
     (growth,) = of.grow([session], [budget])
     return growth
-
-
-def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object) -> None:
-    paths = scored_paths(found)
-    assert set(paths) == set(wanted), note
-    for path, score in paths.items():
-        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
 
 
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=11),

@@ -35,10 +35,7 @@ PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYE
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
 LIMIT = 1 << 24  # of any size in a config
-CONVERSION = (
-    'python -c "import torch; from safetensors.torch import save_file as s; '
-    "w = torch.load('pytorch_model.bin', weights_only=True); "
-    """s({n: t.clone().contiguous() for n, t in w.items()}, 'model.safetensors')\"""")
+CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.errors import ModelError
@@ -78,11 +79,11 @@ def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 # A compiled graph takes packed weights as constants or not at all, so there the operation is one of our own. Registered
-# by hand, because what ``torch.library.custom_op`` does around each call shows in a step's time.
-_OPERATIONS: Any = torch.library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
+# by hand, because what ``library.custom_op`` does around each call shows in a step's time.
+_OPERATIONS: Any = library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
 _OPERATIONS.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _OPERATIONS.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATIONS)
+library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATIONS)
 
 
 def _onednn_works() -> bool:
