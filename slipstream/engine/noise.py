@@ -1,10 +1,10 @@
 """Keyed noise: Gumbel noise that is a pure function of (seed, absolute position, token id), and the winners under it.
 
 Rules:
-1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers. They are made block by
-   block: the least E of ``BLOCK`` ids is exponential at BLOCK times the rate and falls to each of them alike; the others
-   have that and an exponential number of their own more (an exponential number has no memory). What this gives is the
-   very law of independent noise.
+1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers. They are made block
+   by block: the least E of ``BLOCK`` ids is exponential at BLOCK times the rate and falls to each of them alike; the
+   others have that and an exponential number of their own more (an exponential number has no memory). What this gives
+   is the very law of independent noise.
 2. So the largest noise of a block is known from one hash, and bounds what its tokens can score. ``leaders`` makes the
    noise of those tokens alone that could be among the best, a few dozen of a whole vocabulary.
 3. The hash are two keyed rounds of SplitMix64's finaliser (Steele, Lea, Flood, 2014). Its top 52 bits become a uniform
@@ -44,7 +44,8 @@ def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return least.add_(own).log_().neg_()
 
 
-def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
+            most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids int64 [R, K] and scores float64 [R, K] = logits / heat + noise, in any order, among them the ``most``
     best of all and whatever equals the last of these; where a row has fewer, the rest of it are ids 0 that score -inf.
 

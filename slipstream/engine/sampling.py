@@ -3,9 +3,8 @@ the tokens before it, and the request's ``Sampling``; of nothing else.
 
 Rules:
 1. The order is: penalties, logit bias, min_tokens (``penalties.py``), temperature, top-k, top-p, min-p, keyed noise,
-   argmax. Filters look at the tempered distribution; top-p counts the mass that top-k left.
-2. Every filter is a threshold on probability, so tokens of equal probability live or die together: no filter depends
-   on the order in which a sort happens to leave them.
+   argmax. Filters look at the tempered distribution.
+2. Tokens of equal probability survive the filters (``filters.py``) together, or not at all.
 3. Noise (``noise.py``) is a pure function of (seed, absolute position, token id), so argmax(logits / T + noise) over
    the survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the very same noise
    (Daliri, Musco, Suresh, arXiv 2408.07978).
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from slipstream.engine.filters import is_filtered, survivors
 from slipstream.engine.noise import leaders, noise, row_keys
 from slipstream.engine.penalties import Columns, TokenHistory, bias, forbid_stops, penalise
 from slipstream.messages import Sampling
@@ -31,7 +31,6 @@ from slipstream.requests import TokenLogprob
 __all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "coins", "logprobs", "probabilities", "rank"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
-FIRST_WIDTH = 64  # candidates looked at before the search for survivors widens
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
 RUNNERS_UP = 8  # ranked beyond what is asked for, so that equal scores at the edge come in the order of their ids
 
@@ -70,13 +69,13 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
     sampled: dict[bool, list[ChoiceRows]] = {True: [], False: []}
     for session in sessions:
         if not session.sampling.greedy:
-            sampled[_filtered(session.sampling)].append(session)
+            sampled[is_filtered(session.sampling)].append(session)
         elif not session.plain_greedy:
             chosen[list(session.rows)] = _argmax(_penalised(logits, session, None))
     if sampled[False]:
         chosen[[row for s in sampled[False] for row in s.rows]] = _race(logits, sampled[False])
     for few in _packs(sampled[True], ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
-        columns, scores = _survivors(torch.cat([_penalised(logits, s, None) for s in few]), few, None, True)
+        columns, scores = _survivors(_adjusted_rows(logits, few), few, None)
         chosen[[row for s in few for row in s.rows]] = _lowest_winner(columns, scores).cpu()
     return [int(token) for token in chosen.tolist()]
 
@@ -86,22 +85,25 @@ def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor
 
     The choice is their argmax. ``vocabulary`` (int64 [V]) gives the target's token id of each column; None: its own.
     """
-    penalised = _penalised(logits, session, vocabulary)
+    rows = _penalised(logits, session, vocabulary)
     if session.sampling.greedy:
-        return penalised
-    columns, scores = _survivors(penalised, [session], vocabulary, _filtered(session.sampling))
-    return torch.full_like(penalised, -math.inf).scatter_(1, columns.expand_as(scores), scores)
+        return rows
+    if is_filtered(session.sampling):
+        columns, scores = _survivors(rows, [session], vocabulary)
+        return torch.full_like(rows, -math.inf).scatter_(1, columns, scores)
+    ids = torch.arange(rows.shape[1], device=rows.device) if vocabulary is None else vocabulary
+    return noise(_keys([session], rows.device), ids[None]).add_(rows.div_(_heat([session], rows.device)[:, None]))
 
 
 def probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     """float64 [r, V]: what one sampled session's rows of ``logits`` [R, V] are chosen by, after penalties, bias,
     temperature and filters."""
     assert not session.sampling.greedy
-    scaled = _penalised(logits, session, None).div_(max(session.sampling.temperature, 1e-300))
-    if not _filtered(session.sampling):
-        return torch.softmax(scaled, 1)
-    values, columns = _filter(torch.log_softmax(scaled, 1), [session.sampling] * len(scaled), 1)
-    return torch.zeros_like(scaled).scatter_(1, columns, torch.softmax(values, 1))
+    rows, heat = _penalised(logits, session, None), _heat([session], logits.device)
+    if not is_filtered(session.sampling):
+        return torch.softmax(rows.div_(heat[:, None]), 1)
+    values, columns = survivors(rows, heat, [session.sampling] * len(rows))
+    return torch.zeros_like(rows).scatter_(1, columns, torch.softmax(values, 1))
 
 
 def coins(session: ChoiceRows) -> list[float]:
@@ -126,8 +128,9 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
         scores = (rows.to(torch.promote_types(logits.dtype, torch.float32)) if session.plain_greedy
                   else _penalised(logits, session, vocabulary))
         columns = torch.arange(scores.shape[1], device=logits.device)[None]
-    elif _filtered(session.sampling):
-        columns, scores = _survivors(_penalised(logits, session, vocabulary), [session], vocabulary, True, k)
+    elif is_filtered(session.sampling):
+        rows = _penalised(logits, session, vocabulary) if _is_adjusted(session.sampling) else rows
+        columns, scores = _survivors(rows, [session], vocabulary, k)
     else:
         rows = _penalised(logits, session, vocabulary) if _is_adjusted(session.sampling) else rows
         columns, scores = leaders(_spread(rows, vocabulary), _heat([session], rows.device),
@@ -163,14 +166,16 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
     """int64 [r]: the choices of sampled sessions without a filter."""
-    adjusted_ones = [s for s in sessions if _is_adjusted(s.sampling)]
-    if adjusted_ones:
-        rows = torch.cat([_penalised(logits, s, None) if _is_adjusted(s.sampling)
-                          else logits[s.rows.start:s.rows.stop].to(torch.float64) for s in sessions])
-    else:
-        picked = [row for s in sessions for row in s.rows]
-        rows = logits if len(picked) == len(logits) else logits[picked]
+    rows = _adjusted_rows(logits, sessions)
     return _lowest_winner(*leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)).cpu()
+
+
+def _adjusted_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """[r, V]: the rows of sessions after penalties, in float64 where there are any; not a copy where it need not be."""
+    if any(_is_adjusted(s.sampling) for s in sessions):
+        return torch.cat([_penalised(logits, s, None) for s in sessions])
+    picked = [row for s in sessions for row in s.rows]
+    return logits if len(picked) == len(logits) else logits[picked]
 
 
 def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
@@ -194,10 +199,6 @@ def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
 
 def _is_adjusted(sampling: Sampling) -> bool:
     return sampling.path_dependent or bool(sampling.logit_bias)
-
-
-def _filtered(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
@@ -230,62 +231,14 @@ def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tens
     return rows
 
 
-def _survivors(penalised: torch.Tensor, sessions: Sequence[ChoiceRows], vocabulary: torch.Tensor | None, filtered: bool,
+def _survivors(rows: torch.Tensor, sessions: Sequence[ChoiceRows], vocabulary: torch.Tensor | None,
                at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns int64 [R, K] (or [1, V]) and scores float64 [R, K] = logits / T + noise; -inf for what was filtered."""
-    device = penalised.device
-    scaled = penalised.div_(_heat(sessions, device)[:, None])
-    if filtered:
-        samplings = [s.sampling for s in sessions for _ in s.rows]
-        scaled, columns = _filter(torch.log_softmax(scaled, 1), samplings, at_least)
-    else:
-        columns = torch.arange(scaled.shape[1], device=device)[None]
+    """Columns int64 [R, K] and scores float64 [R, K] = logits / T + noise of filtered sessions; -inf for what was
+    filtered. rows: [R, V], penalties done."""
+    samplings = [s.sampling for s in sessions for _ in s.rows]
+    scaled, columns = survivors(rows, _heat(sessions, rows.device), samplings, at_least)
     ids = columns if vocabulary is None else vocabulary[columns]
-    return columns, noise(_keys(sessions, device), ids).add_(scaled)
-
-
-def _filter(log_probs: torch.Tensor, samplings: Sequence[Sampling], at_least: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best log_probs (float64 [R, V]) of each row, -inf where filtered, and their columns: both [R, K].
-
-    Survivors are a prefix of the descending order, so the search looks at ever more candidates until every row's
-    prefix ends inside them; a whole sort is the last resort.
-    """
-    vocab = log_probs.shape[1]
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=log_probs.device)[:, None]
-
-    limits = [min(s.top_k or vocab, vocab) for s in samplings]
-    top_k = column(limits).to(torch.int64)
-    top_p = column([s.top_p if s.top_p < 1.0 else math.inf for s in samplings])
-    min_p = column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings])
-    width = max(FIRST_WIDTH, at_least, *(limit + 1 for limit in limits if limit < vocab))
-    while True:
-        values, columns = log_probs.topk(min(width, vocab), 1)
-        inside_k = (values > -math.inf) & (values >= _at(values, top_k - 1))
-        keep = inside_k & _nucleus(values, inside_k, top_p, top_k < vocab) & (values >= values[:, :1] + min_p)
-        # With top-k, all that it leaves must be in view: it is the mass that top-p counts.
-        cut = keep[:, -1:] | (inside_k[:, -1:] & (top_k < vocab))
-        if width >= vocab or not bool(cut.any()):
-            return values.masked_fill(~keep, -math.inf), columns
-        width = width * 8 if width < 4096 else vocab
-
-
-def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: ``values`` [R, K] at ``index`` [R, 1]; -inf where that is not among the K."""
-    seen = values.shape[1]
-    return values.gather(1, index.clamp(max=seen - 1)).masked_fill(index >= seen, -math.inf)
-
-
-def _nucleus(values: torch.Tensor, inside_k: torch.Tensor, top_p: torch.Tensor, limited: torch.Tensor) -> torch.Tensor:
-    """bool [R, K]: the smallest prefix of descending log probs whose mass reaches ``top_p``, and what equals its last.
-
-    The mass is that of what top-k left; where it did not look (not ``limited``) the softmax has made it one.
-    """
-    probs = values.exp().masked_fill_(~inside_k, 0.0)
-    total = probs.cumsum(1)
-    needed = (total - probs) < top_p * torch.where(limited, total[:, -1:], 1.0)
-    return values >= values.masked_fill(~(needed & inside_k), math.inf).amin(1, keepdim=True)
+    return columns, noise(_keys(sessions, rows.device), ids).add_(scaled)
 
 
 def _lowest_winner(columns: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
