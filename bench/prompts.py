@@ -50,8 +50,9 @@ def own() -> list[Question]:
 
 
 def read(folder: str | Path, name: str, count: int) -> list[Question]:
-    """``count`` questions of ``folder/name.jsonl``, evenly over the file, as sets are sorted by kind. Raises ConfigError
-    naming the file and line."""
+    """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError 
+    naming the file and line.
+    """
     path = Path(folder) / f"{name}.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,11 @@ class Shards:
     def numbers(self) -> set[int]:
         """Of all conversations."""
         return {entry["number"] for _, index in self._entries for entry in index["conversations"]}
+
+    def temperatures(self) -> dict[float, float]:
+        """The share of conversations answered at each temperature, ascending."""
+        found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
+        return {temperature: found[temperature] / found.total() for temperature in sorted(found)}
 
     def totals(self) -> Totals:
         entries = [entry for _, index in self._entries for entry in index["conversations"]]

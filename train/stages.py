@@ -83,7 +83,7 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     now = training.progress
     export(head, job.out, dtype, {
         "training.svg": curves(now.history),
-        "README.md": card(job.name, head, recipe, totals, covered, now, found, len(prompts))})
+        "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))})
     return found
 
 
