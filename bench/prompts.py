@@ -50,7 +50,7 @@ def own() -> list[Question]:
 
 
 def read(folder: str | Path, name: str, count: int) -> list[Question]:
-    """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError 
+    """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError
     naming the file and line.
     """
     path = Path(folder) / f"{name}.jsonl"
