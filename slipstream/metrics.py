@@ -27,6 +27,11 @@ RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MODES = ("speculate", "shadow", "plain")
 # Values that labels begin with; what else comes is counted all the same.
 FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
+LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
+CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
+           ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
+           ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
+           ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
 OUTCOMES = ("used", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
 
@@ -36,7 +41,8 @@ class ModeMetrics:
 
     def __init__(self, registry: Registry) -> None:
         self._mode = registry.gauge("mode", "1 for the mode that new work gets, 0 for the others.", "mode")
-        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "from", "to", "reason")
+        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "from", "to",
+                                             "reason").begin(*CHANGES)
 
     def now(self, mode: str) -> None:
         for known in MODES:
@@ -53,7 +59,7 @@ class RouterMetrics:
         self.registry = registry = Registry("router", model)
         self.mode = ModeMetrics(registry)
         self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
-        self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(FAILURES)
+        self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
         self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
         self._duration = registry.histogram("request_duration_seconds", "Arrival to end.", REQUEST_SECONDS, "mode")
@@ -65,7 +71,8 @@ class RouterMetrics:
         self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
         self._generated = registry.counter("generation_tokens_total", "Tokens generated.", "mode")
         self._acceptance = registry.histogram("request_acceptance_ratio", "Accepted over drafted, per answer.", RATIOS)
-        self._fallbacks = registry.counter("fallback_requests_total", "Answers started plain or made so.", "reason")
+        self._fallbacks = registry.counter("fallback_requests_total", "Answers started plain or made so.",
+                                           "reason").begin(*zip(LEAVING))
         self._retries = registry.counter("retries_total", "Requests moved to another target.", "peer")
         self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
         self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
@@ -139,13 +146,13 @@ class TargetMetrics:
         self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
         self._rows = registry.histogram("step_rows", "Rows of one forward.", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
         self._rounds = registry.counter("rounds_total", "Decode rounds by what became of the draft.",
-                                        "outcome").begin(OUTCOMES)
+                                        "outcome").begin(*zip(OUTCOMES))
         self._drafts = registry.counter("drafts_total", "Rounds that verified at least one draft token.")
         self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
         self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
         self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.",
-                                          "position").begin(POSITIONS)
+                                          "position").begin(*zip(POSITIONS))
         self._nodes = registry.histogram("tree_nodes", "Draft nodes of one verification.", NODES)
         self._length = registry.histogram("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
@@ -153,7 +160,7 @@ class TargetMetrics:
         self._preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.")
         self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with drafts.", "direction")
         self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason").begin(
-            ("stopped", "closed", "unavailable", "overflow"))
+            ("stopped",), ("closed",), ("unavailable",), ("overflow",))
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
         self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
         self._links = registry.gauge("drafts_connected", "Draft streams that are up.")

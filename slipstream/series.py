@@ -33,10 +33,10 @@ class Series(Generic[M]):
     def of(self, *values: str) -> M:
         return self.metric.labels(*self.fixed, *values)
 
-    def begin(self, values: Iterable[str]) -> Series[M]:
-        """Show a series, at 0, for each of ``values`` of the one label besides the fixed ones."""
-        for value in values:
-            self.of(value)
+    def begin(self, *values: tuple[str, ...]) -> Series[M]:
+        """Show a series, at 0, for each of ``values`` of the labels besides the fixed ones."""
+        for known in values:
+            self.of(*known)
         return self
 
     def drop(self, *values: str) -> None:

@@ -18,7 +18,7 @@ from deploy.alerts import rules_yaml
 from tests.kube import program
 
 NAMESPACE = "llm"  # what a cluster's Prometheus would add
-SCRAPE_S = 1
+SCRAPE_S = 2
 
 
 @dataclass(frozen=True, slots=True)
