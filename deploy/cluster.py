@@ -42,7 +42,8 @@ PROGRAMS = ("etcd", "etcdctl", "kube-apiserver")
 MODULES = ("modern-go/reflect2", "json-iterator/go")
 DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
 IMPORT = "k8s.io/kubernetes"
-STAMP = f"{IMPORT}/vendor/k8s.io/component-base/version"
+STAMPS = tuple(f"{IMPORT}/vendor/k8s.io/{place}/version" for place in ("component-base", "client-go/pkg"))
+NOT_SERVED = {"testdata", "code-generator", "sample-apiserver"}
 MARK = "+k8s:openapi-gen="  # of packages whose types the API's own description lists
 
 Report = Callable[[str], None]
@@ -101,7 +102,8 @@ class _Tree:
         self._report("describing its API")
         self._describe()
         self._report("compiling kube-apiserver")
-        flags = f"-s -w -X {STAMP}.gitVersion=v{VERSION} -X {STAMP}.gitMajor=1 -X {STAMP}.gitMinor=20"
+        flags = " ".join(["-s -w", *(f"-X {stamp}.{key}={value}" for stamp in STAMPS for key, value in (
+            ("gitVersion", f"v{VERSION}"), ("gitMajor", "1"), ("gitMinor", "20")))])
         built = self._scratch / "kube-apiserver"
         self._go("build", "-p", str(self._jobs), "-tags", "providerless", "-ldflags", flags, "-o", str(built),
                  "./cmd/kube-apiserver")
@@ -129,7 +131,7 @@ class _Tree:
         for top, prefix in (("pkg", f"{IMPORT}/pkg"), ("staging/src", f"{IMPORT}/vendor")):
             for file in (self._source / top).rglob("*.go"):
                 within = file.relative_to(self._source / top)
-                if not {"testdata", "_examples", "sample-apiserver"} & set(within.parts) and MARK in file.read_text():
+                if not NOT_SERVED & set(within.parts) and MARK in file.read_text():
                     yield f"{prefix}/{within.parent}"
 
     def _go(self, *arguments: str) -> None:
@@ -137,9 +139,10 @@ class _Tree:
 
     def _run(self, *command: str) -> None:
         root = self._root / "usr/lib/go-1.19"
-        environment = {"GOROOT": root, "GOPATH": self._scratch / "go", "GOCACHE": self._scratch / "gocache",
-                       "GO111MODULE": "off", "GOPROXY": "off", "CGO_ENABLED": "0", "GOMAXPROCS": str(self._jobs),
-                       "PATH": f"{root}/bin:/usr/bin:/bin", "HOME": self._scratch}
+        environment: dict[str, str | Path] = {
+            "GOROOT": root, "GOPATH": self._scratch / "go", "GOCACHE": self._scratch / "gocache",
+            "GO111MODULE": "off", "GOPROXY": "off", "CGO_ENABLED": "0", "GOMAXPROCS": str(self._jobs),
+            "PATH": f"{root}/bin:/usr/bin:/bin", "HOME": self._scratch}
         # PWD: Go looks for packages by the path it was called in, which may lead through links.
         done = subprocess.run(["nice", *command], cwd=self._source, env={**environment, "PWD": self._source},
                               capture_output=True, text=True)

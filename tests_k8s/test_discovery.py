@@ -114,8 +114,10 @@ class Forgotten:
 
 
 async def test_a_forgotten_version_leads_to_another_list(cluster: Cluster, namespace: str) -> None:
-    if cluster.own is not None:
-        cluster.own.compact()
+    if cluster.own is not None:  # others are older than their memory
+        await asyncio.to_thread(cluster.own.compact)
+        await asyncio.to_thread(cluster.own.kill_api)
+        await asyncio.to_thread(cluster.own.start_api)
     slices, f = Slices(cluster, namespace), Told()
     await asyncio.to_thread(slices.put, "s1", endpoint("10.0.0.1"))
     server = Forgotten(await api_server(str(cluster.kubeconfig)))

@@ -67,7 +67,7 @@ def _panel(one: Drawn, x: float, y: float, span: tuple[float, float]) -> Iterato
         yield (f'<text x="{LEFT - 5}" y="{at + 4:.0f}" text-anchor="end" fill="#777" font-size="10">'
                f'{low + tick / 2 * (high - low):.3g}</text>')
     across = (span[1] - span[0]) or 1.0
-    named = LEFT
+    named: float = LEFT
     for number, (legend, points) in enumerate(one.curves):
         colour = COLOURS[number % len(COLOURS)]
         places = " ".join(f"{LEFT + (at - span[0]) / across * (right - LEFT):.1f},"
