@@ -53,10 +53,10 @@ def picture(board: Dashboard, drawn: Sequence[Drawn]) -> str:
 
 def _panel(one: Drawn, x: float, y: float, span: tuple[float, float]) -> Iterator[str]:
     panel, width, height = one.panel, one.panel.width * CELL - 6, one.panel.height * LINE - 6
-    unit = f" ({panel.unit})" if panel.unit != "none" else ""
+    unit = f"({panel.unit})" if panel.unit != "none" else ""
     yield f'<g transform="translate({x + 3},{y + 3})">'
     yield f'<rect width="{width}" height="{height}" fill="none" stroke="#ddd" rx="3"/>'
-    yield f'<text x="8" y="16">{escape(panel.title)}<tspan fill="#999">{escape(unit)}</tspan></text>'
+    yield f'<text x="8" y="16">{escape(panel.title)}<tspan dx="4" fill="#999">{escape(unit)}</tspan></text>'
     values = [value for _, points in one.curves for _, value in points]
     low, high = min([*values, panel.minimum or 0.0]), max([*values, 0.0])
     high = high if high > low else low + 1.0

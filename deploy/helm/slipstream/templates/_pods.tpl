@@ -132,9 +132,9 @@ env:
   {{- end }}
 ports:
   {{- range $name, $number := .ports }}
-  - {name: {{ $name }}, containerPort: {{ $number }}}
+  - {name: {{ $name }}, containerPort: {{ $number }}, protocol: TCP}
   {{- end }}
-  - {name: metrics, containerPort: {{ .metricsPort }}}
+  - {name: metrics, containerPort: {{ .metricsPort }}, protocol: TCP}
 {{- /* None of the three asks a peer to be alive; a router is ready when a target is. */}}
 startupProbe:
   httpGet: {path: /live, port: metrics}
