@@ -21,11 +21,10 @@ def place(cluster: Cluster) -> Iterator[str]:
         yield name
 
 
-@pytest.fixture
-def release(cluster: Cluster, place: str) -> Iterator[str]:
-    """A release called r in a namespace where nothing else is."""
-    helm(cluster, place, "install", "r", CHART, *CPU)
-    yield "r"
+@pytest.fixture(autouse=True)
+def clean(cluster: Cluster, place: str) -> Iterator[None]:
+    """No release is left for the next test."""
+    yield
     cluster.run("helm", "uninstall", "r", "-n", place, "--ignore-not-found")
 
 
@@ -82,16 +81,16 @@ def test_the_server_refuses_what_makes_no_sense(cluster: Cluster, place: str) ->
     assert cluster.objects(place) == before
 
 
-def test_accounts_may_read_slices_if_they_discover_and_nothing_else(cluster: Cluster, place: str,
-                                                                    release: str) -> None:
+def test_accounts_may_read_slices_if_they_discover_and_nothing_else(cluster: Cluster, place: str) -> None:
     slices = ("discovery.k8s.io", "endpointslices")
     others = [("", "secrets"), ("", "configmaps"), ("", "pods"), ("apps", "deployments"), ("", "serviceaccounts")]
 
     def reads(account: str) -> list[bool]:
         return [cluster.may(account, place, verb, *slices) for verb in ("get", "list", "watch")]
 
+    helm(cluster, place, "install", "r", CHART, *CPU)
     assert not any(allowed for account in ACCOUNTS for allowed in reads(account)), "nobody discovers"
-    helm(cluster, place, "upgrade", release, CHART, *CPU, *DISCOVERING)
+    helm(cluster, place, "upgrade", "r", CHART, *CPU, *DISCOVERING)
     found = {account: reads(account) for account in ACCOUNTS}
     assert found == dict(zip(ACCOUNTS, ([True] * 3, [True] * 3, [False] * 3), strict=True))
     for account in ACCOUNTS:
