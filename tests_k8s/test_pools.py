@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI
 
 from tests.api_server import endpoint
+from tests.kube import CHART
 from tests.tiny import write_tiny_model
 from tests_k8s.cluster import Cluster, Slices
 from tests_k8s.fleet import asking, fleet
 
 pytestmark = pytest.mark.timeout(1800)
 DRAFTS = ("draft-a", "draft-b")
+
+
+def helm_test(port: int, expected: str) -> None:
+    """What the pod of `helm test` runs."""
+    done = subprocess.run([sys.executable, CHART / "files/ask.py", f"http://127.0.0.1:{port}", expected],
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 async def test_two_drafts_none_two_again(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
@@ -38,11 +48,13 @@ async def test_two_drafts_none_two_again(cluster: Cluster, namespace: str, tmp_p
                              timeout=300)
         async with asking(client, "abcabcabcabcabcabc abcabcabc") as load:
             await load.until(drafted=True)
+            await asyncio.to_thread(helm_test, services.port, "drafts")
             for name in DRAFTS:
                 await listed(name, "drafts", ready=False)
                 await asyncio.to_thread(services.processes[name].stop)
                 await asyncio.to_thread(slices.delete, name)
             await load.until(drafted=False)
+            await asyncio.to_thread(helm_test, services.port, "plain")
             for name in DRAFTS:
                 services.processes[name].start()
                 await services.ready(name)
