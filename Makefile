@@ -15,7 +15,7 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-drafts bench-host demo-fallback docs chart k8s-tools image clean
+.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-drafts bench-host demo-fallback docs chart k8s-tools image clean test-k8s \ k8s-cluster
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test: setup  ## the tests
 
 test-long: setup  ## the tests, and those that take minutes
 	$(BIN)/pytest -rs -m "long or not long" $(ARGS)
+
+test-k8s: .venv/.project k8s-tools  ## chart and discovery on a real API server (of KUBECONFIG, else of k8s-cluster), metrics on a real Prometheus
+	$(BIN)/pytest -rs tests_k8s $(ARGS)
 
 lint: .venv/.project  ## ruff, mypy, import rules, protos
 	$(BIN)/ruff check .
@@ -64,6 +67,9 @@ chart: .venv/.project  ## print the chart's values, schema, dashboards and alert
 
 k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernetes' schemas into the cache folder, for the tests
 	$(BIN)/python -m deploy.tools
+
+k8s-cluster: .venv/.project  ## build an API server from Debian's source into the cache folder, for test-k8s: minutes, once (ARGS="--jobs 1")
+	$(BIN)/python -m deploy.cluster $(ARGS)
 
 image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs; ARGS="--base … --builder … --torch …")
 	for image in $(IMAGES); do $(BIN)/python -m deploy.image $$image $(ARGS) || exit 1; done

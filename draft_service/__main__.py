@@ -25,7 +25,8 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
 
 async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """The same for a draft that is put together already."""
-    tls, servicer = tls_files(config.wire.tls), DraftServicer(draft.worker, config.wire)
+    tls = tls_files(config.wire.tls)
+    servicer = DraftServicer(draft.worker, config.wire, connected=draft.metrics.targets_connected)
     server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls, reflect=config.wire.reflection)
     await server.start()
     up = asyncio.Event()

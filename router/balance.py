@@ -88,6 +88,8 @@ class Balancer:
 
     async def poll(self) -> None:
         """Ask all targets how they are, and forget those that discovery has lost."""
+        for target in self._targets:
+            self._metrics.target_known(target.name)
         await asyncio.gather(*(self._ask(target) for target in self._targets))
         for target in await self._targets.sweep():
             self._metrics.target_forgotten(target.name)

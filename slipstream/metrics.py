@@ -11,6 +11,7 @@ It knows nothing about sessions, trees or sockets of the services.
 
 from __future__ import annotations
 
+from slipstream.errors import STATUS
 from slipstream.series import Registry
 
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -24,6 +25,15 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = tuple(range(17))
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MODES = ("speculate", "shadow", "plain")
+# Values that labels begin with; what else comes is counted all the same.
+FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
+LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
+CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
+           ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
+           ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
+           ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
+OUTCOMES = ("used", "plain", "draft_missing", "discarded_late")
+POSITIONS = tuple(str(depth) for depth in range(1, 5))
 
 
 class ModeMetrics:
@@ -31,7 +41,8 @@ class ModeMetrics:
 
     def __init__(self, registry: Registry) -> None:
         self._mode = registry.gauge("mode", "1 for the mode that new work gets, 0 for the others.", "mode")
-        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "from", "to", "reason")
+        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "from", "to",
+                                             "reason").begin(*CHANGES)
 
     def now(self, mode: str) -> None:
         for known in MODES:
@@ -48,7 +59,7 @@ class RouterMetrics:
         self.registry = registry = Registry("router", model)
         self.mode = ModeMetrics(registry)
         self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
-        self._errors = registry.counter("request_errors_total", "Requests that failed.", "type")
+        self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
         self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
         self._duration = registry.histogram("request_duration_seconds", "Arrival to end.", REQUEST_SECONDS, "mode")
@@ -60,11 +71,13 @@ class RouterMetrics:
         self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
         self._generated = registry.counter("generation_tokens_total", "Tokens generated.", "mode")
         self._acceptance = registry.histogram("request_acceptance_ratio", "Accepted over drafted, per answer.", RATIOS)
-        self._fallbacks = registry.counter("fallback_requests_total", "Answers started plain or made so.", "reason")
+        self._fallbacks = registry.counter("fallback_requests_total", "Answers started plain or made so.",
+                                           "reason").begin(*zip(LEAVING))
         self._retries = registry.counter("retries_total", "Requests moved to another target.", "peer")
         self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
         self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
         self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
+        self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
         """``mode``: speculative, plain, mixed, or none for a request that got no token."""
@@ -111,6 +124,11 @@ class RouterMetrics:
     def targets(self, ready: int) -> None:
         self._ready.of().set(ready)
 
+    def target_known(self, peer: str) -> None:
+        """Its series are there, whatever has become of it."""
+        self._retries.of(peer)
+        self._breaker.of(peer)
+
     def target_forgotten(self, peer: str) -> None:
         self._retries.drop(peer)
         self._breaker.drop(peer)
@@ -127,19 +145,22 @@ class TargetMetrics:
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
         self._rows = registry.histogram("step_rows", "Rows of one forward.", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
-        self._rounds = registry.counter("rounds_total", "Decode rounds by what became of the draft.", "outcome")
+        self._rounds = registry.counter("rounds_total", "Decode rounds by what became of the draft.",
+                                        "outcome").begin(*zip(OUTCOMES))
         self._drafts = registry.counter("drafts_total", "Rounds that verified at least one draft token.")
         self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
         self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
-        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.", "position")
+        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.",
+                                          "position").begin(*zip(POSITIONS))
         self._nodes = registry.histogram("tree_nodes", "Draft nodes of one verification.", NODES)
         self._length = registry.histogram("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
         self._preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.")
         self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with drafts.", "direction")
-        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason")
+        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason").begin(
+            ("stopped",), ("closed",), ("unavailable",), ("overflow",))
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
         self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
         self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
@@ -147,6 +168,7 @@ class TargetMetrics:
         self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
+        self.drafts_connected(0)  # one that never comes is missed too
 
     def request(self, outcome: str) -> None:
         """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
@@ -163,8 +185,7 @@ class TargetMetrics:
         self._step.of("host").observe(host_s)
 
     def round(self, drafted: int, accepted: int, outcome: str = "used") -> None:
-        """One commit of one session. ``outcome``: used, plain, draft_missing, discarded_late, discarded_stale or
-        rejected_invalid."""
+        """One commit of one session. ``outcome``: one of OUTCOMES."""
         self._rounds.of(outcome).inc()
         self._bonus.of().inc()
         if not drafted:
@@ -226,7 +247,8 @@ class DraftMetrics:
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("draft", model)
         self._sessions = registry.gauge("sessions_open", "Sessions that the drafter holds.")
-        self._expired = registry.counter("session_expirations_total", "Sessions freed without a close.", "reason")
+        self._expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
+                                         "reason").begin(("lease",))
         self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
         self._nodes = registry.counter("draft_tokens_total", "Nodes grown.")
         self._commits = registry.counter("commits_total", "Commits absorbed.")
@@ -234,12 +256,13 @@ class DraftMetrics:
         self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with targets.", "direction")
         self._invalid = registry.counter("invalid_items_total", "Items refused by validation.")
         self._peers = registry.gauge("targets_connected", "Target streams that are up.")
+        self.sessions_open(0)
+        self.targets_connected(0)
 
     def sessions_open(self, count: int) -> None:
         self._sessions.of().set(count)
 
     def expired(self, reason: str) -> None:
-        """``reason``: lease, peer_down or capacity."""
         self._expired.of(reason).inc()
 
     def grew(self, seconds: float, nodes: int) -> None:

@@ -3,6 +3,8 @@
 Rules:
 1. Every series carries ``service`` and ``model``; names begin with ``slipstream_``.
 2. Each registry stands alone: several services live in one process without sharing series.
+3. What is counted begins at 0, not with its first event: ``increase`` does not see an event that makes its series.
+   Gauges begin when they are set, as 0 would be a claim.
 
 The only importer of prometheus_client. It knows nothing about what is measured.
 """
@@ -31,6 +33,12 @@ class Series(Generic[M]):
     def of(self, *values: str) -> M:
         return self.metric.labels(*self.fixed, *values)
 
+    def begin(self, *values: tuple[str, ...]) -> Series[M]:
+        """Show a series, at 0, for each of ``values`` of the labels besides the fixed ones."""
+        for known in values:
+            self.of(*known)
+        return self
+
     def drop(self, *values: str) -> None:
         self.metric.remove(*self.fixed, *values)
 
@@ -46,7 +54,8 @@ class Registry:
         self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
 
     def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
-        return Series(Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
+        metric = Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors)
+        return self._begun(Series(metric, self._fixed), labels)
 
     def gauge(self, name: str, text: str, *labels: str) -> Series[Gauge]:
         return Series(Gauge(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
@@ -54,7 +63,7 @@ class Registry:
     def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Series[Histogram]:
         metric = Histogram(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors,
                            buckets=tuple(buckets))
-        return Series(metric, self._fixed)
+        return self._begun(Series(metric, self._fixed), labels)
 
     def certificate_ends(self, at_s: float) -> None:
         self._certificate.of().set(at_s)
@@ -63,6 +72,11 @@ class Registry:
         """(content type, body) of a scrape, in the form that the header ``accept`` asks for."""
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._collectors)
+
+    def _begun(self, series: Series[M], labels: tuple[str, ...]) -> Series[M]:
+        if not labels:
+            series.of()
+        return series
 
     def _labels(self, labels: tuple[str, ...]) -> list[str]:
         return ["service", "model", *labels]

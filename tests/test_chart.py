@@ -204,6 +204,7 @@ def test_services_select_their_pods_and_addresses_name_services(profile: str) ->
     services = {o["metadata"]["name"]: o["spec"] for o in objects if o["kind"] == "Service"}
     assert set(services) == set(labels)
     for name, service in services.items():
+        assert all(port["protocol"] for port in service["ports"]), "Kubernetes 1.20 does not apply ports without"
         chosen = [pod for pod, found in labels.items() if service["selector"].items() <= found.items()]
         assert chosen == [name]
     wanted = [*settings(objects, "r-slipstream-router")["router"]["targets"],

@@ -347,15 +347,16 @@ async def test_a_peer_that_says_nothing_is_refused_within_the_deadline() -> None
 
 
 async def test_more_targets_than_allowed_are_refused() -> None:
-    echo = Echo()
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE, max_peers=1)])
+    echo, connected = Echo(), []
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE, max_peers=1, connected=connected.append)])
     address = f"127.0.0.1:{await server.start()}"
     links = [DraftLink(address, HELLO, Target(), WIRE, check_pair) for _ in range(2)]
     tasks = [asyncio.create_task(link.run()) for link in links]
     await eventually(lambda: any("1 targets" in link.status().problem for link in links))
-    assert sum(link.status().connected for link in links) == 1
+    assert sum(link.status().connected for link in links) == 1 and connected == [1], "who is refused is not counted"
     for task in tasks:
         task.cancel()
+    await eventually(lambda: connected == [1, 0])
     await server.drain(0)
 
 

@@ -11,7 +11,7 @@ It knows nothing about sessions or drafters.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -74,7 +74,9 @@ class DraftServicer:
     service = DRAFT_SERVICE
 
     def __init__(self, events: PeerEvents, wire: WireSection, *, max_peers: int = MAX_PEERS,
-                 max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S) -> None:
+                 max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
+                 connected: Callable[[int], None] = lambda targets: None) -> None:
+        """``connected`` is told how many targets are, whenever that changes."""
         self.counts = WireCounts()
         self._events = events
         self._max_bytes = wire.max_message_bytes
@@ -82,6 +84,8 @@ class DraftServicer:
         self._max_batches = max_batches
         self._handshake_s = handshake_s
         self._num_peers = 0
+        self._num_connected = 0
+        self._connected = connected
         self._draining = asyncio.Event()
         self._log = structlog.get_logger(part="wire")
 
@@ -118,6 +122,7 @@ class DraftServicer:
         outbox: Outbox[TargetBound] = Outbox(self._max_batches)
         peer = StreamPeer(context.peer(), outbox)
         hello = replace(self._events.peer_up(peer, target), incarnation=target.incarnation)
+        self._count(1)
         try:
             await context.write(encode_draft_hello(hello))
             self._log.info("target connected", target=peer.name, model=target.model_id)
@@ -128,7 +133,12 @@ class DraftServicer:
         finally:
             outbox.close()
             self._log.info("target gone", target=peer.name)
+            self._count(-1)
             self._events.peer_down(peer)
+
+    def _count(self, change: int) -> None:
+        self._num_connected += change
+        self._connected(self._num_connected)
 
     async def _drained(self) -> None:
         await self._draining.wait()

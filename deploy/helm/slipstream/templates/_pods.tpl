@@ -94,7 +94,7 @@ initContainers:
     securityContext:
       {{- include "slipstream.containerSecurity" . | nindent 6 }}
     resources:
-      {{- toYaml .root.Values.model.prepareResources | nindent 6 }}
+      {{- include "slipstream.resources" .root.Values.model.prepareResources | nindent 6 }}
     volumeMounts:
       - {name: model, mountPath: /models}
       - {name: scratch, mountPath: /tmp, subPath: tmp}
@@ -132,9 +132,9 @@ env:
   {{- end }}
 ports:
   {{- range $name, $number := .ports }}
-  - {name: {{ $name }}, containerPort: {{ $number }}}
+  - {name: {{ $name }}, containerPort: {{ $number }}, protocol: TCP}
   {{- end }}
-  - {name: metrics, containerPort: {{ .metricsPort }}}
+  - {name: metrics, containerPort: {{ .metricsPort }}, protocol: TCP}
 {{- /* None of the three asks a peer to be alive; a router is ready when a target is. */}}
 startupProbe:
   httpGet: {path: /live, port: metrics}
@@ -160,7 +160,7 @@ lifecycle:
 securityContext:
   {{- include "slipstream.containerSecurity" . | nindent 2 }}
 resources:
-  {{- toYaml .pod.resources | nindent 2 }}
+  {{- include "slipstream.resources" .pod.resources | nindent 2 }}
 volumeMounts:
   - {name: config, mountPath: /etc/slipstream, readOnly: true}
   {{- if .model }}
@@ -177,6 +177,17 @@ volumeMounts:
   {{- with .pod.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end -}}
+
+{{- /* Quantities as text: Kubernetes 1.20 does not apply numbers. Input: a container's resources. */ -}}
+{{- define "slipstream.resources" -}}
+{{- $found := deepCopy . -}}
+{{- range $kind := list "limits" "requests" -}}
+{{- range $name, $quantity := default dict (get $found $kind) -}}
+{{- $_ := set (get $found $kind) $name (toString $quantity) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
 {{- end -}}
 
 {{- define "slipstream.volumes" -}}

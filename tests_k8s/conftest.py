@@ -1,0 +1,45 @@
+"""The cluster of these tests, and a namespace in it for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests_k8s.cluster import Cluster
+from tests_k8s.own_server import OwnServer, missing
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    named = os.environ.get("KUBECONFIG", "")
+    if named:
+        found = Cluster(Path(named), None)
+        yield found
+        found.close()
+        return
+    if missing():
+        pytest.skip(f"no cluster: {', '.join(missing())} not there; run `make k8s-cluster`, or set KUBECONFIG")
+    server = OwnServer(tmp_path_factory.mktemp("own"))
+    try:
+        server.start()
+        found = Cluster(server.kubeconfig, server)
+        yield found
+        found.close()
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    with cluster.namespace() as name:
+        yield name
+
+
+@pytest.fixture
+def own(cluster: Cluster) -> OwnServer:
+    if cluster.own is None:
+        pytest.skip("a cluster that KUBECONFIG names is not killed or compacted")
+    return cluster.own
