@@ -32,12 +32,12 @@ def build(config: Config) -> Draft:
     drafter = create(section, config.model)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
-    return assemble(drafter, digest, section.lease_s)
+    return assemble(drafter, digest, section.lease_s, section.run_ahead)
 
 
-def assemble(drafter: Drafter, digest: str, lease_s: float) -> Draft:
+def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0) -> Draft:
     """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any."""
     metrics = DraftMetrics(drafter.name)
     logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
                          max_sessions=drafter.max_sessions)
-    return Draft(DraftWorker(drafter, digest, lease_s, metrics), metrics)
+    return Draft(DraftWorker(drafter, digest, lease_s, metrics, run_ahead=run_ahead), metrics)

@@ -7,7 +7,9 @@ Rules:
    peer with one frame.
 3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it
    is freed.
-4. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
+4. With ``run_ahead``, sessions are grown on, a level at a time, whenever the inbox is empty and growing pays
+   (``ahead.Ahead``); what comes in is looked at between two levels.
+5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
 """
@@ -22,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from draft_service.ahead import Ahead
+from draft_service.followed import Followed
 from slipstream.drafters.base import Drafter
 from slipstream.errors import RemoteProtocolError, SlipstreamError
 from slipstream.log import logger
@@ -46,17 +50,6 @@ Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
 @dataclass(slots=True)
-class Followed:
-    """A session that a peer opened here. ``number`` is ours: peers count on their own and may collide."""
-
-    number: int
-    peer: Peer
-    side: DraftSide
-    wanted: int = 0  # nodes to grow next; 0: none
-    stale: bool = False  # committed since the last growth
-
-
-@dataclass(slots=True)
 class Round:
     """What one pass over the inbox collected for the drafter."""
 
@@ -71,12 +64,14 @@ class DraftWorker:
     """Serves one drafter to any number of targets. Implements ``wire.server.PeerEvents``."""
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic, run_ahead: int = 0) -> None:
+        """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit."""
         self._drafter = drafter
         self._tokenizer_hash = tokenizer_hash
         self._lease_s = lease_s
         self._metrics = metrics
         self._clock = clock
+        self._run_ahead = run_ahead
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
         self._sessions: dict[tuple[Peer, int], Followed] = {}
@@ -119,15 +114,18 @@ class DraftWorker:
             pass
 
     def turn(self, block: bool = True) -> bool:
-        """Wait for something to come (or for a lease to end), and do it. Returns False when told to stop."""
+        """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.
+        Returns False when told to stop."""
         events: list[Callable[[Round], None]] = []
+        wait_s = max(0.0, self._next_sweep_s - self._clock())
+        hungry = wait_s > 0 and any(followed.hungry for followed in self._sessions.values())
         try:
-            event = self._inbox.get(block, max(0.0, self._next_sweep_s - self._clock()))
+            event = self._inbox.get(block and not hungry, wait_s)
             while event is not None:
                 events.append(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
-            if events:
+            if events or hungry:
                 self._step(events)
             else:
                 self.sweep()
@@ -190,11 +188,15 @@ class DraftWorker:
                 self._unsay(number, round_)
                 round_.opens.append(replace(item, session=number))
                 followed.wanted, followed.stale = item.wanted, True
+                if followed.ahead is not None:
+                    followed.ahead.opened(item)
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
                 round_.commits.append(replace(item, session=number))
                 followed.wanted, followed.stale = item.wanted, True
+                if followed.ahead is not None:
+                    followed.ahead.committed(item)
             case DraftEvent.GAP, _:
                 self._forget(followed, round_)
                 round_.answers[peer].append(Drop(item.session, "gap"))
@@ -205,7 +207,8 @@ class DraftWorker:
         if self._draining or len(self._sessions) >= self._drafter.max_sessions:
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
-        followed = Followed(next(self._numbers), peer, DraftSide(item.session))
+        followed = Followed(next(self._numbers), peer, DraftSide(item.session),
+                            ahead=Ahead(self._run_ahead) if self._run_ahead else None)
         self._sessions[(peer, item.session)] = followed
         self._by_number[followed.number] = followed
         return followed
@@ -225,25 +228,34 @@ class DraftWorker:
                 self._metrics.committed(len(commit.tokens))
 
     def _grow(self, round_: Round) -> None:
-        stale = [f for f in self._sessions.values() if f.stale]
-        for followed in stale:
+        wanting = [f for f in self._sessions.values() if f.wanted > 0 and (f.stale or f.hungry)]
+        answers = {f.number for f in wanting if f.stale}
+        for followed in self._sessions.values():
             followed.stale = False
-        wanting = [f for f in stale if f.wanted > 0]
         if not wanting:
             return
         started_s = self._clock()
-        growths = self._drafter.grow([f.number for f in wanting],
-                                     [min(f.wanted, self._drafter.max_nodes) for f in wanting])
+        budgets = [min(followed.budget, self._drafter.max_nodes) for followed in wanting]
+        growths = self._drafter.grow([followed.number for followed in wanting], budgets, self._steps(wanting))
         draft_s = self._clock() - started_s
         self._metrics.grew(draft_s, sum(len(g.ids) for g in growths))
-        for growth in growths:
-            followed = self._by_number[growth.session]
-            round_.answers[followed.peer].append(replace(growth, session=followed.side.session, draft_s=draft_s))
-        answered = {growth.session for growth in growths}
+        by_number = {growth.session: growth for growth in growths}
         for followed in wanting:
-            if followed.number not in answered:
-                empty = Growth.empty(followed.side.session, followed.side.base, draft_s)
-                round_.answers[followed.peer].append(empty)
+            growth = by_number.get(followed.number, Growth.empty(followed.number, followed.side.base))
+            self._send_growth(followed, replace(growth, session=followed.side.session, draft_s=draft_s),
+                              followed.number in answers, round_)
+
+    def _steps(self, wanting: Sequence[Followed]) -> int:
+        # One whole tree for all costs little more than for those that wait for it.
+        whole = any(followed.ahead is None or followed.ahead.starving for followed in wanting)
+        return 0 if whole else 1
+
+    def _send_growth(self, followed: Followed, growth: Growth, answer: bool, round_: Round) -> None:
+        """``answer``: the target waits to hear of its newest commit, be it that there is nothing."""
+        if followed.ahead is not None:
+            followed.ahead.grew(growth)
+        if answer or len(growth.ids):
+            round_.answers[followed.peer].append(growth)
 
     def _unsay(self, number: int, round_: Round) -> None:
         round_.opens = [o for o in round_.opens if o.session != number]

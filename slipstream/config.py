@@ -67,6 +67,8 @@ class DraftSection(Section):
     max_sessions: int = Field(256, ge=1)
     max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
+    run_ahead: int = Field(0, ge=0, le=63, description="nodes grown beyond what the target verifies next, while it "
+                                                       "verifies; 0: one growth a commit")
     lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
     ngram: NgramSection = NgramSection()
     growth: GrowthSection = GrowthSection()

@@ -18,7 +18,7 @@ from slipstream.wire.channel import export_bytes
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
-from target_service.assembly import build
+from target_service.assembly import Target, build
 
 DRAIN_S = 45.0
 
@@ -30,6 +30,12 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     links: list[DraftLink] = []
     loop = asyncio.get_running_loop()
     target = await asyncio.to_thread(build, config, loop, lambda: [link.status() for link in links])
+    await host(config, target, links, stop, ready)
+
+
+async def host(config: Config, target: Target, links: list[DraftLink], stop: asyncio.Event,
+               ready: Callable[[], None] | None = None) -> None:
+    """The same for a target that is put together already; ``links`` is filled with those to its drafts."""
     links += [DraftLink(address, target.hello, target.worker, config.wire, check_pair)
               for address in config.target.drafts]
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)],

@@ -31,6 +31,7 @@ from target_service.links import DraftPool
 from target_service.running import Running, Sink
 from target_service.step import Verified
 
+ASKED = 4  # commits whose answers may still come
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
 
@@ -160,8 +161,7 @@ class Answers:
             return True
         wanted = running.policy.budget(now_s, step.num_trees - 1) if running.policy.wants_drafts(now_s) else 0
         self._pool.commit(running, tokens, drafted, wanted)
-        running.committed_s, running.heard_s = now_s, None
-        running.wait_until_s = now_s + running.policy.deadline_s()
+        self._ask(running, now_s)
         self._follow(running, now_s)
         return False
 
@@ -177,8 +177,17 @@ class Answers:
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
         elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
-            running.committed_s, running.heard_s = now_s, None
-            running.wait_until_s = now_s + running.policy.deadline_s()
+            self._ask(running, now_s)
+
+    def _ask(self, running: Running, now_s: float) -> None:
+        """Its drafter hears of its newest token now; from here on it may wait."""
+        running.committed_s, running.heard_s, running.stood = now_s, None, False
+        running.wait_until_s = now_s + running.policy.deadline_s()
+        if len(running.side.tree) == 1 and running.link is not None:
+            # What a drafter says to a target that holds nodes tells how it deepens, not how long an exchange takes.
+            running.asked[running.side.base] = now_s
+            if len(running.asked) > ASKED:
+                del running.asked[min(running.asked)]
 
     def _cut(self, running: Running, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
         stops = running.request.sampling.stop_token_ids
@@ -190,17 +199,17 @@ class Answers:
 
     def waited(self, running: Running, started_s: float) -> float:
         """Seconds that it stood still for its drafter before the step that began at ``started_s``."""
-        if running.link is None or running.side.num_output == 0:
+        if not running.stood or running.link is None or running.side.num_output == 0:
             return 0.0
         answered_s = running.heard_s if running.heard_s is not None else min(started_s, running.wait_until_s)
         return max(0.0, answered_s - running.committed_s)
 
     def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step: Step,
                  now_s: float) -> None:
-        awaited = running.link is not None and running.wait_until_s > running.committed_s
+        exchange_s, running.exchange_s = running.exchange_s, None
         round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
-                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows, late=awaited and not running.side.heard,
-                       exchange_s=running.heard_s - running.committed_s if running.heard_s is not None else None)
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                       late=running.stood and not running.side.heard, exchange_s=exchange_s)
         self._note(running, running.policy.observe(now_s, round_))
 
     def _outcome(self, running: Running, drafted: int) -> str:

@@ -121,7 +121,8 @@ class DraftPool:
             self._outbox[running.link].append(message)
 
     def received(self, running: Running, message: Growth | Drop, now_s: float) -> None:
-        """Take what a drafter sent for ``running``. Raises RemoteProtocolError for what cannot be."""
+        """Take what a drafter sent for ``running``, which came at ``now_s``. Raises RemoteProtocolError for what cannot
+        be."""
         joined = running.side.receive(message)
         if isinstance(message, Drop):
             self._log.debug("drafter gave up", session=running.number, reason=message.reason)
@@ -130,10 +131,15 @@ class DraftPool:
             running.link = None
             if message.reason in ("capacity", "draining", "failed", "invalid"):
                 running.retry_at_s = now_s + RETRY_S
-        elif joined < 0:
+            return
+        if joined < 0:
             self._metrics.stale_growth()
-        elif running.heard_s is None and running.side.heard:
+            return
+        if running.heard_s is None and running.side.heard:
             running.heard_s = now_s
+        asked_s = running.asked.pop(message.base, None)
+        if asked_s is not None:
+            running.exchange_s = max(0.0, now_s - asked_s)
 
     def flush(self) -> None:
         """Send what the step had to say."""

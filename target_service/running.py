@@ -46,7 +46,10 @@ class Running:
     link: Link | None = None
     retry_at_s: float = 0.0  # no drafter is asked again before
     committed_s: float = 0.0  # when the newest token was committed
+    stood: bool = False  # a step was decided without it since then, because it waited for its drafter
     heard_s: float | None = None  # when the drafter answered for it
+    asked: dict[int, float] = field(default_factory=dict)  # base -> when, of commits that left nothing but the root
+    exchange_s: float | None = None  # what an answer to one of them took, if one came since the last round
     wait_until_s: float = 0.0  # the deadline of the drafter's answer
     features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
     first_step_s: float | None = None

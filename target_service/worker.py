@@ -140,10 +140,11 @@ class TargetWorker:
 
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
-        self.post(lambda: self._take(link, items, faults))
+        came_s = self._clock()  # now: a step may be on the device until this is looked at
+        self.post(lambda: self._take(link, items, faults, came_s))
 
-    def _take(self, link: Link, items: Sequence[TargetBound],
-              faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+    def _take(self, link: Link, items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]],
+              came_s: float) -> None:
         followed = {running.number: running for running in self._running if running.link is link}
         for session, error in faults:
             self._refuse(followed.get(session), error)
@@ -153,7 +154,7 @@ class TargetWorker:
                 self._metrics.stale_growth()
                 continue
             try:
-                self.answers.heard(running, item, self._clock())
+                self.answers.heard(running, item, came_s)
             except RemoteProtocolError as error:
                 self._refuse(running, error)
 
@@ -220,6 +221,7 @@ class TargetWorker:
         if running.prefilling:
             return Facts(running.number, held, running.num_prefill, 1, False)
         if running.waits(now_s):
+            running.stood = True
             return Facts(running.number, held, 0, 1, True)
         return Facts(running.number, held, 0, self.answers.nodes(running, others, now_s), False)
 

@@ -40,7 +40,9 @@ SAMPLINGS = {
     "penalties": Sampling(temperature=0.8, seed=13, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.1,
                           min_tokens=8, stop_token_ids=(7, 32, 101, 116), logit_bias=((65, 2.0),)),
 }
-FATES = ("colocated", "grpc", "late", "lost", "killed")
+FATES = ("colocated", "grpc", "late", "lost", "killed", "ahead")
+RUN_AHEAD = 24
+DELAYS_S = {"late": 0.004, "ahead": 0.002}  # of growth that runs ahead, so that much of it crosses a commit
 PROMPTS = (b"the cat sat on the mat. the cat sat on the", b"one two three one two three one", b"zq")
 
 
@@ -88,12 +90,13 @@ async def joined(rig: Rig, kind: str, fate: str, folders: dict[str, Path]) -> As
         if kind == "hostile":
             peers = HostileDraft(seed=3)
         else:
-            peers = await stack.enter_async_context(drafting(drafter(kind, folders)))
+            peers = await stack.enter_async_context(drafting(drafter(kind, folders),
+                                                             RUN_AHEAD if fate == "ahead" else 0))
         if fate == "grpc":
             await stack.enter_async_context(grpc_link(rig, peers))
             yield None
             return
-        faulty = FaultyEvents(rig.worker, delay_s=0.004 if fate == "late" else 0.0, loss=0.4 if fate == "lost" else 0.0)
+        faulty = FaultyEvents(rig.worker, delay_s=DELAYS_S.get(fate, 0.0), loss=0.4 if fate == "lost" else 0.0)
         link = await stack.enter_async_context(local_link(rig, peers, faulty))
         killer = asyncio.create_task(kill_often(link)) if fate == "killed" else None
         yield faulty
@@ -126,8 +129,10 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
                 np.testing.assert_allclose(probabilities, [p.logprob for e in expected for p in e.logprobs], atol=1e-9)
             accepted[name] = sum(piece.accepted for pieces in answers for piece in pieces)
         await rig.check()
-        if faulty is not None and fate == "late":
+        if faulty is not None and fate in DELAYS_S:
             assert faulty.counts.delayed > 0
+        if faulty is not None and fate == "ahead" and kind in ("standalone", "eagle3", "noisy"):
+            assert faulty.counts.further > 0, "nothing was grown ahead"
         if faulty is not None and fate == "lost" and kind != "hostile":
             assert faulty.counts.lost > 0
     if kind == "noisy" and fate in ("colocated", "grpc"):

@@ -123,3 +123,40 @@ class TreeGrowth:
             places.append(found[0])
             node = found[1]
         return places
+
+    def aim(self) -> None:
+        """Point the frontier at the ``topk`` best candidates of any level that have no children yet. Growth ahead of
+        the target goes where it is likely to be needed, not only down the newest level."""
+        if not self.tokens:
+            return
+        expanded = set(self.computed)
+        waiting = [node for node in range(len(self.tokens)) if node not in expanded]
+        room = max(0, MAX_NODES - len(self.computed))
+        self.frontier = sorted(sorted(waiting, key=lambda n: -self.scores[n])[:min(self.topk, room)])
+
+    def reroot(self, tokens: Sequence[int]) -> tuple[list[int], list[int]] | None:
+        """Keep what stands below committed ``tokens``. None, and nothing is changed, if the last of them was not
+        expanded here; else places in ``computed`` as it was: of the committed nodes, and of the kept ones."""
+        path = self.follow(tokens)
+        if len(path) < len(tokens):
+            return None
+        root = self.computed[path[-1]]
+        kept = [node for node in range(root + 1, len(self.tokens)) if self._below(node, root)]
+        places = [place for place, node in enumerate(self.computed) if node != root and self._below(node, root)]
+        renumbered = {root: ROOT, **{node: number for number, node in enumerate(kept)}}
+        score, depth = self.scores[root], self.depths[root]
+        self.computed = [renumbered[self.computed[place]] for place in places]
+        self.parents = [renumbered[self.parents[node]] for node in kept]
+        self.tokens = [self.tokens[node] for node in kept]
+        self.scores = [self.scores[node] - score for node in kept]
+        self.depths = [self.depths[node] - depth for node in kept]
+        self.ids = [self.ids[node] for node in kept]
+        self.frontier = []
+        self.aim()
+        return path, places
+
+    def _below(self, node: int, root: int) -> bool:
+        # A parent stands before its children, so the search up ends at the root or passes it.
+        while node > root:
+            node = self.parents[node]
+        return node == root

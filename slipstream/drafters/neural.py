@@ -106,15 +106,17 @@ class NeuralDrafter:
             if context is not None:
                 self.slots.free(context.close())
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
-        """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session."""
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session, ``steps`` levels deeper at
+        most (0: ``num_steps``)."""
         began = perf_counter()
         wanted = {session: min(budget, self._growth.num_draft_tokens)
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts}
         contexts = {session: self._contexts[session] for session in wanted}
         fresh = self._catch_up([c for c in contexts.values() if c.tree is None])
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
-        left = {session: min(self._growth.num_steps, budget) - (session in fresh) for session, budget in wanted.items()}
+        most = min(self._growth.num_steps, steps or self._growth.num_steps)
+        left = {session: min(most, budget) - (session in fresh) for session, budget in wanted.items()}
         while True:
             level = [c for session, c in contexts.items() if left[session] > 0 and self._can_deepen(c)]
             if not level or not self._deepen(level):
