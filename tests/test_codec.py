@@ -87,7 +87,8 @@ SAMPLING = Sampling(0.5, 40, 0.75, 0.125, 0.5, -0.5, 1.25, ((5, -1.5),), 2, (0, 
 TARGET_HELLO = TargetHello(1, INCARNATION, "tiny", VOCAB, "abc", 64, 2, CONTEXT)
 DRAFT_HELLO = DraftHello(1, INCARNATION, "eagle3", VOCAB, "abc", FeatureSpec((0, 2), 128, "bfloat16"), 64, 256, 63, 16)
 FEATURES = Features(3, 4, bytes(range(2 * WIDTH * 2)), 2, "bfloat16")
-TARGET_ITEMS = [Open(3, ints(1, 2, 3, 4, 5), 4, SAMPLING), FEATURES, Commit(3, 5, ints(6, 7), FEATURES, 4), Close(9)]
+TARGET_ITEMS = [Open(3, ints(1, 2, 3, 4, 5), 4, SAMPLING, 9), FEATURES,
+                Commit(3, 5, ints(6, 7), FEATURES, 4, 5), Close(9)]
 DRAFT_ITEMS = [growth(), Growth.empty(4, 6), Drop(5, "capacity")]
 REQUEST = Request("r-1", (1, 2, 3), SAMPLING, 16, 0, False)
 PIECE = Piece((1, 2), 1, 3, (TokenLogprob(-0.5, ((1, -0.5), (9, -2.0))), TokenLogprob(-1.0)), "stop", 0.25, 0.125,
@@ -100,11 +101,11 @@ GOLDEN = {
     "target_hello": "0a2008011107000000000000001a0474696e7920e8072a036162633040380240f403",
     "draft_hello": "0a2f08011107000000000000001a066561676c653320e8072a0361626332090a02000210800118033840408002483f5010",
     "target_frame": (
-        "12cb0109070000000000000012740a7208031214010000000200000003000000040000000500000018042256090000000000"
+        "12cf0109070000000000000012760a7408031214010000000200000003000000040000000500000018042256090000000000"
         "00e03f102819000000000000e83f21000000000000c03f29000000000000e03f31000000000000e0bf39000000000000f43f"
-        "420b080511000000000000f8bf48025202000758ffffffffffffffffff011218121608031004180220032a0c000102030405"
-        "060708090a0b122a1a28080310051a08060000000700000020042a1608031004180220032a0c000102030405060708090a0b"
-        "120422020809"
+        "420b080511000000000000f8bf48025202000758ffffffffffffffffff0128091218121608031004180220032a0c00010203"
+        "0405060708090a0b122c1a2a080310051a08060000000700000020042a1608031004180220032a0c00010203040506070809"
+        "0a0b3005120422020809"
     ),
     "draft_frame": (
         "125309070000000000000012300a2e080310051a0801000000020000002208fbffffff010000002a080a0000000b00000032"
@@ -244,6 +245,8 @@ def test_scores_just_above_zero_become_zero() -> None:
     (Commit(3, CONTEXT, ints(1)), "commit.base"),
     (Commit(3, 0, ints(1)), "commit.base"),
     (Commit(3, 5, ints(1), drafted=64), "commit.drafted"),
+    (Commit(3, 5, ints(1), wanted=64), "commit.wanted"),
+    (Open(3, ints(1, 2), 2, Sampling(), 64), "open.wanted"),
     (Commit(3, 6, ints(1, 2), FEATURES), "features.start"),
     (Commit(3, 5, ints(1), FEATURES), "features.num_rows"),
     (Commit(4, 5, ints(1, 2), FEATURES), "features.session"),
@@ -364,7 +367,7 @@ def commits(draw: st.DrawFn, dtype: str) -> Commit:
     tokens = draw(st.lists(tokens_, min_size=1, max_size=64))
     session, base = draw(sessions), draw(st.integers(1, CONTEXT - 64))
     rows = draw(features(dtype, session, base - 1, len(tokens))) if len(tokens) < 10 else None
-    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)))
+    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)), draw(st.integers(0, 63)))
 
 
 @st.composite
@@ -377,7 +380,7 @@ def opens(draw: st.DrawFn) -> Open:
         logit_bias=tuple(draw(st.lists(st.tuples(tokens_, st.floats(-100, 100)), max_size=5))),
         min_tokens=draw(st.integers(0, 1 << 30)), stop_token_ids=tuple(draw(st.lists(tokens_, max_size=5))),
         seed=draw(sessions))
-    return Open(draw(sessions), ints(*tokens), draw(st.integers(1, len(tokens))), sampling)
+    return Open(draw(sessions), ints(*tokens), draw(st.integers(1, len(tokens))), sampling, draw(st.integers(0, 63)))
 
 
 @settings(max_examples=60, deadline=None)
