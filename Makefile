@@ -14,7 +14,7 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router bench
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke bench-exact demo-fallback docs clean
+.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-network demo-fallback docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ bench-smoke: setup  ## a dozen prompts: plain, ngram and standalone side by side
 
 bench-exact: setup  ## does speculation change an answer? plain against ngram, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+
+bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full" for the whole sweep)
+	$(BIN)/python -m bench.network $(ARGS)
 
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)

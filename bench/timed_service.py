@@ -17,6 +17,7 @@ from slipstream.config import Config, load
 from slipstream.log import configure
 from slipstream.pairing import check_pair
 from slipstream.process import until_signalled
+from slipstream.trace import Trace
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
 from target_service.__main__ import host as host_target
@@ -31,7 +32,7 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
     """A draft on ``device``."""
     section = config.draft
     drafter = TimedDrafter(timing, device, section.run_ahead > 0, section.max_sessions)
-    return assemble_draft(drafter, "", section.lease_s, section.run_ahead)
+    return assemble_draft(drafter, "", section.lease_s, section.run_ahead, Trace(config.log.trace, "draft"))
 
 
 async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 Rules:
 1. It re-roots on every commit, as the target does: what is left then is what the target can verify without waiting.
-2. A target that holds nothing waits, or goes on without drafts: its next growth is a whole tree, sent at once. One that
-   holds something gets further levels as they are made.
+2. A target that holds nothing, or little, waits or goes on without drafts: its next growth is a whole tree, sent at
+   once. One that holds more gets further levels as they are made.
 3. Growth stops at ``extra`` nodes beyond what the target would verify, where nothing likely is left, or where the
    drafter has nothing more to say; a commit begins it anew.
 
@@ -17,16 +17,18 @@ from math import log
 from slipstream.messages import Commit, Growth, Open
 from slipstream.tree import MAX_NODES, DraftTree
 
+THIN = 0.5  # share of a whole tree's promise
 PIECE = 4  # nodes sent for one further level
 LEAST = log(1 / 64)  # the score below which a node is not worth a level of the drafter's time
 
 
 class Ahead:
-    __slots__ = ("_barren", "_extra", "tree")
+    __slots__ = ("_barren", "_extra", "_usual", "tree")
 
     def __init__(self, extra: int) -> None:
         self._extra = extra
         self._barren = 0  # growths in a row without a likely node
+        self._usual = 0.0  # what a whole tree promises
         self.tree = DraftTree.root_only(1, 0)
 
     def opened(self, message: Open) -> None:
@@ -39,15 +41,18 @@ class Ahead:
 
     def grew(self, growth: Growth) -> None:
         """``growth`` was sent."""
+        whole = len(self.tree) == 1
         self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                      growth.scores.tolist())
+        if whole and len(growth.ids):
+            promise = self.tree.promise(MAX_NODES)
+            self._usual += 0.2 * (promise - self._usual) if self._usual else promise
         likely = len(growth.scores) and float(growth.scores.max()) >= LEAST
         self._barren = 0 if likely else self._barren + 1
 
-    @property
-    def starving(self) -> bool:
-        """Whether the target holds nothing but the root."""
-        return len(self.tree) == 1
+    def starving(self, wanted: int) -> bool:
+        """Whether the target holds so little that it waits, or should."""
+        return self.tree.promise(wanted) <= THIN * self._usual
 
     def room(self, wanted: int) -> int:
         """Further nodes that it is to hold, when it would verify ``wanted``."""
@@ -56,7 +61,7 @@ class Ahead:
     def budget(self, wanted: int) -> int:
         """Nodes of the next growth at most. A level's best are sent, and not all that it found: better ones may come
         from the levels below, and the tree has an end."""
-        return min(wanted if self.starving else PIECE, self.room(wanted))
+        return min(wanted if self.starving(wanted) else PIECE, self.room(wanted))
 
     def hungry(self, wanted: int) -> bool:
         """Whether to grow on. A drafter that began anew after a commit says nothing new until it is below what the

@@ -20,12 +20,12 @@ import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from draft_service.ahead import Ahead
 from draft_service.followed import Followed
+from draft_service.round import Round
 from slipstream.drafters.base import Drafter
 from slipstream.errors import RemoteProtocolError, SlipstreamError
 from slipstream.log import logger
@@ -38,33 +38,23 @@ from slipstream.messages import (
     Features,
     Growth,
     Open,
-    TargetBound,
     TargetHello,
 )
 from slipstream.metrics import DraftMetrics
 from slipstream.pairing import check_pair
 from slipstream.session import DraftEvent, DraftSide, DraftState
+from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
 Faults = Sequence[tuple[int, RemoteProtocolError]]
-
-
-@dataclass(slots=True)
-class Round:
-    """What one pass over the inbox collected for the drafter."""
-
-    opens: list[Open] = field(default_factory=list)
-    features: list[Features] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    closes: list[int] = field(default_factory=list)
-    answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
 
 
 class DraftWorker:
     """Serves one drafter to any number of targets. Implements ``wire.server.PeerEvents``."""
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
-                 clock: Callable[[], float] = time.monotonic, run_ahead: int = 0) -> None:
+                 clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
+                 trace: Trace | None = None) -> None:
         """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit."""
         self._drafter = drafter
         self._tokenizer_hash = tokenizer_hash
@@ -72,6 +62,7 @@ class DraftWorker:
         self._metrics = metrics
         self._clock = clock
         self._run_ahead = run_ahead
+        self._trace = trace or Trace("", "draft")
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
         self._sessions: dict[tuple[Peer, int], Followed] = {}
@@ -89,6 +80,7 @@ class DraftWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self._trace.write()
 
     def drain(self) -> None:
         """Give every session up, so that targets go on without us; new ones are refused."""
@@ -109,6 +101,11 @@ class DraftWorker:
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
         self._inbox.put(lambda round_: self._take(peer, items, faults, round_))
 
+    @property
+    def hungry(self) -> bool:
+        """Whether it would grow on if nothing came."""
+        return any(followed.hungry for followed in self._sessions.values())
+
     def _run(self) -> None:
         while self.turn():
             pass
@@ -118,7 +115,7 @@ class DraftWorker:
         Returns False when told to stop."""
         events: list[Callable[[Round], None]] = []
         wait_s = max(0.0, self._next_sweep_s - self._clock())
-        hungry = wait_s > 0 and any(followed.hungry for followed in self._sessions.values())
+        hungry = wait_s > 0 and self.hungry
         try:
             event = self._inbox.get(block and not hungry, wait_s)
             while event is not None:
@@ -193,6 +190,7 @@ class DraftWorker:
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
+                self._trace.came("device", "commit", commit_key(item.session, item.base), self._clock())
                 round_.commits.append(replace(item, session=number))
                 followed.wanted, followed.stale = item.wanted, True
                 if followed.ahead is not None:
@@ -236,8 +234,10 @@ class DraftWorker:
             return
         started_s = self._clock()
         budgets = [min(followed.budget, self._drafter.max_nodes) for followed in wanting]
-        growths = self._drafter.grow([followed.number for followed in wanting], budgets, self._steps(wanting))
+        steps = self._steps(wanting)
+        growths = self._drafter.grow([followed.number for followed in wanting], budgets, steps)
         draft_s = self._clock() - started_s
+        self._trace.span("device", "level" if steps else "tree", started_s, started_s + draft_s, sessions=len(wanting))
         self._metrics.grew(draft_s, sum(len(g.ids) for g in growths))
         by_number = {growth.session: growth for growth in growths}
         for followed in wanting:
@@ -247,7 +247,7 @@ class DraftWorker:
 
     def _steps(self, wanting: Sequence[Followed]) -> int:
         # One whole tree for all costs little more than for those that wait for it.
-        whole = any(followed.ahead is None or followed.ahead.starving for followed in wanting)
+        whole = any(followed.ahead is None or followed.ahead.starving(followed.wanted) for followed in wanting)
         return 0 if whole else 1
 
     def _send_growth(self, followed: Followed, growth: Growth, answer: bool, round_: Round) -> None:
@@ -255,6 +255,7 @@ class DraftWorker:
         if followed.ahead is not None:
             followed.ahead.grew(growth)
         if answer or len(growth.ids):
+            self._trace.left("device", "growth", growth_key(growth), self._clock())
             round_.answers[followed.peer].append(growth)
 
     def _unsay(self, number: int, round_: Round) -> None:

@@ -137,6 +137,7 @@ class WireSection(Section):
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
+    trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
 
 
 class Config(Section):

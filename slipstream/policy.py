@@ -136,6 +136,11 @@ class SpeculationPolicy:
         self._goodput.tell_others(batch_rows_of_others)
         return self._goodput.nodes if self._wants and not self._measures_plain else 0
 
+    @property
+    def nodes(self) -> int:
+        """Draft nodes of the highest expected gain, whatever the mode."""
+        return self._goodput.nodes
+
     def deadline_s(self) -> float:
         """Seconds after a commit that its growth may be awaited; 0: step at once."""
         if not self._wants or self._measures_plain or self._idle:
@@ -145,6 +150,10 @@ class SpeculationPolicy:
             return usual_s if self._goodput.wait_pays else 0.0
         left_s = self._probe.allowance_s - self._probe.ledger.loss_s
         return min(usual_s, max(left_s, self._config.deadline_min_s)) if left_s > 0 else 0.0
+
+    def enough(self) -> float:
+        """Draft tokens that a tree must promise for the step to begin at once, within ``deadline_s``."""
+        return self._goodput.enough if self._wants else 0.0
 
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""

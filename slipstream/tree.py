@@ -117,6 +117,12 @@ class DraftTree:
         return DraftTree(self.base, self.tokens[keep], renumbered[self.parents[keep]], self.ids[keep],
                          self.scores[keep])
 
+    def promise(self, num_nodes: int) -> float:
+        """Tokens that the ``num_nodes`` best nodes, root not counted, would give if scores were true logarithms of the
+        chance of being accepted."""
+        best = -np.sort(-self.scores[1:])[:num_nodes]
+        return float(np.exp(best).sum())
+
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected because of rule 5 and a stable sort."""
         if num_nodes >= len(self):

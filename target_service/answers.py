@@ -11,7 +11,7 @@ Runs on the engine thread alone. It knows nothing about schedules, batches or so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,6 +108,12 @@ class Answers:
             return 1
         return 1 + min(len(running.side.tree) - 1, running.policy.budget(now_s, others))
 
+    def coming(self, waiting: Sequence[Running]) -> tuple[float, int]:
+        """When the growth that ``waiting`` wait for should be here, and how many rows they would verify then."""
+        usual_s = self._exchange.usual_s(self._config.deadline_max_s)
+        due_s = max(min(running.committed_s + usual_s, running.wait_until_s) for running in waiting)
+        return due_s, sum(1 + running.policy.nodes for running in waiting)
+
     def prefilled(self, running: Running, started_s: float) -> None:
         """A chunk of its prompt is computed."""
         running.first_step_s = running.first_step_s or started_s
@@ -144,7 +150,7 @@ class Answers:
         running.first_step_s = running.first_step_s or started_s
         first = running.side.num_output == 0
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
-        waited_s = self.waited(running, started_s)
+        waited_s = running.waited(started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
@@ -183,6 +189,7 @@ class Answers:
         """Its drafter hears of its newest token now; from here on it may wait."""
         running.committed_s, running.heard_s, running.stood = now_s, None, False
         running.wait_until_s = now_s + running.policy.deadline_s()
+        running.enough = running.policy.enough()
         if len(running.side.tree) == 1 and running.link is not None:
             # What a drafter says to a target that holds nodes tells how it deepens, not how long an exchange takes.
             running.asked[running.side.base] = now_s
@@ -196,13 +203,6 @@ class Answers:
             if token in stops:
                 return tokens[:count], "stop"
         return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
-
-    def waited(self, running: Running, started_s: float) -> float:
-        """Seconds that it stood still for its drafter before the step that began at ``started_s``."""
-        if not running.stood or running.link is None or running.side.num_output == 0:
-            return 0.0
-        answered_s = running.heard_s if running.heard_s is not None else min(started_s, running.wait_until_s)
-        return max(0.0, answered_s - running.committed_s)
 
     def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step: Step,
                  now_s: float) -> None:

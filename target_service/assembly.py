@@ -22,6 +22,7 @@ from slipstream.metrics import TargetMetrics
 from slipstream.models import resolve, tokenizer_hash
 from slipstream.policy import StepCosts
 from slipstream.requests import DraftStatus
+from slipstream.trace import Trace
 from slipstream.tree import MAX_NODES
 from target_service.service import LoopDispatch, Served, TargetService
 from target_service.worker import TargetWorker
@@ -58,7 +59,8 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     runner = ModelRunner(model, slots_for(config.target, model, max_context))
     costs = StepCosts(runner.profile())
     metrics = TargetMetrics(name)
-    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop))
+    trace = Trace(config.log.trace, "target")
+    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop), trace=trace)
     served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         max_context)

@@ -25,15 +25,17 @@ from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.errors import RemoteProtocolError
 from slipstream.log import logger
-from slipstream.messages import DraftHello, TargetBound
+from slipstream.messages import DraftHello, Growth, TargetBound
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
+from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch, Step
 from target_service.links import DraftPool
 from target_service.running import Running
-from target_service.scheduler import Decision, Facts, Limits, decide
+from target_service.scheduler import Decision, Facts, Limits, decide, holds
 from target_service.step import run_step
+from target_service.tracing import trace_step
 
 Event = Callable[[], None]
 
@@ -42,11 +44,13 @@ class TargetWorker:
     """Turns requests into answers. Implements ``wire.link.LinkEvents``; requests come through ``Answers``."""
 
     def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
-                 dispatch: Dispatch, clock: Callable[[], float] = time.monotonic) -> None:
+                 dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
+                 trace: Trace | None = None) -> None:
         self._runner = runner
         self._config = config
         self._metrics = metrics
         self._clock = clock
+        self._trace = trace or Trace("", "target")
         self._log = logger("target")
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
@@ -67,6 +71,7 @@ class TargetWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self._trace.write()
 
     @property
     def alive(self) -> bool:
@@ -153,6 +158,8 @@ class TargetWorker:
             if running is None:
                 self._metrics.stale_growth()
                 continue
+            if isinstance(item, Growth):
+                self._trace.came("device", "growth", growth_key(item), came_s)
             try:
                 self.answers.heard(running, item, came_s)
             except RemoteProtocolError as error:
@@ -192,6 +199,11 @@ class TargetWorker:
             return True
         return False
 
+    def poll(self) -> float | None:
+        """Do what waits in the inbox, then a turn, for a caller that has the thread's place."""
+        self._drain(0.0)
+        return self.turn()
+
     def turn(self) -> float | None:
         """Decide and act once. Returns for how long there is nothing to do: 0.0 go on, None until something comes."""
         now_s = self._clock()
@@ -200,12 +212,24 @@ class TargetWorker:
             self.pool.flush()
             deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
             return max(1e-4, min(deadlines) - now_s) if deadlines else None
+        if held_s := self._hold(decision, now_s):
+            self.pool.flush()
+            return held_s
         self._act(decision)
         self.pool.flush()
         self.answers.deliver()
         self._metrics.sessions(len(self._running), len(self._waiting))
         self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
         return 0.0
+
+    def _hold(self, decision: Decision, now_s: float) -> float:
+        """Seconds to hold the step for answers whose growth should be here soon; 0: go."""
+        waiting = [running for running in self._running if running.waits(now_s)]
+        if not waiting or decision.prefill or decision.admit or decision.put_back:
+            return 0.0
+        due_s, coming = self.answers.coming(waiting)
+        missing_s, ready = due_s - now_s, sum(rows for _, rows in decision.verify)
+        return missing_s if missing_s > 0.0 and holds(ready, coming, missing_s, self._costs.cost) else 0.0
 
     def _decide(self, now_s: float) -> Decision:
         # What the others cost depends here on how many they are, not on the nodes they will get: one look is enough.
@@ -259,9 +283,10 @@ class TargetWorker:
         step_s = self._clock() - started_s
         self._costs.observe(rows, step_s)
         step = Step(started_s, step_s, rows, len(trees))
+        trace_step(self._trace, step, results)
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
-        waited_s = max((self.answers.waited(v.running, started_s) for v in results), default=0.0)
+        waited_s = max((v.running.waited(started_s) for v in results), default=0.0)
         for verified in results:
             if self.answers.commit(verified, step):
                 self._running.remove(verified.running)
