@@ -110,7 +110,8 @@ class Answers:
 
     def coming(self, waiting: Sequence[Running]) -> tuple[float, int]:
         """When the growth that ``waiting`` wait for should be here, and how many rows they would verify then."""
-        usual_s = self._exchange.usual_s(self._config.deadline_max_s)
+        # Generous: going a moment too early costs a whole step, a moment of patience costs that moment.
+        usual_s = max(self._exchange.usual_s(self._config.deadline_max_s), 1.5 * (self._exchange.mean_s or 0.0))
         due_s = max(min(running.committed_s + usual_s, running.wait_until_s) for running in waiting)
         return due_s, sum(1 + running.policy.nodes for running in waiting)
 

@@ -137,6 +137,9 @@ class DraftPool:
             return
         if running.heard_s is None and running.side.heard:
             running.heard_s = now_s
+        if joined and message.base < running.side.base:
+            # It crossed the commit, so its drafter believes in a tree here: what comes next is one more level of it.
+            running.asked.pop(running.side.base, None)
         asked_s = running.asked.pop(message.base, None)
         if asked_s is not None:
             running.exchange_s = max(0.0, now_s - asked_s)

@@ -115,3 +115,11 @@ def test_a_trace_without_a_path_keeps_nothing(tmp_path: Path) -> None:
     trace.mark("device", "nothing", 0.0)
     trace.write()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("batch", "draft_s"), [(1, 0.002), (8, 0.002), (8, 0.010)])
+def test_running_ahead_is_never_much_worse_than_a_growth_a_commit(batch: int, draft_s: float) -> None:
+    """Also where the drafter is always busy, and where an exchange is so short that a moment decides who shares a
+    step."""
+    deployment = replace(SOME, batch=batch, timing=Timing(draft_s=draft_s))
+    assert rate("run-ahead", deployment, 5.0) > 0.95 * rate("serial", deployment, 5.0)
