@@ -1,6 +1,7 @@
 # `make run` and `make test` set everything up on a fresh machine; a second call goes straight to the work.
 
 MODEL := smollm2-135m
+IMAGES := router cpu
 BIN := .venv/bin
 # The first interpreter that runs and is new enough; a name alone may be a shim with nothing behind it.
 PYTHON = $(shell for name in python3.11 python3.12 python3.13 python3; do \
@@ -11,13 +12,13 @@ else
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)
 endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
-PACKAGES := slipstream draft_service target_service router bench
+PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-network demo-fallback docs clean
+.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-drafts bench-network demo-fallback docs chart k8s-tools image clean
 
 help:  ## what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: .venv/.project $(PREPARED)  ## a virtual environment with everything in it, and the default model
 
@@ -25,10 +26,10 @@ run: setup  ## start all services on this machine, ask a question, serve until C
 	$(BIN)/slipstream run --logs build/logs $(ARGS)
 
 test: setup  ## the tests
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -rs $(ARGS)
 
 test-long: setup  ## the tests, and those that take minutes
-	$(BIN)/pytest -m "long or not long" $(ARGS)
+	$(BIN)/pytest -rs -m "long or not long" $(ARGS)
 
 lint: .venv/.project  ## ruff, mypy, import rules, protos
 	$(BIN)/ruff check .
@@ -39,11 +40,15 @@ lint: .venv/.project  ## ruff, mypy, import rules, protos
 proto: .venv/.project  ## compile proto/ again
 	$(BIN)/python build_protos.py
 
-bench-smoke: setup  ## a dozen prompts: plain, ngram and standalone side by side
+bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.smoke $(ARGS)
 
-bench-exact: setup  ## does speculation change an answer? plain against ngram, greedy and sampled (PROMPTS=folder of question sets)
+bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+
+bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
+	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
+		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
 
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full" for the whole sweep)
 	$(BIN)/python -m bench.network $(ARGS)
@@ -53,6 +58,15 @@ demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter rec
 
 docs: .venv/.project  ## print the tables of docs/ from the code
 	$(BIN)/slipstream docs
+
+chart: .venv/.project  ## print the chart's values, schema, dashboards and alerts from the code
+	$(BIN)/python -m deploy
+
+k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernetes' schemas into the cache folder, for the tests
+	$(BIN)/python -m deploy.tools
+
+image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs; ARGS="--base … --builder … --torch …")
+	for image in $(IMAGES); do $(BIN)/python -m deploy.image $$image $(ARGS) || exit 1; done
 
 clean:  ## remove what was built; the environment and prepared models stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -14,7 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-Row = Mapping[str, str | float | int | bool]
+SHOWN = 5  # numbers of a list in the table
+
+Cell = str | float | int | bool | Sequence[float]
+Row = Mapping[str, Cell]
 
 
 def device() -> str:
@@ -42,11 +45,25 @@ def write(name: str, rows: Sequence[Row], title: str) -> Path:
     for column in rows[0]:
         table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0][column], str) else "right")
     for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*(_text(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    path = Path("build/bench") / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"device": device(), "commit": commit(), "command": " ".join(sys.argv),
-                                "rows": list(rows)}, indent=1))
+    path = save(name, rows)
     print(f"rows in {path}; {device()}, commit {commit()}")
     return path
+
+
+def save(name: str, rows: Sequence[Row]) -> Path:
+    """Write ``rows`` alone; returns the file, which is whole at any time."""
+    path = Path("build/bench") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps({"device": device(), "commit": commit(), "command": " ".join(sys.argv),
+                                 "rows": list(rows)}, indent=1))
+    fresh.replace(path)
+    return path
+
+
+def _text(value: Cell) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join([f"{number:.2f}" for number in value[:SHOWN]] + ["…"] * (len(value) > SHOWN))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -27,10 +27,12 @@ MODEL = ModelSection().path
 
 
 async def run() -> None:
-    """Start two pairs, ask, print, write ``build/bench/smoke.json``."""
+    """Start three pairs, ask, print, write ``build/bench/smoke.json``."""
     folder = Path("build/bench/logs")
-    pairs = [Pair("ngram", folder), Pair("standalone", folder, ("draft.drafter=standalone", f"draft.model={MODEL}"))]
-    systems = [("plain", pairs[0], False), ("ngram", pairs[0], True), ("standalone", pairs[1], True)]
+    pairs = [Pair("ngram", folder, ("draft.drafter=ngram",)), Pair("default", folder),
+             Pair("standalone", folder, ("draft.drafter=standalone", f"draft.model={MODEL}"))]
+    systems = [("plain", pairs[0], False), ("ngram", pairs[0], True), ("default", pairs[1], True),
+               ("standalone", pairs[2], True)]
     try:
         for pair in pairs:
             await pair.start()

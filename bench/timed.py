@@ -212,7 +212,7 @@ class TimedDrafter:
         for message in commits:
             session = self.sessions[message.session]
             tokens = message.tokens.tolist()
-            session.sent.commit(tokens)
+            session.sent.commit(message.base, tokens)
             session.base, session.newest = session.base + len(tokens), tokens[-1]
             survives = self.keep and session.tree is not None and session.tree.reroot(tokens) is not None
             session.tree = session.tree if survives else None

@@ -18,10 +18,10 @@ from slipstream.log import configure
 from slipstream.pairing import check_pair
 from slipstream.process import until_signalled
 from slipstream.trace import Trace
-from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
 from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target
+from target_service.drafts import Drafts
 
 
 async def serve_draft(config: Config, timing: Timing, stop: asyncio.Event) -> None:
@@ -37,19 +37,20 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
 
 async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False) -> None:
     """``colocated``: its drafter is here, and ``target.drafts`` are left alone."""
-    links: list[DraftLink] = []
+    known: list[Drafts] = []
     local: list[LocalLink] = []
     device, loop = Device(), asyncio.get_running_loop()
     target = await asyncio.to_thread(assemble_target, config, TimedModel(timing, device), "timed", "", loop,
-                                     lambda: [*(link.status() for link in links), *(link.status() for link in local)])
+                                     lambda: [*(status for drafts in known for status in drafts.statuses()),
+                                              *(link.status() for link in local)])
     if not colocated:
-        await host_target(config, target, links, stop)
+        await host_target(config, target, known, stop)
         return
     beside = draft(config, timing, device)
     beside.worker.start()
     local.append(LocalLink("local", target.hello, target.worker, beside.worker, config.wire, check_pair))
     alone = config.model_copy(update={"target": config.target.model_copy(update={"drafts": ()})})
-    await host_target(alone, target, links, stop, ready=local[0].restore)
+    await host_target(alone, target, known, stop, ready=local[0].restore)
     await asyncio.to_thread(beside.worker.stop)
 
 

@@ -8,43 +8,42 @@ from collections.abc import Callable
 from draft_service.assembly import Draft, build
 from slipstream.config import Config
 from slipstream.log import logger
-from slipstream.process import main
+from slipstream.process import kept_up, main
 from slipstream.scrape import MetricsServer
 from slipstream.wire.channel import export_bytes
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
-
-DRAIN_S = 2.0  # a target goes on without a draft at once, so there is little to wait for
+from slipstream.wire.tls import export_end, tls_files
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
     ModelError when it cannot begin."""
-    bind_guard(config.draft.listen, config.wire)
+    bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
 
 async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """The same for a draft that is put together already."""
-    servicer = DraftServicer(draft.worker, config.wire)
-    server = GrpcServer(config.draft.listen, config.wire, [servicer], reflect=config.wire.reflection)
+    tls, servicer = tls_files(config.wire.tls), DraftServicer(draft.worker, config.wire)
+    server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls, reflect=config.wire.reflection)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)
     metrics.start()
     draft.worker.start()
-    exporting = asyncio.create_task(export_bytes([servicer.counts], draft.metrics.wire_bytes))
-    await server.set_ready(True)
-    up.set()
-    logger("draft").info("ready", listen=config.draft.listen)
-    if ready is not None:
-        ready()
-    await stop.wait()
-    up.clear()
-    logger("draft").info("draining")
-    draft.worker.drain()
-    await server.drain(DRAIN_S)
-    exporting.cancel()
+    async with kept_up(export_bytes([servicer.counts], draft.metrics.wire_bytes),
+                       export_end(tls, draft.metrics.registry.certificate_ends)):
+        await server.set_ready(True)
+        up.set()
+        logger("draft").info("ready", listen=config.draft.listen)
+        if ready is not None:
+            ready()
+        await stop.wait()
+        up.clear()
+        logger("draft").info("draining")
+        draft.worker.drain()
+        await server.drain(config.draft.drain_s)
     await asyncio.to_thread(draft.worker.stop)
     metrics.close()
     logger("draft").info("stopped")

@@ -191,7 +191,8 @@ class DraftWorker:
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
                 self._trace.came("device", "commit", commit_key(item.session, item.base), self._clock())
-                round_.commits.append(replace(item, session=number))
+                features = None if item.features is None else replace(item.features, session=number)
+                round_.commits.append(replace(item, session=number, features=features))
                 followed.wanted, followed.stale = item.wanted, True
                 if followed.ahead is not None:
                     followed.ahead.committed(item)

@@ -12,23 +12,29 @@ from router.service import RouterService
 from slipstream.config import Config
 from slipstream.process import main
 from slipstream.requests import Backend
+from slipstream.wire.discovery import fixed, following
 from slipstream.wire.target import TargetClient
-
-DRAIN_S = 45.0
+from slipstream.wire.tls import dialling, tls_files
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None,
                 backends: Mapping[str, Backend] | None = None) -> None:
     """Serve until ``stop`` is set, then drain. ``backends`` (name to backend) take the place of
     ``router.targets``; they stay the caller's. ``ready`` is called once the ports listen."""
-    clients = {} if backends is not None else {a: TargetClient(a, config.wire) for a in config.router.targets}
+    tls, addresses = tls_files(config.wire.tls), config.router.targets if backends is None else ()
+    clients = {address: TargetClient(address, config.wire, tls=tls) for address in fixed(addresses)}
+
+    def connect(address: str, name: str) -> TargetClient:
+        return TargetClient(address, config.wire, tls=dialling(tls, name))
+
     try:
-        service = RouterService(config, clients if backends is None else backends)
-        await service.start()
-        if ready is not None:
-            ready()
-        await stop.wait()
-        await service.drain(DRAIN_S)
+        service = RouterService(config, clients if backends is None else backends, connect)
+        async with following(addresses, config.wire.kubeconfig, service.seen):
+            await service.start()
+            if ready is not None:
+                ready()
+            await stop.wait()
+            await service.drain(config.router.drain_s)
     finally:
         for client in clients.values():
             await client.aclose()

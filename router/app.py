@@ -161,7 +161,7 @@ class Surface:
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
-                "max_model_len": self._gateway.max_context}
+                "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

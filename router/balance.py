@@ -1,14 +1,17 @@
-"""Where a request goes: the balancer over a list of targets.
+"""Where a request goes: the balancer over the targets that are known.
 
 Rules:
 1. Least load wins, load being what the target last reported plus what this router has sent since. A target that has
    probably seen the prompt's beginning is preferred until it is markedly more loaded (rendezvous hashing: a target that
    comes or goes moves only its own share).
 2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
-   other is left, ejected ones are used all the same: the last target is never ejected.
-3. A request moves to another target only while nothing of its answer was emitted, and moves are at most a fifth of the
-   requests, so that an outage is not multiplied. A move away from a target that drains is free.
-4. A target that answers no poll for long loses the requests that still wait for their first piece.
+   other is left, ejected ones are used all the same, and such as discovery no longer lists, while they answer: the last
+   target is never ejected.
+3. A request whose target fails or drains moves to another one, which goes on where the answer stopped: tokens are a
+   function of prompt, seed and position. Moves are at most a fifth of the requests, so that an outage is not
+   multiplied; a move away from a target that drains is free.
+4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
+   first piece.
 
 It knows nothing about HTTP, text or speculation.
 """
@@ -17,17 +20,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
 
 import numpy as np
 
+from router.targets import Target, Targets
 from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.log import logger
 from slipstream.metrics import RouterMetrics
-from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.requests import Answer, Piece, Request, TargetInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +47,13 @@ class BalanceRules:
     retry_reserve: float = 3.0
 
 
-@dataclass(slots=True)
-class Target:
-    """What the balancer knows of one target."""
-
-    name: str
-    backend: Backend
-    info: TargetInfo | None = None
-    in_flight: int = 0
-    in_flight_at_poll: int = 0
-    missed_polls: int = 0
-    failures: int = 0
-    ejections: int = 0
-    ejected_until: float = 0.0
-    problem: str = "not asked yet"
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def load(self) -> int:
-        reported = self.info.sessions_running + self.info.sessions_waiting if self.info else 0
-        return max(reported + self.in_flight - self.in_flight_at_poll, self.in_flight)
-
-    @property
-    def draining(self) -> bool:
-        return self.info is not None and self.info.draining
-
-    @property
-    def ready(self) -> bool:
-        return self.info is not None and not self.problem and not self.info.draining and not self.gone.is_set()
-
-    def affinity(self, prefix: bytes) -> bytes:
-        """The rendezvous score of this target for prompts that begin with ``prefix``."""
-        return hashlib.blake2b(prefix, digest_size=8, key=self.name.encode()[:64]).digest()
-
-
 class Balancer:
-    """Spreads requests over ``targets`` (name to backend); ``tokenizer_hash`` "" fits every target."""
+    """Spreads requests over ``targets``; ``tokenizer_hash`` "" fits every target."""
 
-    def __init__(self, targets: Mapping[str, Backend], metrics: RouterMetrics, tokenizer_hash: str = "",
+    def __init__(self, targets: Targets, metrics: RouterMetrics, tokenizer_hash: str = "",
                  rules: BalanceRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rules = rules or BalanceRules()
-        self._targets = [Target(name, backend) for name, backend in targets.items()]
+        self._targets = targets
         self._metrics = metrics
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
@@ -118,8 +87,11 @@ class Balancer:
             await asyncio.sleep(self.rules.poll_every_s)
 
     async def poll(self) -> None:
+        """Ask all targets how they are, and forget those that discovery has lost."""
         await asyncio.gather(*(self._ask(target) for target in self._targets))
-        self._metrics.targets(sum(target.ready for target in self._targets))
+        for target in await self._targets.sweep():
+            self._metrics.target_forgotten(target.name)
+        self._metrics.targets(sum(target.ready and not target.left for target in self._targets))
 
     async def _ask(self, target: Target) -> None:
         before = target.problem
@@ -129,11 +101,12 @@ class Balancer:
         except Exception as error:  # whatever a target does, the others are still asked
             target.missed_polls += 1
             target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
-            if target.missed_polls >= self.rules.polls_until_gone:
+            if target.missed_polls >= self.rules.polls_until_gone or target.left:
                 target.gone.set()
         else:
             target.missed_polls, target.in_flight_at_poll = 0, target.in_flight
             target.gone.clear()
+            self._targets.heard(target)
             target.problem = self._misfit(target.info)
         if target.problem != before:
             self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
@@ -147,10 +120,11 @@ class Balancer:
         """The target for a prompt; one of ``tried`` never. Raises Draining or Unavailable."""
         left = [t for t in self._targets if t.name not in tried and not t.draining]
         now = self._clock()
-        usable = [t for t in left if t.ready and t.ejected_until <= now] or [t for t in left if not self._mismatched(t)]
+        usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
+                  or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
         if usable:
             return self._choose(usable, tokens)
-        if self._targets and all(t.draining for t in self._targets):
+        if len(self._targets) and all(t.draining for t in self._targets):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
 
@@ -205,7 +179,7 @@ class Balancer:
 
 
 class RoutedAnswer:
-    """An answer that finds its target, and another one if the first fails before it said anything."""
+    """An answer that finds its target, and another one when that cannot finish it."""
 
     def __init__(self, balancer: Balancer, request: Request) -> None:
         self._balancer = balancer
@@ -215,7 +189,8 @@ class RoutedAnswer:
         self._answer: Answer | None = None
         self._pieces: AsyncIterator[Piece] | None = None
         self._speculate = request.speculate
-        self._emitted = False
+        self._begun = False  # by the present target
+        self._emitted: list[int] = []
         self._finished = False
 
     def __aiter__(self) -> RoutedAnswer:
@@ -225,13 +200,14 @@ class RoutedAnswer:
         while not self._finished:
             try:
                 target = self._target or self._start()
-                piece = await (self._next() if self._emitted else self._first(target))
+                piece = await (self._next() if self._begun else self._first(target))
             except SlipstreamError as error:
                 await self._failed(error)
                 continue
-            if not self._emitted:
-                self._emitted = True
+            if not self._begun:
+                self._begun = True
                 self._balancer.succeeded(target)
+            self._emitted.extend(piece.tokens)
             if piece.finish:
                 await self.aclose()
             return piece
@@ -250,7 +226,8 @@ class RoutedAnswer:
         target = self._balancer.pick(self._request.tokens, self._tried)
         self._target = target
         target.in_flight += 1
-        self._answer = target.backend.submit(self._request)
+        self._begun = False
+        self._answer = target.backend.submit(self._request.after(self._emitted))
         if self._speculate != self._request.speculate:
             self._answer.set_speculation(self._speculate)
         self._pieces = aiter(self._answer)
@@ -284,8 +261,10 @@ class RoutedAnswer:
         await self._leave()
         if target is not None:
             self._balancer.failed(target, error)
+            if self._begun:
+                self._tried.clear()  # the answer got on: who refused it before may be another by now
             self._tried.add(target.name)
-            if not self._emitted and self._balancer.may_move(self._request, self._tried, error):
+            if self._balancer.may_move(self._request, self._tried, error):
                 self._balancer.moved(target)
                 return
         self._finished = True

@@ -52,11 +52,12 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     cached_tokens: int = 0
+    lossy: bool = False
     first_state: State | None = None
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens, self.accepted, max(self.drafted - self.accepted, 0),
-                     self.cached_tokens, self.rounds)
+                     self.cached_tokens, self.rounds, self.lossy)
 
 
 class Completion:
@@ -99,6 +100,7 @@ class Completion:
         tally = self.tally
         tally.first_state = tally.first_state or piece.state
         tally.rounds += 1
+        tally.lossy = tally.lossy or piece.lossy
         tally.drafted += piece.drafted
         tally.cached_tokens = max(tally.cached_tokens, piece.cached_tokens)
         for i, token in enumerate(piece.tokens):

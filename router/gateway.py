@@ -92,6 +92,11 @@ class Gateway:
         return self._section.model_name or self._info().model_id
 
     @property
+    def lossy(self) -> bool:
+        """Whether the target's accept thresholds make sampled answers other than the model's own."""
+        return self._info().lossy
+
+    @property
     def max_context(self) -> int:
         return self._info().max_context
 
@@ -238,6 +243,7 @@ class Run:
             rejected_prediction_tokens=sum(u.rejected_prediction_tokens for u in used),
             cached_tokens=sum(u.cached_tokens for u in used[:: self.job.options.n]),
             rounds=sum(u.rounds for u in used),
+            lossy=any(u.lossy for u in used),
         )
 
     async def aclose(self) -> None:

@@ -142,5 +142,5 @@ def _usage(usage: Usage) -> Json:
             },
         },
         "slipstream": {"rounds": usage.rounds, "acceptance_length": round(usage.acceptance_length, 4),
-                       "drafted_tokens": drafted},
+                       "drafted_tokens": drafted, "lossy": usage.lossy},
     }

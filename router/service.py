@@ -16,6 +16,7 @@ from router.front import GatewayFront
 from router.gateway import Gateway
 from router.keys import ApiKeys
 from router.listener import HttpListener
+from router.targets import Connect, Targets
 from router.tokens import TextCodec
 from slipstream.config import Config
 from slipstream.log import logger
@@ -25,26 +26,30 @@ from slipstream.requests import Backend
 from slipstream.scrape import MetricsServer
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.tls import export_end, tls_files
 
 READY_EVERY_S = 0.5
 
 
 class RouterService:
-    """A router over ``targets`` (name to backend). Make, start and drain it on one event loop."""
+    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones (``seen``).
+    Make, start and drain it on one event loop."""
 
-    def __init__(self, config: Config, targets: Mapping[str, Backend]) -> None:
+    def __init__(self, config: Config, targets: Mapping[str, Backend], connect: Connect | None = None) -> None:
         """Raises ConfigError or ModelError when it cannot begin."""
         section = config.router
         folder = resolve(config.model.path)
-        keys = ApiKeys.load(section.api_keys_file)
+        self._keys = keys = ApiKeys.load(section.api_keys_file)
         metrics = RouterMetrics(section.model_name or folder.name)
-        self._balancer = Balancer(targets, metrics, tokenizer_hash(folder))
+        self._targets = Targets(targets, connect)
+        self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section)
         self._http = HttpListener(create_app(self.gateway, keys, section), section, config.wire)
         front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [front], reflect=section.reflection)
         self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)
+        self._tls = tls_files(config.wire.tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._log = logger("router")
 
@@ -60,6 +65,10 @@ class RouterService:
     def metrics_port(self) -> int:
         return self._metrics.port
 
+    def seen(self, ready: Mapping[str, str]) -> None:
+        """What discovery knows of targets: addresses that take work -> the name that each one's certificate bears."""
+        self._targets.seen(ready)
+
     async def start(self) -> None:
         """Listen, after one look at the targets; whether one is ready shows in the health."""
         self._metrics.start()
@@ -67,7 +76,8 @@ class RouterService:
         await self._grpc.start()
         await self._http.start()
         self._tasks = [asyncio.create_task(work) for work in
-                       (self._balancer.run(), self._fallback.run(), self._show_ready())]
+                       (self._balancer.run(), self._fallback.run(), self._show_ready(), self._keys.follow(),
+                        export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
         self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
                        ready=self.gateway.ready)
 
@@ -82,6 +92,7 @@ class RouterService:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._targets.aclose()
         await self._grpc.drain(1.0)
         await self._http.close()
         await asyncio.to_thread(self._metrics.close)

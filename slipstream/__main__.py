@@ -14,11 +14,12 @@ from rich.console import Console
 
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.options import ConfigFile, Overrides
+from slipstream.shipped import settled
 from slipstream.terminal import ask, checks_table, complain, plain_table
+from slipstream.train_head import train_head
+from slipstream.tune import tune
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
-Overrides = Annotated[list[str] | None, typer.Option(
-    "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated. `slipstream config` lists them.")]
 Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
 
 app = typer.Typer(
@@ -160,7 +161,11 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """
     from slipstream.manual import config_yaml
 
-    print(config_yaml(_settings(config, overrides)), end="")
+    print(config_yaml(load(config, tuple(overrides or ()))), end="")
+
+
+app.command()(tune)
+app.command(name="train-head")(train_head)
 
 
 @app.command()
@@ -237,7 +242,7 @@ def main() -> None:
 
 
 def _settings(config: Path | None, overrides: list[str] | None) -> Config:
-    return load(config, tuple(overrides or ()))
+    return settled(load(config, tuple(overrides or ())))
 
 
 def _key(file: Path | None) -> str:

@@ -57,6 +57,7 @@ class Usage:
     rejected_prediction_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     rounds: int = 0  # steps of the target
+    lossy: bool = False  # accept thresholds below 1 were applied: not the model's own answer
 
     @property
     def acceptance_length(self) -> float:

@@ -24,8 +24,6 @@ from slipstream.wire.local import LocalLink
 from target_service.assembly import Target
 from target_service.assembly import build as build_target
 
-DRAIN_S = 45.0
-
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
@@ -52,7 +50,8 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
         ready()
     await stop.wait()
     up.clear()
-    await router.drain(DRAIN_S)
+    await router.drain(config.router.drain_s)
+    await target.service.drain(config.target.drain_s)
     await _end(target, draft, link, pages)
 
 
@@ -66,7 +65,6 @@ def _tell(link: LocalLink, config: Config) -> None:
 
 
 async def _end(target: Target, draft: Draft, link: LocalLink, pages: list[MetricsServer]) -> None:
-    await target.service.drain(DRAIN_S)
     link.cut("stopped")
     await asyncio.to_thread(target.worker.stop)
     await asyncio.to_thread(draft.worker.stop)

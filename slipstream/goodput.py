@@ -36,6 +36,7 @@ class Round:
     late: bool = False  # growth was asked for and had not come when the step began
     plain_s: float | None = None  # what the step would have taken without drafts; None: ask StepCosts
     exchange_s: float | None = None  # commit to growth, when one came; None: the wait tells
+    first: bool = False  # of this drafter in this answer: it had the prompt to read, which no later exchange has
 
 
 class Goodput:
@@ -85,6 +86,8 @@ class Goodput:
         waited = round_.wait_s > 0
         if round_.drafted or waited:
             self._share += 0.1 * ((round_.drafted > 0) - self._share)
+        if round_.first:
+            return
         if round_.exchange_s is not None:
             self._exchange.observe(round_.exchange_s)
         elif waited and not round_.late:
@@ -117,7 +120,7 @@ class Goodput:
     def _search(self, acceptance: Acceptance) -> int:
         rows, plain_s, wait_s = self._others + 1, self._costs.cost(self._others + 1), self._recent_wait_s()
         best, best_rate = 0, self._config.leave_gain / (plain_s + wait_s)
-        for nodes in range(1, self._config.max_nodes + 1):
+        for nodes in range(self._config.min_nodes, self._config.max_nodes + 1):
             extra_s = rows * (self._costs.cost(rows + nodes) - plain_s)
             rate = (1 + acceptance.tokens(nodes)) / (plain_s + extra_s + wait_s)
             if rate > best_rate:

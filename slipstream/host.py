@@ -3,6 +3,9 @@
 Rules:
 1. Nothing is asked: it works without a terminal, and with input closed.
 2. Ctrl-C (or SIGTERM, or a closed terminal) drains; a second one ends everything at once.
+3. A head that was made for another target is told of before anyone asks: the target judges it by very short answers,
+   as the first rounds of an answer are drafted whatever the policy will think of it. A drafter that is soon right is
+   through with a few of them; an n-gram drafter has nothing to be judged by.
 
 It knows nothing about how services are built or how frames travel.
 """
@@ -26,7 +29,10 @@ from slipstream.client import Client
 from slipstream.config import Config
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Launch
-from slipstream.models import KNOWN, prepare, resolve
+from slipstream.messages import Sampling
+from slipstream.models import KNOWN, load_tokenizer, prepare, resolve
+from slipstream.questions import QUESTIONS
+from slipstream.requests import Request
 from slipstream.terminal import clean, legend, plain_table, show_answer, summary
 from slipstream.wire.target import TargetClient
 
@@ -36,6 +42,9 @@ PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. 
           "dog runs through the quiet forest.")
 DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
 INTERRUPTED = 130
+FIRST_TOKENS = 4  # of an answer of the check at start
+RIGHT_ENOUGH = 8  # draft tokens, after which nobody doubts the drafter
+CHECK_S = 15.0  # for all of them
 
 
 def require_model(config: Config) -> None:
@@ -117,6 +126,11 @@ def _start(launch: Launch, console: Console) -> None:
         if not asyncio.run(_draft_found(launch.config)):
             console.print(Text("the target has not found its draft yet; answers are plain until it does "
                                f"(see {launch.folder / 'draft.log'})", style="yellow"))
+        elif launch.config.draft.drafter != "ngram":
+            status.update("looking whether the draft fits the target")
+            problem = asyncio.run(pairing_problem(launch.config))
+            if problem:
+                console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"))
 
 
 async def _draft_found(config: Config) -> bool:
@@ -133,6 +147,31 @@ async def _draft_found(config: Config) -> bool:
         return False
     finally:
         await target.aclose()
+
+
+async def pairing_problem(config: Config) -> str:
+    """What the target makes of its drafter after a few questions; "" for nothing bad."""
+    target, right, deadline_s = TargetClient(config.target.listen, config.wire), 0, time.monotonic() + CHECK_S
+    try:
+        for prompt in _beginnings(config):
+            async for piece in target.submit(Request("pairing-check", prompt, Sampling(), FIRST_TOKENS)):
+                right += piece.accepted
+            problem = next((draft.problem for draft in (await target.info()).drafts if draft.problem), "")
+            if problem or right >= RIGHT_ENOUGH or time.monotonic() > deadline_s:
+                return problem
+        return ""
+    except SlipstreamError as error:
+        return str(error)
+    finally:
+        await target.aclose()
+
+
+def _beginnings(config: Config) -> Iterator[tuple[int, ...]]:
+    """Our questions as tokens, cut ever earlier: many places to go on from that share what the prefix cache holds."""
+    tokenizer = load_tokenizer(resolve(config.model.path))
+    questions = [tokenizer.encode(question).ids for question in QUESTIONS]
+    for cut in range(max(map(len, questions)) // 2):
+        yield from (tuple(tokens[:len(tokens) - cut]) for tokens in questions if cut < len(tokens) // 2)
 
 
 def _drain(launch: Launch, console: Console) -> None:

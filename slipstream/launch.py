@@ -29,7 +29,7 @@ from slipstream.config import Config
 from slipstream.errors import ConfigError, Unavailable
 
 START_S = 180.0  # loading a large model from a cold disk
-DRAIN_S = 60.0
+CLOSE_S = 15.0  # beyond the time that a service gives its answers
 RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
 TAIL_LINES = 12
@@ -166,13 +166,14 @@ class Launch:
 
     def drain(self, report: Report) -> None:
         """Ask each to finish what it has, in order, and wait. Ends at once what does not end in time."""
+        patience_s = max(self.config.router.drain_s, self.config.target.drain_s) + CLOSE_S
         for service in reversed(self.services):
             if service.process is None or service.exit_code is not None:
                 continue
             report(f"draining the {service.name}")
             service.process.send_signal(signal.SIGTERM)
             try:
-                service.process.wait(DRAIN_S)
+                service.process.wait(patience_s)
             except subprocess.TimeoutExpired:
                 service.process.kill()
                 service.process.wait()

@@ -22,12 +22,13 @@ from slipstream.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
 from slipstream.session import DRAFT_TABLE, TARGET_TABLE
 from slipstream.tree import MAX_NODES
 from slipstream.wire.handshake import MAX_TAPS
-from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, REFUSED_RETRY_S
+from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, PROJECTION_S, REFUSED_RETRY_S
 from slipstream.wire.outbox import MAX_BATCHES
 from slipstream.wire.peers import MAX_PEERS
+from slipstream.wire.projection import MAX_PROJECTION_BYTES
 
 ROOMS = ("slipstream", "slipstream/engine", "slipstream/drafters", "slipstream/wire", "draft_service", "target_service",
-         "router", "bench")
+         "router", "train", "bench", "deploy", "deploy/dashboards")
 
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)
@@ -143,11 +144,13 @@ def _limits() -> Rows:
         ("bytes of one message", f"{wire.max_message_bytes} (`wire.max_message_bytes`)",
          "frames are split between items; a single item that is too large is given up for its session"),
         ("layers that a drafter reads", str(MAX_TAPS), "the handshake is refused, naming `features.layers`"),
+        ("bytes of a projection", str(MAX_PROJECTION_BYTES), "the handshake is refused, naming `features.projection`"),
         ("number types of features", dtypes, "the item is invalid"),
         ("reasons of a Drop", ", ".join(DROP_REASONS), "the item is invalid"),
         ("targets of one draft", str(MAX_PEERS), "the stream is refused; the target tries again"),
         ("batches that wait to be sent", str(MAX_BATCHES), "the stream is reset; the next one opens sessions again"),
         ("time for the handshake", f"{HANDSHAKE_S:g} s", "the stream ends; the target tries again"),
+        ("time for a projection", f"{PROJECTION_S:g} s", "the stream ends; the target tries again"),
         ("silence on a stream", f"{1.5 * wire.keepalive_s:g} s (1.5 × `wire.keepalive_s`)",
          "the stream ends on both ends"),
         ("wait before a reconnect", f"random, below {FIRST_BACKOFF_S:g} s at first, later below "

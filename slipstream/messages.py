@@ -16,7 +16,7 @@ It knows nothing about torch, sockets or algorithms.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -79,14 +79,38 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """A matrix that the target multiplies its states with before it sends them. Two are equal by their digests."""
+
+    rows: int  # numbers of a row that is sent
+    columns: int  # numbers of the taps side by side
+    dtype: str  # of the weights, a key of FEATURE_DTYPES
+    digest: bytes  # SHA-256 of the weights
+    weights: bytes = field(default=b"", repr=False, compare=False)  # [rows, columns] row-major, little-endian
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return self.rows * self.columns * FEATURE_DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureSpec:
     """Which target states a drafter reads. ``layers[j] = i`` taps the residual stream that enters layer i of the
     target (0 is the embedding's output); i equal to the number of layers taps the state after the final norm, from
-    which the logits come. Rows are the taps side by side: ``width = len(layers) * hidden size``."""
+    which the logits come. Rows are the taps side by side, ``width = len(layers) * hidden size``, or what a projection
+    makes of them, ``width = projection.rows``."""
 
     layers: tuple[int, ...]
     width: int
     dtype: str = "float32"  # on the wire, a key of FEATURE_DTYPES
+    projection: Projection | None = None
+
+    def light(self) -> FeatureSpec:
+        """The same without the projection's weights: equal to it, and nothing to keep alive."""
+        if self.projection is None:
+            return self
+        return replace(self, projection=replace(self.projection, weights=b""))
 
 
 @dataclass(frozen=True, slots=True)

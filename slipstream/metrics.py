@@ -6,19 +6,12 @@ Rules:
 3. Methods take plain values and never fail for a value that the service may meet.
 4. Each object has its own registry: several services live in one process without sharing series.
 
-The only importer of prometheus_client. It knows nothing about sessions, trees or sockets of the services.
+It knows nothing about sessions, trees or sockets of the services.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
-
-from slipstream import __version__
+from slipstream.series import Registry
 
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
@@ -31,48 +24,6 @@ NODES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = tuple(range(17))
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 MODES = ("speculate", "shadow", "plain")
-
-M = TypeVar("M", Counter, Gauge, Histogram)
-
-
-@dataclass(frozen=True, slots=True)
-class Series(Generic[M]):
-    """A metric whose first labels are fixed; ``of`` takes the values of the others."""
-
-    metric: M
-    fixed: tuple[str, str]
-
-    def of(self, *values: str) -> M:
-        return self.metric.labels(*self.fixed, *values)
-
-
-class Registry:
-    """The metrics of one service and model."""
-
-    def __init__(self, service: str, model: str) -> None:
-        self._collectors = CollectorRegistry()
-        self._fixed = (service, model)
-        ProcessCollector(registry=self._collectors)
-        self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
-
-    def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
-        return Series(Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
-
-    def gauge(self, name: str, text: str, *labels: str) -> Series[Gauge]:
-        return Series(Gauge(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
-
-    def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Series[Histogram]:
-        metric = Histogram(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors,
-                           buckets=tuple(buckets))
-        return Series(metric, self._fixed)
-
-    def page(self, accept: str) -> tuple[str, bytes]:
-        """(content type, body) of a scrape, in the form that the header ``accept`` asks for."""
-        encode, content_type = choose_encoder(accept)
-        return content_type, encode(self._collectors)
-
-    def _labels(self, labels: tuple[str, ...]) -> list[str]:
-        return ["service", "model", *labels]
 
 
 class ModeMetrics:
@@ -100,8 +51,7 @@ class RouterMetrics:
         self._errors = registry.counter("request_errors_total", "Requests that failed.", "type")
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
         self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
-        self._duration = registry.histogram("request_duration_seconds", "Arrival to last byte.", REQUEST_SECONDS,
-                                            "mode")
+        self._duration = registry.histogram("request_duration_seconds", "Arrival to end.", REQUEST_SECONDS, "mode")
         self._first = registry.histogram("time_to_first_token_seconds", "Arrival to first token.",
                                          FIRST_TOKEN_SECONDS, "mode")
         self._between = registry.histogram("inter_token_latency_seconds", "Time between commits, per token.",
@@ -161,6 +111,10 @@ class RouterMetrics:
     def targets(self, ready: int) -> None:
         self._ready.of().set(ready)
 
+    def target_forgotten(self, peer: str) -> None:
+        self._retries.drop(peer)
+        self._breaker.drop(peer)
+
 
 class TargetMetrics:
     """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted."""
@@ -178,8 +132,7 @@ class TargetMetrics:
         self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
         self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
-        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted draft tokens by depth.",
-                                          "position")
+        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.", "position")
         self._nodes = registry.histogram("tree_nodes", "Draft nodes of one verification.", NODES)
         self._length = registry.histogram("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
@@ -190,9 +143,13 @@ class TargetMetrics:
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
         self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
         self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
+        self._suspect = registry.gauge("pairing_suspect", "1: a drafter is right by chance at most.", "peer")
+        self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
+        self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
+        self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
 
     def request(self, outcome: str) -> None:
-        """``outcome``: stop, length, cancelled, refused or failed."""
+        """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
         self._requests.of(outcome).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
@@ -245,6 +202,22 @@ class TargetMetrics:
 
     def drafts_connected(self, count: int) -> None:
         self._links.of().set(count)
+
+    def draft_gone(self, peer: str) -> None:
+        self._suspect.drop(peer)
+
+    def pairing_suspect(self, peer: str, suspect: bool) -> None:
+        self._suspect.of(peer).set(suspect)
+
+    def lossy(self, lossy: bool) -> None:
+        self._lossy.of().set(lossy)
+
+    def lenient(self, tokens: int) -> None:
+        if tokens:
+            self._lenient.of().inc(tokens)
+
+    def drafts_expected(self, count: int) -> None:
+        self._expected.of().set(count)
 
 
 class DraftMetrics:

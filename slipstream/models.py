@@ -1,7 +1,8 @@
 """Names and paths -> a prepared model folder: config.json, tokenizer files, generation_config.json, safetensors.
 
 Rules:
-1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``root``.
+1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``root``, or, for a
+   head that comes with Slipstream, for its folder below ``heads``.
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
 3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
@@ -67,6 +68,28 @@ KNOWN: Mapping[str, KnownModel] = MappingProxyType({
 
 
 @dataclass(frozen=True, slots=True)
+class KnownHead:
+    """A draft head that comes with Slipstream itself."""
+
+    name: str
+    description: str
+    target: str  # the name of the model that it drafts for
+
+
+HEADS: Mapping[str, KnownHead] = MappingProxyType({
+    head.name: head
+    for head in (
+        KnownHead(
+            name="smollm2-135m-eagle3",
+            description="EAGLE-3 draft head for smollm2-135m, trained on what that model says (20 MB)",
+            target="smollm2-135m",
+        ),
+    )
+})
+HEADS_ROOT = Path(__file__).parent / "heads"
+
+
+@dataclass(frozen=True, slots=True)
 class ListedModel:
     """One line of ``slipstream models list``."""
 
@@ -86,18 +109,21 @@ def default_root() -> Path:
     return cache / "slipstream" / "models"
 
 
-def list_models(root: Path | None = None) -> list[ListedModel]:
-    """Every known model and whether it is prepared below ``root`` (None: the default)."""
+def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[ListedModel]:
+    """Every known model and whether it is prepared below ``root`` (None: the default), and every head of ``heads``."""
     listed = []
     for model in KNOWN.values():
         folder = (root or default_root()) / model.name
         packaged = importlib.util.find_spec(model.package) is not None
         listed.append(ListedModel(model.name, model.description, folder, is_prepared(folder), packaged))
+    for head in HEADS.values():
+        folder = heads / head.name
+        listed.append(ListedModel(head.name, head.description, folder, is_head(folder), False))
     return listed
 
 
-def resolve(name_or_path: str | Path, root: Path | None = None) -> Path:
-    """The folder of a model. Raises ModelError that says what to do when there is none."""
+def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HEADS_ROOT) -> Path:
+    """The folder of a model or head. Raises ModelError that says what to do when there is none."""
     folder = Path(name_or_path).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -107,12 +133,23 @@ def resolve(name_or_path: str | Path, root: Path | None = None) -> Path:
         if is_prepared(prepared):
             return prepared
         raise ModelError(f"model {name} is not prepared in {prepared}; run: slipstream models prepare {name}")
+    if name in HEADS:
+        return packaged_head(HEADS[name], heads)
     if folder.is_dir():
         raise ModelError(f"{folder}: no config.json in this folder; a model folder has config.json, tokenizer.json "
                          "and safetensors")
-    near = difflib.get_close_matches(name, KNOWN, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(KNOWN)}"
+    near = difflib.get_close_matches(name, [*KNOWN, *HEADS], n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join([*KNOWN, *HEADS])}"
     raise ModelError(f"no model '{name}': give a folder with config.json, or a known name; {hint}")
+
+
+def packaged_head(head: KnownHead, heads: Path = HEADS_ROOT) -> Path:
+    """The folder of a head below ``heads``. Raises ModelError that says how to make it when it is not there."""
+    folder = heads / head.name
+    if not is_head(folder):
+        raise ModelError(f"head {head.name} is not in {folder}: this installation lacks it; train one with: slipstream "
+                         f"train-head --target {head.target} --out {head.name}, and give that folder instead")
+    return folder
 
 
 def is_prepared(folder: Path) -> bool:
@@ -123,6 +160,11 @@ def is_prepared(folder: Path) -> bool:
                 and all((folder / file).stat().st_size == size for file, size in receipt["files"].items()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def prepared_name(folder: Path) -> str:
+    """The known model that was prepared into ``folder``; empty when none was."""
+    return str(read_json(folder / RECEIPT).get("name", "")) if is_prepared(folder) else ""
 
 
 def prepare(name: str, dest: Path | None = None, progress: bool = True,
@@ -217,6 +259,10 @@ def _convert(model: KnownModel, source: Path, fresh: Path, report: Callable[[int
         "files": {file.name: file.stat().st_size for file in sorted(fresh.iterdir())},
     }
     (fresh / RECEIPT).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+
+
+def is_head(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
 def _may_replace(folder: Path) -> bool:

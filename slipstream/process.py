@@ -10,11 +10,14 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError
 from slipstream.log import configure
+from slipstream.shipped import settled
 
 Serve = Callable[[Config, asyncio.Event], Awaitable[None]]
 
@@ -27,12 +30,24 @@ def main(name: str, serve: Serve) -> None:
                         help="change one setting; may be given often")
     arguments = parser.parse_args()
     try:
-        config = load(arguments.config, tuple(arguments.overrides))
+        config = settled(load(arguments.config, tuple(arguments.overrides)))
         configure(config.log)
         asyncio.run(until_signalled(config, serve))
     except SlipstreamError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+@asynccontextmanager
+async def kept_up(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run ``work`` beside the block, and end it with the block."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def until_signalled(config: Config, serve: Serve) -> None:

@@ -12,8 +12,8 @@ It knows nothing about HTTP, gRPC or engines.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from slipstream.messages import Sampling
@@ -24,7 +24,10 @@ State = Literal["speculate", "shadow", "plain"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer wanted. ``top_logprobs``: None for none, 0 for the chosen token's alone, n for n alternatives too."""
+    """One answer wanted. ``top_logprobs``: None for none, 0 for the chosen token's alone, n for n alternatives too.
+
+    ``answered``: the last so many of ``tokens`` are the answer's beginning already, from a target that could not finish
+    it. They count into ``max_tokens``, and the answer goes on as if it had never stopped."""
 
     request_id: str
     tokens: tuple[int, ...] = field(repr=False)
@@ -32,6 +35,11 @@ class Request:
     max_tokens: int
     top_logprobs: int | None = None
     speculate: bool = True
+    answered: int = 0
+
+    def after(self, tokens: Sequence[int]) -> Request:
+        """What is left to ask when ``tokens`` of the answer are there."""
+        return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class Piece:
     state: State = "speculate"
     cached_tokens: int = 0  # of the prompt; in the first piece
     queue_s: float = 0.0  # arrival to first step; in the first piece
+    lossy: bool = False  # accept thresholds below 1 were applied to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class TargetInfo:
     slots_free: int
     draining: bool
     drafts: tuple[DraftStatus, ...] = ()
+    lossy: bool = False  # accept thresholds below 1: sampled answers are not the model's own
 
 
 class Answer(Protocol):

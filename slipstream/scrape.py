@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from slipstream.errors import ConfigError
-from slipstream.metrics import Registry
+from slipstream.series import Registry
 
 CLOSE_POLL_S = 0.1
 

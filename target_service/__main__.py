@@ -6,47 +6,69 @@ A composition root: it joins the worker to drafts (``wire.link``) and to routers
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from slipstream.config import Config
 from slipstream.log import logger
 from slipstream.pairing import check_pair
-from slipstream.process import main
+from slipstream.process import kept_up, main
 from slipstream.scrape import MetricsServer
-from slipstream.wire.channel import export_bytes
+from slipstream.wire.channel import WireCounts, export_bytes
+from slipstream.wire.discovery import fixed, following
 from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
+from slipstream.wire.tls import dialling, export_end, tls_files
 from target_service.assembly import Target, build
-
-DRAIN_S = 45.0
+from target_service.drafts import Drafts
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin."""
-    bind_guard(config.target.listen, config.wire)
-    links: list[DraftLink] = []
+    bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls))
+    known: list[Drafts] = []
     loop = asyncio.get_running_loop()
-    target = await asyncio.to_thread(build, config, loop, lambda: [link.status() for link in links])
-    await host(config, target, links, stop, ready)
+    target = await asyncio.to_thread(build, config, loop, lambda: [s for drafts in known for s in drafts.statuses()])
+    await host(config, target, known, stop, ready)
 
 
-async def host(config: Config, target: Target, links: list[DraftLink], stop: asyncio.Event,
+async def host(config: Config, target: Target, known: list[Drafts], stop: asyncio.Event,
                ready: Callable[[], None] | None = None) -> None:
-    """The same for a target that is put together already; ``links`` is filled with those to its drafts."""
-    links += [DraftLink(address, target.hello, target.worker, config.wire, check_pair)
-              for address in config.target.drafts]
-    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)],
+    """The same for a target that is put together already; its drafts join ``known``."""
+    tls, counts = tls_files(config.wire.tls), WireCounts()
+
+    def connect(address: str, name: str) -> DraftLink:
+        return DraftLink(address, target.hello, target.worker, config.wire, check_pair, tls=dialling(tls, name),
+                         counts=counts)
+
+    drafts = Drafts(connect, target.worker)
+    known.append(drafts)
+    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls,
                         reflect=config.wire.reflection)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set)
     metrics.start()
     target.worker.start()
-    running = [asyncio.create_task(link.run()) for link in links]
-    running.append(asyncio.create_task(export_bytes([link.counts for link in links], target.metrics.wire_bytes)))
+    drafts.fix(fixed(config.target.drafts))
+    try:
+        async with following(config.target.drafts, config.wire.kubeconfig, drafts.seen) as directory:
+            def told() -> None:
+                target.metrics.drafts_expected(drafts.num_fixed + directory.listed)
+
+            async with kept_up(drafts.run(told), export_bytes([counts], target.metrics.wire_bytes),
+                               export_end(tls, target.metrics.registry.certificate_ends)):
+                await _until_stopped(config, target, server, up, stop, ready)
+    finally:
+        await drafts.aclose()
+        await asyncio.to_thread(target.worker.stop)
+        await asyncio.to_thread(metrics.close)
+    logger("target").info("stopped")
+
+
+async def _until_stopped(config: Config, target: Target, server: GrpcServer, up: asyncio.Event, stop: asyncio.Event,
+                         ready: Callable[[], None] | None) -> None:
     await server.set_ready(True)
     up.set()
     logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
@@ -56,15 +78,8 @@ async def host(config: Config, target: Target, links: list[DraftLink], stop: asy
     up.clear()
     logger("target").info("draining")
     await server.set_ready(False)
-    await target.service.drain(DRAIN_S)
+    await target.service.drain(config.target.drain_s)
     await server.drain(1.0)
-    for task in running:
-        task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.gather(*running)
-    await asyncio.to_thread(target.worker.stop)
-    metrics.close()
-    logger("target").info("stopped")
 
 
 if __name__ == "__main__":

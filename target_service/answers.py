@@ -63,11 +63,14 @@ class Answers:
 
     def begin(self, number: int, request: Request, sink: Sink, now_s: float) -> Running:
         """An answer that waits for its turn."""
-        side = TargetSide(number, request.tokens, len(request.tokens), request.sampling)
+        prompt = len(request.tokens) - request.answered
+        side = TargetSide(number, request.tokens, prompt, request.sampling)
         policy = SpeculationPolicy(self._config, self._costs, self._exchange, now_s)
         if not request.speculate:
             policy.forbid(now_s)
-        history = TokenHistory.of(request.sampling, request.tokens)
+        history = TokenHistory.of(request.sampling, request.tokens[:prompt])
+        if history is not None:
+            history.append(request.tokens[prompt:])
         return Running(number, request, side, policy, sink, now_s, history)
 
     def admit(self, running: Running, now_s: float) -> None:
@@ -96,9 +99,9 @@ class Answers:
         self._pool.close(running)
         self._return_slots(running)
 
-    def fail(self, running: Running, error: Exception) -> None:
-        """It cannot go on."""
-        self._metrics.request("failed")
+    def fail(self, running: Running, error: Exception, outcome: str = "failed") -> None:
+        """It cannot go on here."""
+        self._metrics.request(outcome)
         self.release(running)
         self._pieces.append((running.sink, error))
 
@@ -149,13 +152,16 @@ class Answers:
         running, now_s = verified.running, started_s + step_s
         tokens, finish = self._cut(running, verified.verdict.tokens)
         running.first_step_s = running.first_step_s or started_s
-        first = running.side.num_output == 0
+        first = running.side.num_output == running.request.answered
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
         waited_s = running.waited(started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
+        if drafted:
+            self._pool.judge(running, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
-                      running.policy.mode.value)
+                      running.policy.mode.value, lossy=verified.lossy)
+        self._metrics.lenient(verified.lenient)
         if first:
             piece = replace(piece, cached_tokens=running.cached_tokens,
                             queue_s=max(0.0, running.first_step_s - running.arrived_s))
@@ -184,6 +190,7 @@ class Answers:
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
         elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
+            running.first_round = True
             self._ask(running, now_s)
 
     def _ask(self, running: Running, now_s: float) -> None:
@@ -191,7 +198,7 @@ class Answers:
         running.committed_s, running.heard_s, running.stood = now_s, None, False
         running.wait_until_s = now_s + running.policy.deadline_s()
         running.enough = running.policy.enough()
-        if len(running.side.tree) == 1 and running.link is not None:
+        if len(running.side.tree) == 1 and running.link is not None and not running.first_round:
             # What a drafter says to a target that holds nodes tells how it deepens, not how long an exchange takes.
             running.asked[running.side.base] = now_s
             if len(running.asked) > ASKED:
@@ -210,7 +217,9 @@ class Answers:
         exchange_s, running.exchange_s = running.exchange_s, None
         round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
                        verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
-                       late=running.stood and not running.side.heard, exchange_s=exchange_s)
+                       late=running.stood and not running.side.heard, exchange_s=exchange_s, first=running.first_round)
+        # The first token comes with the prompt: nobody waits for a drafter there.
+        running.first_round = running.first_round and running.side.num_output == 0
         self._note(running, running.policy.observe(now_s, round_))
 
     def _outcome(self, running: Running, drafted: int) -> str:

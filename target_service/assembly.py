@@ -16,6 +16,7 @@ from slipstream.config import Config, TargetSection
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
+from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.metrics import TargetMetrics
@@ -46,7 +47,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     section = config.model
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
-    model = load_model(folder, section.dtype, section.device, section.engine)
+    model = load_model(folder, section.dtype, section.device, section.engine, section.compile)
     name = config.router.model_name or folder.name
     return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
 
@@ -61,13 +62,23 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
     worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop), trace=trace)
-    served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots)
+    lossy = _warn_if_lossy(config.target)
+    served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, lossy)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         max_context)
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
                           threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
+
+
+def _warn_if_lossy(config: TargetSection) -> bool:
+    thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
+    if thresholds.lossy:
+        logger("target").warning("LOSSY: accept thresholds below 1; sampled answers are not the model's own, and not "
+                                 "repeatable", accept_threshold_single=thresholds.single,
+                                 accept_threshold_acc=thresholds.acc)
+    return thresholds.lossy
 
 
 def threads(wanted: int) -> int:

@@ -4,7 +4,10 @@ Rules:
 1. All of it runs on the engine thread; links tell it of their fate through the worker's inbox.
 2. What one step has to say to a link leaves as one frame, when the step is over (``flush``).
 3. A lost or unwilling drafter costs its answers nothing but speed: they decode alone and ask again later.
-4. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
+4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
+   problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
+5. A drafter that leaves, by its own word or by discovery's, gets no new session.
+6. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
 
 It knows nothing about what is drafted or how it is verified.
 """
@@ -13,13 +16,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
+from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
 from slipstream.log import logger
 from slipstream.messages import Commit, DraftBound, DraftHello, Drop, Features, FeatureSpec, Growth
 from slipstream.metrics import TargetMetrics
+from slipstream.pairing import Agreement
+from slipstream.requests import DraftStatus
 from slipstream.wire.link import Link
-from target_service.features import feature_rows
 from target_service.running import Running
 
 RETRY_S = 1.0  # after a drafter gave a session up for lack of room
@@ -34,9 +40,14 @@ class DraftPool:
         self._metrics = metrics
         self._log = logger("target")
         self._ready: dict[Link, DraftHello] = {}
+        self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
         self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
         self._spec: FeatureSpec | None = None
+        self._rows: FeatureRows | None = None  # of the spec
+        self._agreement: dict[Link, Agreement] = {}
+        self._warned: set[Link] = set()
+        self._problems: dict[str, str] = {}  # by address; read by other threads
 
     @property
     def any_ready(self) -> bool:
@@ -51,24 +62,40 @@ class DraftPool:
             return
         if spec is not None and spec != self._spec:
             self._runner.set_taps(spec.layers)
-            self._spec = spec
-        self._ready[link] = hello
+            self._spec, self._rows = spec.light(), FeatureRows(spec, self._runner.model.device)
+        self._ready[link] = hello if spec is None else replace(hello, features=spec.light())
         self._sessions[link] = 0
+        if hello.vocab_size:
+            self._agreement[link] = Agreement()
+            self._metrics.pairing_suspect(link.address, False)
         self._metrics.drafts_connected(len(self._ready))
 
     def link_down(self, link: Link, reason: str) -> bool:
         """A drafter is gone. Returns whether it had been in use."""
         self._outbox.pop(link, None)
         self._sessions.pop(link, None)
+        self._agreement.pop(link, None)
+        self._leaving.discard(link)
         if self._ready.pop(link, None) is None:
             return False
+        self._warned.discard(link)
+        self._problems.pop(link.address, None)  # what was found out is about this connection
+        self._metrics.draft_gone(link.address)
         self._metrics.drafter_lost(reason)
         self._metrics.drafts_connected(len(self._ready))
         return True
 
+    def set_leaving(self, link: Link, leaving: bool) -> None:
+        """Give a drafter no new session any more, or again."""
+        if leaving and link in self._ready:
+            self._leaving.add(link)
+        elif not leaving:
+            self._leaving.discard(link)
+
     def attach(self, running: Running, now_s: float, wanted: int) -> bool:
         """Let the least busy drafter follow ``running``, if there is one that has room."""
-        open_links = [link for link, hello in self._ready.items() if self._sessions[link] < hello.max_sessions]
+        open_links = [link for link, hello in self._ready.items()
+                      if self._sessions[link] < hello.max_sessions and link not in self._leaving]
         if not open_links or now_s < running.retry_at_s:
             return False
         link = min(open_links, key=lambda candidate: self._sessions[candidate])
@@ -120,6 +147,31 @@ class DraftPool:
         if message is not None and running.link in self._ready:
             self._outbox[running.link].append(message)
 
+    def judge(self, running: Running, accepted: int) -> None:
+        """A tree that ``running``'s drafter proposed was verified."""
+        link = running.link
+        agreement = self._agreement.get(link) if link is not None else None
+        if link is None or agreement is None:
+            return
+        suspected = agreement.suspect
+        agreement.add(accepted > 0)
+        if agreement.suspect == suspected:
+            return
+        self._metrics.pairing_suspect(link.address, agreement.suspect)
+        if suspected:
+            self._problems.pop(link.address, None)
+            return
+        if link not in self._warned:
+            self._warned.add(link)
+            self._log.warning("DRAFTER SUSPECT: " + agreement.problem(), address=link.address,
+                              drafter=self._ready[link].drafter, agreed=agreement.agreed, rounds=agreement.rounds)
+        self._problems[link.address] = agreement.problem()
+
+    def with_problem(self, status: DraftStatus) -> DraftStatus:
+        """A link's status with what was found out about its drafter. From any thread."""
+        problem = status.problem or self._problems.get(status.address, "")
+        return replace(status, problem=problem)
+
     def received(self, running: Running, message: Growth | Drop, now_s: float) -> None:
         """Take what a drafter sent for ``running``, which came at ``now_s``. Raises RemoteProtocolError for what cannot
         be."""
@@ -128,9 +180,11 @@ class DraftPool:
             self._log.debug("drafter gave up", session=running.number, reason=message.reason)
             if running.link in self._sessions:
                 self._sessions[running.link] -= 1
-            running.link = None
-            if message.reason in ("capacity", "draining", "failed", "invalid"):
+            if message.reason == "draining" and running.link is not None:
+                self.set_leaving(running.link, True)
+            elif message.reason in ("capacity", "failed", "invalid"):
                 running.retry_at_s = now_s + RETRY_S
+            running.link = None
             return
         if joined < 0:
             self._metrics.stale_growth()
@@ -162,5 +216,6 @@ class DraftPool:
         return hello.features if hello is not None else None
 
     def _features(self, running: Running, spec: FeatureSpec, start: int, stop: int) -> Features:
-        rows = self._runner.features(running.slots[start:stop])
-        return Features(running.number, start, feature_rows(rows, spec.dtype), stop - start, spec.dtype)
+        assert self._rows is not None
+        rows = self._rows(self._runner.features(running.slots[start:stop]))
+        return Features(running.number, start, rows, stop - start, spec.dtype)

@@ -45,6 +45,7 @@ class Running:
     cached_tokens: int = 0
     link: Link | None = None
     retry_at_s: float = 0.0  # no drafter is asked again before
+    first_round: bool = True  # the drafter that follows has not been awaited yet
     committed_s: float = 0.0  # when the newest token was committed
     stood: bool = False  # a step was decided without it since then, because it waited for its drafter
     heard_s: float | None = None  # when the drafter answered for it
@@ -66,7 +67,7 @@ class Running:
 
     @property
     def max_len(self) -> int:
-        return len(self.request.tokens) + self.request.max_tokens
+        return len(self.request.tokens) - self.request.answered + self.request.max_tokens
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""

@@ -3,7 +3,7 @@
 Rules:
 1. A request is checked whole before anything is taken for it; what cannot ever fit is refused at once, by field.
 2. An answer that its reader leaves (``aclose``, cancellation) is cancelled within one step.
-3. While draining, new requests are refused and running ones finish.
+3. While draining, new requests are refused and running ones finish, or are handed back (Draining) when time is up.
 
 It knows nothing about gRPC or HTTP; ``wire.target`` serves it to the network.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from slipstream.config import TargetSection
 from slipstream.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.log import logger
 from slipstream.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.tree import MAX_NODES
 from target_service.running import Running, Sink
@@ -33,6 +34,7 @@ class Served:
     max_context: int
     tokenizer_hash: str
     num_slots: int
+    lossy: bool = False
 
 
 class LoopDispatch:
@@ -118,14 +120,19 @@ class TargetService:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
-                          self._draining, tuple(self._drafts()))
+                          self._draining, tuple(map(worker.pool.with_problem, self._drafts())),
+                          served.lossy)
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new requests and wait for the running ones. Returns whether all of them finished in time."""
+        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back. Returns
+        whether all of them finished."""
         self._draining = True
         deadline_s = self._clock() + grace_s
         while self._worker.num_running or self._worker.num_waiting:
             if self._clock() > deadline_s:
+                logger("target").info("answers handed back", running=self._worker.num_running,
+                                      waiting=self._worker.num_waiting)
+                self._worker.post(self._worker.hand_back)
                 return False
             await asyncio.sleep(0.05)
         return True
@@ -133,6 +140,7 @@ class TargetService:
     def _check(self, request: Request) -> None:
         served = self._served
         tokens, room = request.tokens, min(served.max_context, served.num_slots - MAX_NODES)
+        whole = len(tokens) - request.answered + request.max_tokens
         bias_ids = [token for token, _ in request.sampling.logit_bias]
         checks = (
             ("prompt", len(tokens) > 0, "is empty", "invalid_value"),
@@ -141,7 +149,9 @@ class TargetService:
             ("max_tokens", request.max_tokens >= 1, "must be at least 1", "invalid_value"),
             ("prompt", len(tokens) < room, f"has {len(tokens)} tokens; at most {room - 1} fit",
              "context_length_exceeded"),
-            ("max_tokens", len(tokens) + request.max_tokens <= room,
+            ("answered", 0 <= request.answered < min(len(tokens), request.max_tokens),
+             "must leave a prompt, and a token to answer with", "invalid_value"),
+            ("max_tokens", whole <= room,
              f"{request.max_tokens} and a prompt of {len(tokens)} exceed the {room} tokens that fit",
              "context_length_exceeded"),
             ("logit_bias", all(0 <= token < served.vocab_size for token in bias_ids),

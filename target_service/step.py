@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.sampling import ChoiceRows, choose, logprobs
+from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
+from slipstream.lenient import Thresholds, relaxed
 from slipstream.requests import TokenLogprob
 from slipstream.tree import DraftTree
 from slipstream.verify import Verdict, walk
@@ -33,10 +35,12 @@ class Verified:
     tree: DraftTree
     verdict: Verdict
     logprobs: tuple[TokenLogprob, ...]
+    lossy: bool = False  # thresholds were applied
+    lenient: int = 0  # tokens taken though the target chose others
 
 
 def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
-             trees: Sequence[tuple[Running, DraftTree]]) -> list[Verified]:
+             trees: Sequence[tuple[Running, DraftTree]], thresholds: Thresholds) -> list[Verified]:
     """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
 
     Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
@@ -61,15 +65,17 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
     results = []
     for (running, tree), slots, session in zip(trees, node_slots, sessions, strict=True):
         begin, end = session.rows.start, session.rows.stop
-        verdict = walk(tree, choices[begin:end])
+        own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
+        verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
         path = np.array(verdict.path)
         running.take_slots(slots[path])
         runner.slots.free(np.delete(slots, path))
         wanted = running.request.top_logprobs
-        probabilities: tuple[TokenLogprob, ...] = ()
+        ranked: tuple[TokenLogprob, ...] = ()
         if wanted is not None:
-            probabilities = tuple(logprobs(logits[begin + path], verdict.tokens, wanted))
-        results.append(Verified(running, tree, verdict, probabilities))
+            ranked = tuple(logprobs(logits[begin + path], verdict.tokens, wanted))
+        lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
+        results.append(Verified(running, tree, verdict, ranked, lossy, lenient))
     return results
 
 
@@ -86,6 +92,18 @@ def _add_tree(builder: BatchBuilder, running: Running, tree: DraftTree, slots: n
     plain = len(tree) == 1
     builder.add(tree.tokens.tolist(), positions, slots.tolist(), running.slots[: running.computed],
                 words=None if plain else tree.ancestor_words().tolist(), mask_len=0 if plain else len(tree))
+
+
+def _is_lossy(tree: DraftTree, session: ChoiceRows, thresholds: Thresholds) -> bool:
+    return thresholds.lossy and len(tree) > 1 and not session.sampling.greedy
+
+
+def _relaxed(tree: DraftTree, own: Sequence[int], logits: torch.Tensor, session: ChoiceRows,
+             thresholds: Thresholds) -> list[int]:
+    device = logits.device
+    parents, tokens = (torch.from_numpy(of[1:]).to(device, torch.int64) for of in (tree.parents, tree.tokens))
+    chances = probabilities(logits, session)[parents, tokens].tolist()
+    return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 
 
 def _choice_rows(running: Running, tree: DraftTree, first: int) -> ChoiceRows:

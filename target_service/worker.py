@@ -18,12 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import islice
 
 from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
-from slipstream.errors import RemoteProtocolError
+from slipstream.errors import Draining, RemoteProtocolError
+from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import DraftHello, Growth, TargetBound
 from slipstream.metrics import TargetMetrics
@@ -32,8 +32,9 @@ from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch, Step
 from target_service.links import DraftPool
+from target_service.plan import Plan
 from target_service.running import Running
-from target_service.scheduler import Decision, Facts, Limits, decide, holds
+from target_service.scheduler import Decision, Limits
 from target_service.step import run_step
 from target_service.tracing import trace_step
 
@@ -56,7 +57,9 @@ class TargetWorker:
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
         self.pool = DraftPool(runner, metrics)
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
-        self._limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
+        self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
+        metrics.lossy(self._thresholds.lossy)
+        self._plan = Plan(self.answers, costs, Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk))
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
         self._costs = costs
@@ -111,6 +114,17 @@ class TargetWorker:
         """On the engine thread: whoever asked for the answer allows or forbids speculation from now on."""
         self.answers.switch(running, allowed, self._clock())
 
+    def hand_back(self) -> None:
+        """On the engine thread: end every answer with Draining, so that another target goes on where it stopped."""
+        error = Draining("the target is shutting down; another one will go on")
+        for running in self._running:
+            self.answers.fail(running, error, "handed_back")
+        self._dispatch([(running.sink, error) for running in self._waiting])
+        self._running.clear()
+        self._waiting.clear()
+        self.pool.flush()
+        self.answers.deliver()
+
     def check(self) -> Future[None]:
         """Prove, between two turns, that every slot is free or owned once. The future raises AssertionError if not."""
         result: Future[None] = Future()
@@ -142,6 +156,10 @@ class TargetWorker:
                     self.answers.drafter_lost(running, "draft_unavailable", self._clock())
 
         self.post(event)
+
+    def link_leaving(self, link: Link, leaving: bool) -> None:
+        """Discovery no longer lists this draft (or does so again): no new session goes there, open ones go on."""
+        self.post(lambda: self.pool.set_leaving(link, leaving))
 
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
@@ -207,12 +225,12 @@ class TargetWorker:
     def turn(self) -> float | None:
         """Decide and act once. Returns for how long there is nothing to do: 0.0 go on, None until something comes."""
         now_s = self._clock()
-        decision = self._decide(now_s)
+        decision = self._plan.decide(self._running, self._waiting, self.num_free_slots, now_s)
         if decision.empty:
             self.pool.flush()
             deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
             return max(1e-4, min(deadlines) - now_s) if deadlines else None
-        if held_s := self._hold(decision, now_s):
+        if held_s := self._plan.hold_s(decision, self._running, now_s):
             self.pool.flush()
             return held_s
         self._act(decision)
@@ -221,33 +239,6 @@ class TargetWorker:
         self._metrics.sessions(len(self._running), len(self._waiting))
         self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
         return 0.0
-
-    def _hold(self, decision: Decision, now_s: float) -> float:
-        """Seconds to hold the step for answers whose growth should be here soon; 0: go."""
-        waiting = [running for running in self._running if running.waits(now_s)]
-        if not waiting or decision.prefill or decision.admit or decision.put_back:
-            return 0.0
-        due_s, coming = self.answers.coming(waiting)
-        missing_s, ready = due_s - now_s, sum(rows for _, rows in decision.verify)
-        return missing_s if missing_s > 0.0 and holds(ready, coming, missing_s, self._costs.cost) else 0.0
-
-    def _decide(self, now_s: float) -> Decision:
-        # What the others cost depends here on how many they are, not on the nodes they will get: one look is enough.
-        others = max(0, sum(not running.prefilling for running in self._running) - 1)
-        running = [self._facts(running, others, now_s) for running in self._running]
-        # Nobody behind the first that could be admitted matters, and the queue may be long.
-        first = islice(self._waiting, max(0, self._limits.max_running - len(self._running)))
-        waiting = [Facts(r.number, 0, r.side.base - 1, 1, False) for r in first]
-        return decide(running, waiting, self.num_free_slots, self._limits)
-
-    def _facts(self, running: Running, others: int, now_s: float) -> Facts:
-        held = running.computed - running.borrowed
-        if running.prefilling:
-            return Facts(running.number, held, running.num_prefill, 1, False)
-        if running.waits(now_s):
-            running.stood = True
-            return Facts(running.number, held, 0, 1, True)
-        return Facts(running.number, held, 0, self.answers.nodes(running, others, now_s), False)
 
     def _act(self, decision: Decision) -> None:
         for number in decision.put_back:
@@ -273,7 +264,7 @@ class TargetWorker:
         self._make_room(rows)
         started_s = self._clock()
         try:
-            results = run_step(self._runner, prefill, trees)
+            results = run_step(self._runner, prefill, trees, self._thresholds)
         except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
             self._log.exception("step failed", rows=rows)
             for running in [r for r, _ in prefill] + [r for r, _ in trees]:

@@ -17,7 +17,8 @@ VOCAB, EOS, CONTEXT = 260, 257, 512
 
 def answer_bytes(request: Request) -> list[int]:
     """The whole answer, without end."""
-    words = [f"{len(request.tokens)}", f"s{request.sampling.seed}", *(f"w{i}" for i in range(CONTEXT))]
+    prompt = len(request.tokens) - request.answered
+    words = [f"{prompt}", f"s{request.sampling.seed}", *(f"w{i}" for i in range(CONTEXT))]
     return list(" ".join(words).encode())
 
 
@@ -36,6 +37,7 @@ class EchoTarget:
         self.stall_after = stall_after
         self.draining = False
         self.deaf = False
+        self.lossy = False
         self.requests: list[Request] = []
         self.running: set[EchoAnswer] = set()
         self.waiting = 0
@@ -49,7 +51,7 @@ class EchoTarget:
         if self.deaf:
             await asyncio.Event().wait()
         return TargetInfo(self.model, VOCAB, CONTEXT, "", len(self.running), self.waiting, 4096, 4096, self.draining,
-                          (DraftStatus("draft:1", True, "echo"),))
+                          (DraftStatus("draft:1", True, "echo"),), self.lossy)
 
 
 class EchoAnswer:
@@ -77,9 +79,10 @@ class EchoAnswer:
         if len(request.tokens) >= CONTEXT:
             raise InvalidRequest("tokens", "too long")
         target.running.add(self)
-        tokens = answer_bytes(request)[: target.end]
-        tokens = [*tokens, EOS] if EOS in request.sampling.stop_token_ids else [*tokens, *answer_bytes(request)]
-        sent = pieces = 0
+        whole = answer_bytes(request)
+        tokens = [*whole[: target.end], *([EOS] if EOS in request.sampling.stop_token_ids else whole)]
+        assert list(request.tokens[len(request.tokens) - request.answered:]) == tokens[: request.answered]
+        sent, pieces = request.answered, 0
         while sent < min(len(tokens), request.max_tokens):
             if target.hang or pieces == target.stall_after:
                 await self.closed.wait()
@@ -96,7 +99,7 @@ class EchoAnswer:
                 tuple(chunk), min(target.accepted, len(chunk)) if speculates else 0, 4 if speculates else 0,
                 tuple(self._logprob(token) for token in chunk) if request.top_logprobs is not None else (), over,
                 target.verify_s[speculates], 0.0, "speculate" if self.speculate else "plain",
-                len(request.tokens) // 2 if pieces == 0 else 0)
+                len(request.tokens) // 2 if pieces == 0 else 0, lossy=target.lossy and speculates)
             pieces += 1
 
     def _logprob(self, token: int) -> TokenLogprob:

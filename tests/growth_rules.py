@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from slipstream.messages import Growth
 from slipstream.tree import MAX_NODES, DraftTree
 
@@ -73,3 +75,11 @@ def best_paths(children: Callable[[tuple[int, ...]], tuple[list[int], list[float
         everything.update(level)
         live = dict(sorted(level.items(), key=lambda pair: -pair[1])[:topk])
     return dict(sorted(everything.items(), key=lambda pair: -pair[1])[:most])
+
+
+def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object = "") -> None:
+    """The paths of ``found`` are those of ``wanted``, with their scores."""
+    paths = scored_paths(found)
+    assert set(paths) == set(wanted), note
+    for path, score in paths.items():
+        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)

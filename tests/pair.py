@@ -110,10 +110,10 @@ class Rig:
 
 @asynccontextmanager
 async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
-                 **settings: object) -> AsyncIterator[Rig]:
+                 engine: str = "decoder", **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, without drafts."""
     config = TargetSection(policy=policy, slots=slots, drafts=(), **settings)
-    model = load_model(folder, dtype)
+    model = load_model(folder, dtype, engine=engine)
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from router.balance import Balancer, BalanceRules
+from router.targets import Targets
 from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.messages import Sampling
 from slipstream.metrics import RouterMetrics
@@ -29,7 +30,7 @@ class Clock:
 
 def balancer(*targets: EchoTarget, clock: Clock | None = None, **rules: float) -> Balancer:
     named = {f"t{i}": target for i, target in enumerate(targets)}
-    return Balancer(named, RouterMetrics("tiny"), rules=BalanceRules(**rules), clock=clock or Clock())  # type: ignore[arg-type]
+    return Balancer(Targets(named), RouterMetrics("tiny"), rules=BalanceRules(**rules), clock=clock or Clock())  # type: ignore[arg-type]
 
 
 def request(tokens: tuple[int, ...] = LONG, max_tokens: int = 8) -> Request:
@@ -92,12 +93,26 @@ async def test_moves_before_the_first_piece(error: SlipstreamError) -> None:
     assert (len(bad.requests), len(good.requests)) == (1, 1)
 
 
-async def test_never_moves_after_the_first_piece_or_for_a_bad_request() -> None:
-    for fail_after, error in ((1, Unavailable("gone")), (0, InvalidRequest("tokens", "no"))):
-        targets = [EchoTarget(fail_after=fail_after, error=error) for _ in range(2)]
+@pytest.mark.parametrize("error", [Unavailable("gone"), Draining("bye")])
+async def test_another_target_goes_on_where_an_answer_stopped(error: SlipstreamError) -> None:
+    whole = await read(balancer(EchoTarget()).submit(request((1, 2), 30)))
+    first, second = EchoTarget(fail_after=3, error=error), EchoTarget(fail_after=2, error=error)
+    b = balancer(first, second, clock=Clock(), retry_reserve=1000.0)
+    await b.poll()
+    answer = b.submit(request((1, 2), 30))
+    pieces = [piece async for piece in answer]
+    assert [token for piece in pieces for token in piece.tokens] == whole
+    assert pieces[-1].finish == "length" and not first.running and not second.running
+    assert len(first.requests) > 1 and len(second.requests) > 1, "who failed before may be asked again"
+    assert [r.answered for r in sorted(first.requests + second.requests, key=lambda r: r.answered)][:2] == [0, 9]
+
+
+async def test_a_bad_request_never_moves() -> None:
+    for fail_after in (0, 1):
+        targets = [EchoTarget(fail_after=fail_after, error=InvalidRequest("tokens", "no")) for _ in range(2)]
         b = balancer(*targets)
         await b.poll()
-        with pytest.raises(type(error)):
+        with pytest.raises(InvalidRequest):
             await read(b.submit(request()))
         assert sum(len(t.requests) for t in targets) == 1
 

@@ -18,6 +18,7 @@ from slipstream.messages import (
     Commit,
     DraftBound,
     Drop,
+    Features,
     Growth,
     Open,
     Sampling,
@@ -89,6 +90,26 @@ def test_it_grows_for_each_commit_and_only_then() -> None:
     (growth,) = bench.deliver(commit(10, 3), commit(11, 4))
     assert isinstance(growth, Growth) and growth.base == 12, "two commits in one round need one growth"
     assert bench.deliver(commit(12, 1, wanted=0)) == [], "the target follows in the shadow and wants nothing"
+
+
+class Reader(NgramDrafter):
+    """Remembers what it is told of target states."""
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        self.read = [(c.session, c.features.session) for c in commits if c.features is not None]
+        super().commit(commits)
+
+
+def test_states_of_a_commit_belong_to_its_session() -> None:
+    """Two targets both count their sessions from 7; the drafter knows each by a number of the worker's."""
+    drafter = Reader(NgramSection(), 8)
+    worker = DraftWorker(drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
+    for peer in (Listener("a"), Listener("b")):
+        worker.received(peer, [opened(7)], ())
+        states = Features(7, len(TEXT) - 1, bytes(8), 1, "float64")
+        worker.received(peer, [Commit(7, len(TEXT), np.array([3], np.int32), states)], ())
+    worker.turn(block=False)
+    assert drafter.read == [(1, 1), (2, 2)]
 
 
 def test_nothing_to_propose_is_said() -> None:

@@ -17,22 +17,25 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.messages import Commit, Features, Open, Sampling
 from tests.eagle_folder import write_eagle_folder
 from tests.growth_rules import GrowthLedger
+from tests.mtp_folder import mtp_config, write_mtp_target
 from tests.tiny import VOCAB, write_tiny_model
 
 Make = Callable[[dict[str, object]], Drafter]
-KINDS = ("ngram", "standalone", "eagle3")
+KINDS = ("ngram", "standalone", "eagle3", "mtp")
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("drafters")
     target = ModelSection(path=str(write_tiny_model(folder / "target", num_hidden_layers=8)))
-    models = {"ngram": "", "standalone": str(write_tiny_model(folder / "draft", noise=0.1)),
+    several = mtp_config("mimo", num_nextn_predict_layers=2)
+    mimo = ModelSection(path=str(write_mtp_target(folder / "mimo", several)))
+    models = {"ngram": "", "mtp": "", "standalone": str(write_tiny_model(folder / "draft", noise=0.1)),
               "eagle3": str(write_eagle_folder(folder / "head"))}
 
     def make(knobs: dict[str, object]) -> Drafter:
         section = {"model": models[str(knobs["drafter"])], "dtype": "float32", **knobs}
-        return create(DraftSection.model_validate(section), target)
+        return create(DraftSection.model_validate(section), mimo if knobs["drafter"] == "mtp" else target)
 
     return make
 
@@ -131,7 +134,7 @@ def test_what_a_drafter_declares(make: Make, kind: str) -> None:
     assert drafter.name == kind and drafter.max_sessions == 3 and drafter.max_context > 0
     assert 1 <= drafter.max_nodes <= 63
     assert drafter.vocab_size == (0 if kind == "ngram" else VOCAB)
-    assert (drafter.features is not None) == (kind == "eagle3") == (drafter.hidden_size > 0)
+    assert (drafter.features is not None) == (kind in ("eagle3", "mtp")) == (drafter.hidden_size > 0)
 
 
 def test_a_drafter_without_a_model_says_what_to_do(tmp_path: Path) -> None:

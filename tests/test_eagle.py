@@ -18,8 +18,8 @@ from slipstream.drafters.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.errors import ModelError
 from slipstream.messages import Commit, Features, Growth, Open, Sampling
-from tests.eagle_folder import DRAFT_VOCAB, HIDDEN, eagle_config, eagle_tensors, write_eagle_folder
-from tests.growth_rules import best_paths, scored_paths
+from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
+from tests.growth_rules import assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model
 from tests.written import WrittenEagle3 as Written
 
@@ -49,21 +49,17 @@ def opening(session: int, tokens: Sequence[int], sampling: Sampling | None = Non
     return Open(session, np.array(tokens, np.int32), min(4, len(tokens)), sampling or Sampling())
 
 
+CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
+
+
 def drafter(head: EagleHead, num_slots: int = 600, max_context: int = 0, **growth: int) -> NeuralDrafter:
     network = EagleNetwork(head, "float64", torch.device("cpu"), num_slots)
-    return NeuralDrafter("eagle3", network, GrowthSection.model_validate(growth), 8, max_context)
+    return NeuralDrafter("eagle3", network, GrowthSection.model_validate(CHAIN | growth), 8, max_context)
 
 
 def grow(of: NeuralDrafter, budget: int) -> Growth:
     (growth,) = of.grow([1], [budget])
     return growth
-
-
-def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object = "") -> None:
-    paths = scored_paths(found)
-    assert set(paths) == set(wanted), note
-    for path, score in paths.items():
-        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
 
 
 def test_prefill_and_tree_rows_equal_the_head_written_out(head: EagleHead) -> None:
@@ -228,15 +224,6 @@ def test_without_an_embedding_the_target_lends_its_own(tmp_path: Path, target: P
     del tensors["embed_tokens.weight"]
     with pytest.raises(ModelError, match=r"needs the target's embedding.*\(260, 48\), expected \(260, 32\)"):
         read_head(write_eagle_folder(tmp_path / "b", tensors=tensors), target)
-
-
-def test_rotary_positions_left_out_are_the_targets(tmp_path: Path) -> None:
-    target = write_tiny_model(tmp_path / "target", num_hidden_layers=8,
-                              rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
-    config = eagle_config()
-    assert read_head(write_eagle_folder(tmp_path / "own", config), target).config.rope_theta == 10000.0
-    del config["rope_theta"]
-    assert read_head(write_eagle_folder(tmp_path / "none", config), target).config.rope_theta == 500000.0
 
 
 NEEDED = [name for name in eagle_tensors(eagle_config()) if name not in ("t2d", "embed_tokens.weight")]

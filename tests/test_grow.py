@@ -110,7 +110,7 @@ def test_the_sent_tree_re_roots_as_the_targets_does(seed: int) -> None:
         assert len(sent) == len(ledger.tree) - 1, f"seed {seed}"
         new = ledger.tree.tokens[ledger.tree.path(rng.randrange(len(ledger.tree)))[1:]].tolist() or [rng.randrange(50)]
         ledger.commit(new)
-        sent.commit(new)
+        sent.commit(sent.base, new)
         assert len(sent) == len(ledger.tree) - 1, f"seed {seed}"
 
 
@@ -118,7 +118,7 @@ def test_what_the_target_holds_is_not_sent_again_but_grown_on() -> None:
     sent = SentTree(10)
     first = grown(1, 4, seed=0)
     chain = to_message(first, 4, sent).tokens.tolist()
-    sent.commit(chain[:2])  # the third and fourth stay on both sides
+    sent.commit(10, chain[:2])  # the third and fourth stay on both sides
     again = TreeGrowth(topk=1)
     for token in [*chain[2:], 7, 8]:
         again.expand([([token], [-0.1])])

@@ -7,6 +7,7 @@ float64. And the law of sampled answers is the softmax's.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,13 +27,14 @@ from slipstream.engine.weights import load_model
 from slipstream.messages import Sampling
 from slipstream.requests import Piece, Request
 from slipstream.wire.local import LocalLink
-from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.eagle_folder import eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.hostile import HostileDraft
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
 from tests.tiny import VOCAB, write_tiny_model
 
 MAX_TOKENS = 40
-DRAFTERS = ("ngram", "standalone", "eagle3", "noisy", "hostile")
+DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "merged", "noisy",
+            "hostile")
 SAMPLINGS = {
     "greedy": Sampling(),
     "T0.7": Sampling(temperature=0.7, top_p=0.9, seed=11),
@@ -53,7 +55,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"target": tiny, "noisy": write_tiny_model(root / "noisy", noise=0.05),
             "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1),
             "eagle3": write_eagle_folder(root / "eagle3", eagle_config(eagle_config={
-                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))}
+                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})),
+            "eagle2": write_eagle2_folder(root / "eagle2"), "map": write_map(root / "map.json")}
+
+
+def write_map(path: Path) -> Path:
+    """A token map that leaves out part of what the target says."""
+    path.write_text(json.dumps(list(range(0, 128, 2)) + list(range(1, 64, 2))))
+    return path
 
 
 def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
@@ -61,9 +70,11 @@ def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
     growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
     if kind == "ngram":
         return create(DraftSection(drafter="ngram", ngram=NgramSection(min_match=1)), model)
-    name = "eagle3" if kind == "eagle3" else "standalone"
-    made = create(DraftSection(drafter=name, model=str(folders[kind]), dtype="float64", slots=2048, growth=growth),
-                  model)
+    head = {"mapped": "eagle2", "merged": "eagle3"}.get(kind, kind)
+    name = head if head in ("eagle2", "eagle3") else "standalone"
+    made = create(DraftSection(drafter=name, model=str(folders[head]), combine_ngram=kind == "merged",
+                               token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64", slots=2048,
+                               ngram=NgramSection(min_match=1, trust_match=3), growth=growth), model)
     return SwitchableDrafter(made, VOCAB) if kind == "noisy" else made
 
 
@@ -135,6 +146,8 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
             assert faulty.counts.further > 0, "nothing was grown ahead"
         if faulty is not None and fate == "lost" and kind != "hostile":
             assert faulty.counts.lost > 0
+    if kind in ("eagle2", "mapped") and fate == "colocated":
+        assert any(accepted.values()), "no state of an accepted token was ever used"
     if kind == "noisy" and fate in ("colocated", "grpc"):
         assert all(accepted.values()), f"a good drafter was of no use: {accepted}"
 

@@ -10,8 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.errors import ConfigError
-from slipstream.metrics import DraftMetrics, Registry, RouterMetrics, TargetMetrics
+from slipstream.metrics import DraftMetrics, RouterMetrics, TargetMetrics
 from slipstream.scrape import MetricsServer
+from slipstream.series import Registry
 
 
 def values(registry: Registry) -> dict[str, float]:

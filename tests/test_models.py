@@ -20,6 +20,7 @@ from tokenizers import models as token_models
 
 from slipstream.errors import ModelError
 from slipstream.models import (
+    HEADS,
     KNOWN,
     KnownModel,
     is_prepared,
@@ -128,8 +129,22 @@ def test_resolve_says_what_to_do(tmp_path: Path) -> None:
 
 def test_listing_names_every_known_model(tmp_path: Path) -> None:
     listed = list_models(tmp_path)
-    assert [model.name for model in listed] == list(KNOWN)
-    assert not any(model.prepared for model in listed)
+    assert [model.name for model in listed] == [*KNOWN, *HEADS]
+    assert not any(model.prepared for model in listed if model.name in KNOWN)
+
+
+def test_heads_come_along(tmp_path: Path) -> None:
+    name = "smollm2-135m-eagle3"
+    with pytest.raises(ModelError, match=f"train-head --target smollm2-135m --out {name}"):
+        resolve(name, heads=tmp_path)
+    assert not any(model.prepared for model in list_models(tmp_path, heads=tmp_path))
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="lacks it"):
+        resolve(name, heads=tmp_path)
+    (tmp_path / name / "model.safetensors").write_bytes(b"")
+    assert resolve(name, heads=tmp_path) == tmp_path / name
+    assert [model.name for model in list_models(tmp_path, heads=tmp_path) if model.prepared] == [name]
 
 
 def test_hash_is_of_the_vocabulary_alone(tiny_folder: Path, tmp_path: Path) -> None:

@@ -290,3 +290,14 @@ def test_silence_is_noticed_even_when_the_waits_are_cheap() -> None:
     seen = [policy.observe(now_s, Round(0, 0, 0, 0.01, 1e-4, 1, late=True)) for now_s in np.arange(0.0, 1.0, 0.01)]
     (transition,) = [t for t in seen if t is not None]
     assert (transition.after, transition.reason) == (Mode.SHADOW, "draft_timeout")
+
+
+def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
+    """A drafter's first answer comes late, as it reads the whole prompt before: others must not be given up for it."""
+    exchange, costs = ExchangeTimes(), StepCosts({1: 0.015, 64: 0.060})
+    first = SpeculationPolicy(CONFIG, costs, exchange)
+    first.observe(0.1, Round(4, 0, 4, costs.cost(5), 0.2, 5, exchange_s=0.2, first=True))
+    assert exchange.mean_s is None
+    assert SpeculationPolicy(CONFIG, costs, exchange).deadline_s() > 0.0
+    first.observe(0.2, Round(4, 2, 4, costs.cost(5), 0.005, 5, exchange_s=0.005))
+    assert exchange.mean_s == 0.005

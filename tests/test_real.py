@@ -23,7 +23,7 @@ from tests.pair import STUBBORN, drafting, grpc_link, target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 PREFERS_DRAFTS = ("model.dtype=float32", "target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02",
-                  "draft.ngram.min_match=1")
+                  "draft.drafter=ngram", "draft.ngram.min_match=1")
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,8 @@ async def test_chat_whole(tiny_folder: Path) -> None:
         assert details.rejected_prediction_tokens == 10
         assert usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens == prompt_tokens // 2
         extension = answer.model_extra and answer.model_extra["slipstream"]
-        assert extension == {"rounds": 11, "acceptance_length": round(41 / 11, 4), "drafted_tokens": 40}
+        assert extension == {"rounds": 11, "acceptance_length": round(41 / 11, 4), "drafted_tokens": 40,
+                             "lossy": False}
         assert raw.headers["x-slipstream-mode"] == "speculative" and len(raw.headers["x-request-id"]) == 32
 
 

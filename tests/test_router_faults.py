@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from router.keys import ApiKeys
 from slipstream.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
@@ -112,3 +113,38 @@ async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # As Kubernetes does it: the file is a link into a folder that is a link, which turns.
+    for folder, lines in (("one", "old-key\n"), ("two", "old-key\nnew-key\n"), ("three", "new-key\n"),
+                          ("bad", "# no\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "api-keys").write_text(lines)
+    data, file = tmp_path / "data", tmp_path / "api-keys"
+    file.symlink_to(data / "api-keys")
+
+    def turn(folder: str) -> None:
+        (tmp_path / "fresh").symlink_to(folder)
+        (tmp_path / "fresh").rename(data)
+
+    turn("one")
+    keys = ApiKeys.load(str(file))
+    following = asyncio.create_task(keys.follow(look_s=0.01))
+    assert keys.open("old-key") and not keys.open("new-key")
+    turn("two")
+    await until(lambda: keys.open("new-key"), asyncio.sleep)
+    assert keys.open("old-key")
+    turn("three")
+    await until(lambda: not keys.open("old-key"), asyncio.sleep)
+    for mistake in ("bad", "nowhere"):
+        turn(mistake)
+        await asyncio.sleep(0.05)
+        assert keys.required and keys.open("new-key") and not keys.open("old-key") and not keys.open("")
+    turn("one")
+    await until(lambda: keys.open("old-key"), asyncio.sleep)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    said = capsys.readouterr()
+    assert "-key" not in (said.out + said.err).replace("api-keys", "") and "keys read again" in said.out + said.err
+    await asyncio.wait_for(ApiKeys.load("").follow(), 5)

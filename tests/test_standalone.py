@@ -19,8 +19,10 @@ from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.engine.weights import load_model
 from slipstream.errors import ConfigError
 from slipstream.messages import Commit, Growth, Open, Sampling
-from tests.growth_rules import GrowthLedger, best_paths, scored_paths
+from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB
+
+CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
 
 
 def runner(folder: Path, num_slots: int = 600) -> ModelRunner:
@@ -30,7 +32,7 @@ def runner(folder: Path, num_slots: int = 600) -> ModelRunner:
 def drafter(folder: Path, num_slots: int = 600, max_sessions: int = 8, max_context: int = 0,
             **growth: int) -> NeuralDrafter:
     return NeuralDrafter("standalone", StandaloneNetwork(runner(folder, num_slots)),
-                         GrowthSection.model_validate(growth), max_sessions, max_context)
+                         GrowthSection.model_validate(CHAIN | growth), max_sessions, max_context)
 
 
 def opening(session: int, tokens: Sequence[int], sampling: Sampling | None = None) -> Open:
@@ -67,13 +69,6 @@ class Plain:
 def grow(of: NeuralDrafter, session: int, budget: int) -> Growth:
     (growth,) = of.grow([session], [budget])
     return growth
-
-
-def assert_same(found: Growth, wanted: dict[tuple[int, ...], float], note: object) -> None:
-    paths = scored_paths(found)
-    assert set(paths) == set(wanted), note
-    for path, score in paths.items():
-        assert score == pytest.approx(wanted[path], abs=1e-5), (note, path)
 
 
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=11),

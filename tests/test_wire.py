@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -51,7 +48,6 @@ from slipstream.wire.outbox import Outbox
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetClient, TargetServicer
-from slipstream.wire.tls import TlsFiles
 
 WIRE = WireSection(connect_backoff_max_s=0.2)
 HIDDEN = 64
@@ -778,75 +774,3 @@ async def test_keys_guard_every_public_call() -> None:
     async with AsyncClient(address, api_key="sesame") as client:
         assert await client.models() == ["parrot"]
     await server.drain(0)
-
-
-# TLS.
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
-
-
-def authority(folder: Path, name: str) -> Path:
-    folder.mkdir()
-    run(folder, "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -keyout ca.key -out ca.pem "
-                f"-subj /CN={name}")
-    (folder / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    return folder
-
-
-def issue(folder: Path, name: str) -> TlsFiles:
-    run(folder, "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
-                f"-keyout {name}.key -out {name}.csr -subj /CN={name}")
-    run(folder, f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile ext "
-                f"-out {name}.pem")
-    return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
-
-
-def run(folder: Path, arguments: str) -> None:
-    subprocess.run(["openssl", *arguments.split()], cwd=folder, check=True, capture_output=True)
-
-
-async def info_over(files: TlsFiles | None, port: int) -> TargetInfo:
-    client = TargetClient(f"127.0.0.1:{port}", WIRE, tls=files, connect_s=5.0)
-    try:
-        return await client.info()
-    finally:
-        await client.aclose()
-
-
-@needs_openssl
-async def test_mutual_tls_and_replaced_certificates(tmp_path: Path) -> None:
-    ours, theirs = authority(tmp_path / "ours", "ours"), authority(tmp_path / "theirs", "theirs")
-    files, good, foreign = issue(ours, "server"), issue(ours, "client"), issue(theirs, "client")
-    trusting = replace(foreign, authority=good.authority)  # accepts the server, but its own certificate is foreign
-    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(Machine(Counting(1)))], tls=files)
-    port = await server.start()
-    assert await info_over(good, port) == INFO
-    for stranger in (None, foreign, trusting):
-        with pytest.raises(Unavailable):
-            await info_over(stranger, port)
-    renewed = issue(theirs, "server")
-    for old, new in zip((files.certificate, files.key, files.authority),
-                        (renewed.certificate, renewed.key, renewed.authority), strict=True):
-        old.write_bytes(new.read_bytes())
-    assert await info_over(foreign, port) == INFO
-    await server.drain(0)
-
-
-@needs_openssl
-async def test_a_draft_link_over_mutual_tls(tmp_path: Path) -> None:
-    files = issue(authority(tmp_path / "ca", "ca"), "pod")
-    echo, target = Echo(), Target()
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE)], tls=files)
-    link = DraftLink(f"127.0.0.1:{await server.start()}", HELLO, target, WIRE, check_pair, tls=files)
-    task = asyncio.create_task(link.run())
-    await eventually(lambda: link.status().connected)
-    link.send([commit()])
-    await eventually(lambda: len(target.items) == 1)
-    task.cancel()
-    await server.drain(0)
-
-
-def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
-    nowhere = tmp_path / "none.pem"
-    with pytest.raises(ConfigError, match=r"none\.pem"):
-        TlsFiles(nowhere, nowhere, nowhere).read()

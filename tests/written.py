@@ -42,6 +42,11 @@ class WrittenLayer:
         bias = self.weight.get(f"{self.prefix}.self_attn.{name}_proj.bias")
         return out if bias is None else out + bias
 
+    def mlp(self, name: str, x: Tensor) -> Tensor:
+        out = self.of(f"mlp.{name}_proj") @ x
+        bias = self.weight.get(f"{self.prefix}.mlp.{name}_proj.bias")
+        return out if bias is None else out + bias
+
     def row(self, residual: Tensor, attention_input: Tensor, position: int) -> Tensor:
         """The layer's output for one row, which later rows will see."""
         q, k, v = (self.projected(name, attention_input).view(-1, self.size) for name in "qkv")
@@ -52,10 +57,9 @@ class WrittenLayer:
             group = number // (self.heads // self.kv_heads)
             scores = torch.stack([query @ key[group] for key in self.keys]) / self.size**0.5
             mixed.append(sum(p * value[group] for p, value in zip(scores.softmax(0), self.values, strict=True)))
-        out = residual + self.of("self_attn.o_proj") @ torch.cat(mixed)
+        out = residual + self.projected("o", torch.cat(mixed))
         y = self.norm(out, self.of("post_attention_layernorm"))
-        inner = torch.nn.functional.silu(self.of("mlp.gate_proj") @ y)
-        return out + self.of("mlp.down_proj") @ (inner * (self.of("mlp.up_proj") @ y))
+        return out + self.mlp("down", torch.nn.functional.silu(self.mlp("gate", y)) * self.mlp("up", y))
 
 
 class WrittenEagle3:
@@ -102,12 +106,12 @@ class WrittenEagle2:
         self.tensors = dict(tensors or eagle2_tensors(self.config))
         self.embedding, self.lm_head = embedding.double(), lm_head.double()
 
-    def run(self, tokens: Sequence[int], states: Tensor, path: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """As ``WrittenEagle3.run``; states: [base - 1, H]."""
+    def run(self, tokens: Sequence[int], states: Tensor, path: Sequence[int], first: int = 1) -> tuple[Tensor, Tensor]:
+        """As ``WrittenEagle3.run``; states: [base - first, H]."""
         layer = WrittenLayer(self.config, self.tensors, "layers.0")
         weight, text = layer.weight, [*tokens, *path]
         out = torch.zeros(self.config["hidden_size"], dtype=torch.float64)
-        for row, position in enumerate(range(1, len(text))):
+        for row, position in enumerate(range(first, len(text))):
             state = states[row] if row < len(states) else out
             x = weight["fc.weight"] @ torch.cat((self.embedding[text[position]], state))
             if "fc.bias" in weight:
@@ -116,9 +120,9 @@ class WrittenEagle2:
         return self.lm_head @ out, out
 
     def children(self, path: tuple[int, ...], tokens: Sequence[int], states: Tensor, topk: int = 1,
-                 ids: Tensor | None = None) -> tuple[list[int], list[float]]:
+                 first: int = 1, ids: Tensor | None = None) -> tuple[list[int], list[float]]:
         """ids: int64 [K], the token map."""
-        logits = self.run(tokens, states, path)[0]
+        logits = self.run(tokens, states, path, first)[0]
         columns = torch.arange(len(logits)) if ids is None else ids
         scores, best = logits[columns].log_softmax(0).topk(topk)
         return columns[best].tolist(), scores.tolist()

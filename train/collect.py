@@ -1,7 +1,8 @@
 """The first stage: the target talks, and its conversations become shards, until there are enough or time is up.
 
 Rules:
-1. What a folder holds already counts: numbers that are there are not made again, an interrupted run goes on.
+1. What a folder holds already counts: numbers that are there are not made again, an interrupted run goes on. What a
+   kill loses is at most a shard's worth of tokens, or ``save_every_s`` of time.
 2. Shards are of one target: its fingerprint and the layers that are kept are their identity.
 
 It knows nothing about heads or training.
@@ -56,7 +57,7 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
     runner = ModelRunner(model, recipe.conversations_at_once * SLOTS_PER_TALK + model.config.max_context)
     identity = identity_of(target, model.config)
     runner.set_taps(tuple(identity["layers"]))
-    shards = Shards(folder, identity)
+    shards = Shards([folder], identity)
     before = shards.totals()
     if share_of(recipe, before) >= 1.0:
         return before
@@ -72,7 +73,7 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
         nonlocal began, made
         now = time.monotonic()
         writer.flush(now - began)
-        began, made = now, Shards(folder, identity).totals()
+        began, made = now, Shards([folder], identity).totals()
 
     while generator.running:
         for conversation in generator.step():
@@ -83,7 +84,7 @@ def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals
         report(ahead, min(1.0, share_of(recipe, ahead)))
         if share_of(recipe, ahead) >= 1.0:
             break
-        if writer.num_waiting >= SHARD_TOKENS:
+        if writer.num_waiting >= SHARD_TOKENS or (writer.num_waiting and spent >= recipe.save_every_s):
             flush()
     for conversation in generator.stop():
         writer.add(conversation)

@@ -91,7 +91,7 @@ def read_turns(folder: Path) -> Turns:
         pieces[-1:] = pieces[-1].split(mark, 1)
     if len(pieces) != len(MARKS) + 1:
         raise ModelError(f"{folder}: chat_template: it does not print what users and assistants say, in order")
-    return Turns(tokenizer, *pieces[:3], plain=False)
+    return Turns(tokenizer, pieces[0], pieces[1], pieces[2], plain=False)
 
 
 def read_prompts(path: Path) -> list[tuple[str, ...]]:

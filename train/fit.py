@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from train.checkpoint import Checkpoint
+from train.crew import Crew, Part
 from train.head import Head
 from train.recipe import Recipe
 from train.shards import Conversation
-from train.unroll import rows_of, total_loss, unroll
+from train.unroll import rows_of, unroll
 
 WARMUP_STEPS = 30
 FLOOR = 0.02  # of the learning rate, at the end
@@ -71,7 +72,10 @@ class Training:
         self._optimizer = torch.optim.AdamW([head.tensors[name] for name in self._names], lr=recipe.learning_rate,
                                             betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         self._device = head.embedding.device
-        self._half = half_is_faster(self._device, head.config.hidden_size)
+        half = half_is_faster(self._device, head.config.hidden_size)
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._sizes = [min(len(c.tokens), recipe.max_rows) for c in training]
+        self._crew = Crew(head.tensors, self._compute, recipe.processes)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``."""
@@ -121,7 +125,7 @@ class Training:
         steps = self.progress.step / self.recipe.steps if self.recipe.steps else 0.0
         return max(steps, self.progress.seconds / seconds)
 
-    def _rest_of_epoch(self) -> Sequence[Sequence[Conversation]]:
+    def _rest_of_epoch(self) -> Sequence[Sequence[int]]:
         """The batches that are left of the present epoch, or of the next one."""
         left = self._epoch(self.progress.epoch)[self.progress.batch:]
         if not left:
@@ -129,50 +133,55 @@ class Training:
             left = self._epoch(self.progress.epoch)
         return left
 
-    def _epoch(self, epoch: int) -> list[list[Conversation]]:
+    def _epoch(self, epoch: int) -> list[list[int]]:
         order = list(range(len(self._training)))
         random.Random(f"{self.recipe.seed}/{epoch}").shuffle(order)
-        batches: list[list[Conversation]] = [[]]
+        batches: list[list[int]] = [[]]
         size = 0
         for index in order:
-            length = min(len(self._training[index].tokens), self.recipe.max_rows)
-            if batches[-1] and size + length > self.recipe.rows_per_step:
+            if batches[-1] and size + self._sizes[index] > self.recipe.rows_per_step:
                 batches.append([])
                 size = 0
-            batches[-1].append(self._training[index])
-            size += length
+            batches[-1].append(index)
+            size += self._sizes[index]
         return batches
 
-    def _step(self, batch: Sequence[Conversation], share: float) -> None:
+    def _step(self, batch: Sequence[int], share: float) -> None:
         now = self.progress
         now.batch += 1
-        rows = rows_of(batch, self.head, self.recipe.max_rows)
-        if len(rows.wanted) == 0:
+        part = self._crew.run(batch, [self._sizes[index] for index in batch])
+        if part.weight == 0:
             return
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * rate(now.step, share)
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-            results = unroll(self.head, rows, self.recipe.unroll)
-            loss = total_loss(results)
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT)
         self._optimizer.step()
-        agreement = [float(result.agreed) / max(1, rows.num_answers) for result in results]
         keep = SMOOTH if now.step else 0.0
-        now.loss = keep * now.loss + (1 - keep) * float(loss)
+        now.loss = keep * now.loss + (1 - keep) * part.loss
         now.agreement = [keep * old + (1 - keep) * new
-                         for old, new in zip(now.agreement or agreement, agreement, strict=True)]
+                         for old, new in zip(now.agreement or part.agreement, part.agreement, strict=True)]
         now.step += 1
-        now.rows += len(rows.tokens)
+        now.rows += part.rows
+
+    def _compute(self, batch: Sequence[int]) -> Part:
+        """The gradients of conversations, and what they tell."""
+        for tensor in self.head.tensors.values():
+            tensor.grad = None
+        if not batch:
+            return Part(0, 0, 0.0, ())
+        rows = rows_of([self._training[index] for index in batch], self.head, self.recipe.max_rows,
+                       self.recipe.learnt_roles)
+        if len(rows.wanted) == 0:
+            return Part(len(rows.tokens), 0, 0.0, ())
+        unrolled = unroll(self.head, rows, self.recipe.unroll, self._dtype)
+        unrolled.loss.backward()  # type: ignore[no-untyped-call]
+        return Part(len(rows.tokens), len(rows.wanted), float(unrolled.loss.detach()), tuple(unrolled.agreement))
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, ...]:
         if self._held_out is None:
             return ()
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._half):
-            results = unroll(self.head, self._held_out, self.recipe.unroll)
-        return tuple(float(result.agreed) / max(1, self._held_out.num_answers) for result in results)
+        return unroll(self.head, self._held_out, self.recipe.unroll, self._dtype).agreement
 
 
 def rate(step: int, share: float) -> float:

@@ -219,10 +219,8 @@ def choose(logits: torch.Tensor, temperatures: Sequence[float],
     By inversion of the cumulative sum in float32: several times as fast as noise over a whole vocabulary, and nobody
     has to be able to draw the same sample again.
     """
-    if logits.device.type == "cpu":
-        greedy = torch.from_numpy(logits.numpy().argmax(1))  # numpy's is vectorised, torch's is not
-    else:
-        greedy = logits.argmax(1)
+    on_cpu = logits.device.type == "cpu"  # numpy's argmax is vectorised there, torch's is not
+    greedy = torch.from_numpy(logits.numpy().argmax(1)) if on_cpu else logits.argmax(1)
     hot = [row for row, temperature in enumerate(temperatures) if temperature > 0]
     best: list[int] = greedy.tolist()
     if not hot:

@@ -4,7 +4,8 @@ Rules:
 1. ``tensors`` are the trained ones in float32, by the names of the published layout (``midlayer.*``, ``fc``, ``norm``,
    ``lm_head``); exporting is writing them down.
 2. Warm start: the layer is the target's last one (its attention reads the state's half of the input; the token's half
-   begins small and random), ``lm_head`` and ``norm`` are the target's, ``fc`` is random.
+   begins small and random), ``lm_head`` and ``norm`` are the target's; ``fc`` passes the deepest state through and
+   adds a little of the others, which measured far better than a random one.
 3. The draft vocabulary are the tokens that the target's answers use most; ties go to the lower id.
 4. States read: those that enter layers 2, n // 2 and n - 3, the published default; targets too shallow for it name
    their layers.
@@ -19,15 +20,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from slipstream.drafters.checkpoint import LAYER
+from slipstream.drafters.layout import LAYER
 from slipstream.engine.layers import take
 from slipstream.engine.model import ModelConfig
 from train.shards import ANSWER, Conversation
 
 SMALL = 0.02  # spread of what begins random, as models of this size are initialised
+FAINT = 0.005
 
 Tensors = dict[str, torch.Tensor]
+Counts = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -40,6 +44,8 @@ class Head:
     vocabulary: torch.Tensor  # int64 [V'] target ids, ascending
     embedding: torch.Tensor  # [V, H] the target's, not trained
     teacher: torch.Tensor  # [V', H] the target's lm_head over the draft vocabulary
+    target_layers: int
+    target_hidden: int
 
     @property
     def num_parameters(self) -> int:
@@ -59,14 +65,22 @@ def layer_config(target: ModelConfig) -> ModelConfig:
                    mlp_bias=False, qk_norm=False, sliding_window=0)
 
 
-def draft_vocabulary(conversations: Iterable[Conversation], vocab: int, size: int) -> tuple[torch.Tensor, float]:
-    """The ``size`` tokens that answers use most, int64 ascending, and the share of answer tokens that they cover."""
+def answer_counts(conversations: Iterable[Conversation], vocab: int) -> Counts:
+    """How often answers use each token, [V]."""
     counts = np.zeros(vocab, np.int64)
     for conversation in conversations:
         counts += np.bincount(conversation.tokens[conversation.roles == ANSWER], minlength=vocab)
-    size = min(size, vocab)
-    ids = np.sort(np.argsort(-counts, kind="stable")[:size])
-    return torch.from_numpy(ids), float(counts[ids].sum() / max(1, counts.sum()))
+    return counts
+
+
+def draft_vocabulary(counts: Counts, size: int) -> torch.Tensor:
+    """The ``size`` tokens that answers use most, int64 ascending."""
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def coverage(counts: Counts, vocabulary: torch.Tensor) -> float:
+    """The share of answer tokens that are in ``vocabulary``."""
+    return float(counts[vocabulary.numpy()].sum() / max(1, counts.sum()))
 
 
 def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, seed: int,
@@ -83,10 +97,12 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
         token = SMALL * torch.randn(heads * size, hidden, generator=dice)
         return torch.cat((token, own(f"{last}.self_attn.{name}.weight", heads * size, hidden)), 1)
 
+    fc = FAINT * torch.randn(hidden, len(taps) * hidden, generator=dice)
+    fc[:, -hidden:] += torch.eye(hidden)
     lm_head = own("model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight", target.vocab_size,
                   hidden)[vocabulary]
     made = {
-        "fc.weight": torch.randn(hidden, len(taps) * hidden, generator=dice) * (len(taps) * hidden) ** -0.5,
+        "fc.weight": fc,
         f"{LAYER}.self_attn.q_proj.weight": widened("q_proj", config.num_heads),
         f"{LAYER}.self_attn.k_proj.weight": widened("k_proj", config.num_kv_heads),
         f"{LAYER}.self_attn.v_proj.weight": widened("v_proj", config.num_kv_heads),
@@ -102,4 +118,5 @@ def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabula
         made[f"{LAYER}.{name}.weight"] = own(f"{last}.{name}.weight", *shape)
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
     embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
-    return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True))
+    return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True),
+                target.num_layers, hidden)

@@ -8,11 +8,14 @@ Rules:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from slipstream.config import Dtype
 from slipstream.errors import ConfigError
 from train.generate import Limits
+from train.shards import ANSWER, QUESTION
 
 GENERATE_SHARE = 0.6
 TRAIN_SHARE = 0.35  # the rest is loading and evaluation
@@ -30,14 +33,16 @@ class Recipe:
     train: bool = True
     prompts: Path | None = None
     batch: int = 0  # conversations at a time; 0: 64 on a CPU, 512 on a GPU
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     draft_vocab: int = 8192
-    unroll: int = 4
-    learning_rate: float = 8e-4
+    unroll: int = 3
+    learning_rate: float = 1.5e-3
     rows_per_step: int = 2048
     max_rows: int = 1024  # of one conversation
-    dtype: str = "bfloat16"  # of the target while it generates, and of the exported head
+    learn_questions: bool = True  # what the target asks is its own text too
+    dtype: Dtype = "bfloat16"  # of the target while it generates, and of the exported head
     device: str = "cpu"
+    processes: int = 1  # that train together, one thread each; more than one on a CPU only
     save_every_s: float = 60.0
     seed: int = 0
 
@@ -51,6 +56,15 @@ class Recipe:
     @property
     def conversations_at_once(self) -> int:
         return self.batch or (512 if self.device.startswith("cuda") else 64)
+
+    @property
+    def learnt_roles(self) -> tuple[int, ...]:
+        return (ANSWER, QUESTION) if self.learn_questions else (ANSWER,)
+
+    def identity(self) -> dict[str, Any]:
+        """What a training that goes on must have in common with what it began as."""
+        return {name: getattr(self, name) for name in ("draft_vocab", "unroll", "learning_rate", "rows_per_step",
+                                                       "max_rows", "learn_questions", "seed")}
 
     def generate_seconds(self) -> float:
         """For generation; infinite without a time limit."""

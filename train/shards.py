@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,16 +93,16 @@ class ShardWriter:
 
 
 class Shards:
-    """The whole shards of a folder, as they are now."""
+    """The whole shards of some folders, as they are now."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
         """Raises ConfigError when a shard was made under another identity."""
         self._entries: list[tuple[Path, dict[str, Any]]] = []
-        for place in _places(folder):
+        for place in [place for folder in folders for place in _places(folder)]:
             index = json.loads((place / "index.json").read_text(encoding="utf-8"))
             if index["format"] != FORMAT or index["identity"] != dict(identity):
-                raise ConfigError(f"{place}: was made with another target or layout; choose another --out, or remove "
-                                  f"{folder}")
+                raise ConfigError(f"{place}: was made with another target or layout; choose another folder, or remove "
+                                  f"{place.parent}")
             self._entries.append((place, index))
 
     def numbers(self) -> set[int]:
@@ -115,10 +115,11 @@ class Shards:
                       sum(index["seconds"] for _, index in self._entries))
 
     def conversations(self, held_out: bool) -> Iterator[Conversation]:
-        """All that are held out, or all others, as views of memory maps."""
+        """All that are held out, or all others; their states are views of memory maps, one file a shard."""
         for place, index in self._entries:
-            tokens, roles, greedy, states = (np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                                             for name in ("tokens", "roles", "greedy", "states"))
+            tokens, roles, greedy = (np.load(place / f"{name}.npy", allow_pickle=False)
+                                     for name in ("tokens", "roles", "greedy"))
+            states = np.load(place / "states.npy", mmap_mode="r", allow_pickle=False)
             first = 0
             for entry in index["conversations"]:
                 rows = slice(first, first + entry["tokens"])

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.drafters.checkpoint import LAYER
+from slipstream.drafters.layout import LAYER
 from slipstream.engine.layers import Rope
+from train.distil import Distilled, Lesson
 from train.head import Head
 from train.shards import ANSWER, Conversation
 
@@ -39,72 +41,79 @@ class Rows:
     states: torch.Tensor  # bfloat16 [R, 3H] target states after token r
     bounds: tuple[int, ...]  # rows of conversation i: bounds[i] : bounds[i + 1]
     wanted: torch.Tensor  # int64 [M] rows with a loss
+    best: torch.Tensor  # int64 [M] the target's likeliest token after token r + 1, as a draft id
     finals: torch.Tensor  # bfloat16 [M, H] the target's final states after token r + 1
-    num_answers: int  # rows that predict an answer's token, those without a loss included
+    num_spoken: int  # rows that predict what the target said, those without a loss included
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
-    loss: torch.Tensor
-    agreed: torch.Tensor  # int64: rows whose best token is the target's
+class Unrolled:
+    """What a pass over rows gave, step by step."""
+
+    loss: torch.Tensor  # of all steps, later ones counting less; has a gradient
+    agreement: tuple[float, ...]  # share of the spoken tokens whose best draft token is the target's
 
 
-def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int) -> Rows:
-    """The rows of ``conversations``, each cut after ``max_rows``."""
+def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
+            roles: Sequence[int] = (ANSWER,)) -> Rows:
+    """The rows of ``conversations``, each cut after ``max_rows``. roles: of the tokens that have a loss."""
     hidden, device = head.config.hidden_size, head.vocabulary.device
-    inside = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-    inside[head.vocabulary.cpu()] = True
-    tokens, positions, states, finals, wanted, bounds, answers = [], [], [], [], [], [0], 0
+    draft_ids = np.full(head.config.vocab_size, -1, np.int64)
+    draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
+    tokens, positions, states, finals, wanted, bests, bounds, spoken = [], [], [], [], [], [], [0], 0
     for c in conversations:
         count = min(len(c.tokens) - 2, max_rows)
         if count < 1:
             continue
-        answer = np.asarray(c.roles[2:count + 2]) == ANSWER
-        best = np.asarray(c.greedy[1:count + 1])
-        own = np.flatnonzero(answer & (best >= 0) & inside.numpy()[np.maximum(best, 0)])
+        said = np.isin(c.roles[2:count + 2], roles)
+        greedy = np.asarray(c.greedy[1:count + 1])
+        best = np.where(said & (greedy >= 0), draft_ids[np.maximum(greedy, 0)], -1)
+        own = np.flatnonzero(best >= 0)
         bits = torch.from_numpy(np.array(c.states[:count + 1])).view(torch.bfloat16)
         tokens.append(np.asarray(c.tokens[1:count + 1], np.int64))
         positions.append(np.arange(count))
         states.append(bits[:count, :-hidden])
         finals.append(bits[1 + own, -hidden:])
         wanted.append(bounds[-1] + own)
-        answers += int(answer.sum())
+        bests.append(best[own])
+        spoken += int(said.sum())
         bounds.append(bounds[-1] + count)
 
     def placed(arrays: list[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(device)
 
     return Rows(placed(tokens), placed(positions), torch.cat(states).to(device), tuple(bounds), placed(wanted),
-                torch.cat(finals).to(device), answers)
+                placed(bests), torch.cat(finals).to(device), spoken)
 
 
-def unroll(head: Head, rows: Rows, steps: int) -> list[StepResult]:
-    """The results of ``steps`` steps. Run it under autocast for bfloat16."""
+def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float32) -> Unrolled:
+    """``steps`` steps over ``rows``. dtype: of the products; what is not float32 is done under autocast."""
+    with torch.autocast(rows.tokens.device.type, dtype, enabled=dtype is not head.embedding.dtype):
+        outs = states_of(head, rows, steps)
+    config = head.config
+    normed = torch.stack([_norm(out[rows.wanted], head.tensors["norm.weight"], config.norm_eps) for out in outs])
+    counted = torch.stack([rows.positions[rows.wanted] >= k for k in range(steps)])
+    shares = counted.to(normed.dtype) / counted.sum(1, keepdim=True).clamp(min=1)
+    decay = DECAY ** torch.arange(steps, dtype=normed.dtype, device=normed.device)[:, None]
+    lesson = Lesson(rows.finals, head.teacher, rows.best, shares * decay / decay.sum(), dtype)
+    loss, agreed = Distilled.of(normed, head.tensors["lm_head.weight"], lesson)
+    return Unrolled(loss, tuple(((agreed & counted).sum(1) / max(1, rows.num_spoken)).tolist()))
+
+
+def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
+    """The layer's output [R, H] in each step, before the final norm."""
     weight, config = head.tensors, head.config
-    with torch.no_grad():
-        wanted = F.linear(rows.finals.float(), head.teacher).float().softmax(-1)
-        best = wanted.argmax(-1)
-    cos, sin = Rope(config, torch.float32, rows.tokens.device).rows(rows.positions)
+    kind = head.embedding.dtype
+    cos, sin = Rope(config, kind, rows.tokens.device).rows(rows.positions)
     token = _norm(F.embedding(rows.tokens, head.embedding), weight[f"{LAYER}.input_layernorm.weight"], config.norm_eps)
-    state = F.linear(rows.states.float(), weight["fc.weight"]).float()
+    state = F.linear(rows.states.to(kind), weight["fc.weight"]).to(kind)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
-    results = []
-    for k in range(steps):
-        out = _layer(head, state, token, (cos, sin), rows.bounds, keys, values)
-        logits = F.linear(_norm(out[rows.wanted], weight["norm.weight"], config.norm_eps), weight["lm_head.weight"])
-        counted = (rows.positions[rows.wanted] >= k).float()
-        each = F.cross_entropy(logits.float(), wanted, reduction="none")
-        loss = (each * counted).sum() / counted.sum().clamp(min=1)
-        results.append(StepResult(loss, ((logits.argmax(-1) == best) * counted).sum().long()))
-        state = shifted(out, 1)
-    return results
-
-
-def total_loss(results: Sequence[StepResult]) -> torch.Tensor:
-    """The steps' losses, later ones counting less."""
-    weights = [DECAY**k for k in range(len(results))]
-    return torch.stack([w * r.loss for w, r in zip(weights, results, strict=True)]).sum() / sum(weights)
+    outs = []
+    for _ in range(steps):
+        outs.append(_layer(head, state, token, (cos, sin), rows.bounds, keys, values))
+        state = shifted(outs[-1], 1)
+    return outs
 
 
 def shifted(rows: torch.Tensor, by: int) -> torch.Tensor:
@@ -119,16 +128,16 @@ def _layer(head: Head, state: torch.Tensor, token: torch.Tensor, rope: tuple[tor
     """One step of all rows [R, H]; its keys and values join those of the steps before."""
     weight, config = head.tensors, head.config
     x = torch.cat((token, _norm(state, weight[f"{LAYER}.hidden_norm.weight"], config.norm_eps)), -1)
-    q, k, v = (F.linear(x, weight[f"{LAYER}.self_attn.{name}_proj.weight"]).float()
+    q, k, v = (F.linear(x, weight[f"{LAYER}.self_attn.{name}_proj.weight"]).to(state.dtype)
                .view(len(x), -1, config.head_dim) for name in "qkv")
     keys.append(_rotated(k, *rope))
     values.append(v)
     mixed = _attend(_rotated(q, *rope) * config.head_dim**-0.5, keys, values, bounds)
-    out = state + F.linear(mixed, weight[f"{LAYER}.self_attn.o_proj.weight"]).float()
+    out = state + F.linear(mixed, weight[f"{LAYER}.self_attn.o_proj.weight"]).to(state.dtype)
     y = _norm(out, weight[f"{LAYER}.post_attention_layernorm.weight"], config.norm_eps)
     inner = F.silu(F.linear(y, weight[f"{LAYER}.mlp.gate_proj.weight"]))
     inner = inner * F.linear(y, weight[f"{LAYER}.mlp.up_proj.weight"])
-    return out + F.linear(inner, weight[f"{LAYER}.mlp.down_proj.weight"]).float()
+    return out + F.linear(inner, weight[f"{LAYER}.mlp.down_proj.weight"]).to(state.dtype)
 
 
 def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
@@ -140,7 +149,7 @@ def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torc
     own_values = [shifted(values[j], step - j)[:, :, None] for j in range(1, step + 1)]
     own = torch.stack([(q * key).sum(-1) for key in own_keys], -1) if own_keys else None  # [R, G, Q/G, step]
     mixed = []
-    for first, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, stop in pairwise(bounds):
         rows = slice(first, stop)
         query = q[rows].permute(1, 2, 0, 3)  # [G, Q/G, n, D]
         true = query @ keys[0][rows].permute(1, 2, 0)[:, None]  # [G, Q/G, n, n]
@@ -157,7 +166,7 @@ def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torc
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x.float(), weight.shape, weight, eps)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

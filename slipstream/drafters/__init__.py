@@ -9,6 +9,7 @@ from slipstream.config import DraftSection, ModelSection
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.errors import ConfigError
+from slipstream.shipped import settled_draft
 
 NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
                 "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}
@@ -19,10 +20,18 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
 
     Raises ConfigError when no draft model is named, ModelError when it cannot be used or does not fit the target.
     """
+    section = settled_draft(section, model)
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
+        if section.combine_ngram:
+            raise ConfigError("draft.combine_ngram: an ngram drafter has nothing to be combined with; leave it out, or "
+                              "choose a draft.drafter with a model")
         return NgramDrafter(section.ngram, section.max_sessions)
+    if section.drafter == "mtp":
+        from slipstream.drafters.loading import load_mtp
+
+        return load_mtp(section, model)
     if not section.model:
         raise ConfigError(f"draft.model: a {section.drafter} drafter needs a draft model: a name or a folder")
     if section.drafter == "standalone":

@@ -27,6 +27,7 @@ import torch
 from slipstream.drafters.layout import (
     LAYER,
     Published,
+    check_tensors,
     fc_bias,
     layer_config,
     layer_shapes,
@@ -34,7 +35,6 @@ from slipstream.drafters.layout import (
     read_tensors,
 )
 from slipstream.drafters.lent import lent_embedding, lent_lm_head
-from slipstream.engine.layers import take
 from slipstream.engine.model import ModelConfig
 from slipstream.errors import ModelError
 
@@ -66,7 +66,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     default_vocab = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
     draft_vocab = published.size("draft_vocab_size", default_vocab)
     taps = _taps(published, target.num_layers)
-    _check_shapes(tensors, _shapes(published, tensors, config, draft_vocab, len(taps) * hidden))
+    check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps) * hidden))
     vocabulary = _vocabulary(tensors, draft_vocab, config.vocab_size)
     if "embed_tokens.weight" not in tensors:
         tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
@@ -82,6 +82,9 @@ def _check_kind(published: Published) -> None:
         if published.speculators != SPECULATORS:
             raise ModelError(f"{where}: speculators_model_type: expected '{SPECULATORS}', found "
                              f"{published.speculators!r}; 'eagle' heads are for draft.drafter: eagle2")
+        for name in ("fc_norm", "norm_output"):
+            if published.flag(name, False):
+                raise ModelError(f"{where}: {name}: heads with norms of this kind are not supported; use one without")
         return
     architectures = published.fields.get("architectures")
     if architectures != [ARCHITECTURE]:
@@ -143,11 +146,6 @@ def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: M
     if draft_vocab != config.vocab_size or "d2t" in tensors:
         shapes["d2t"] = (draft_vocab,)
     return shapes | {name: shape for name, shape in optional.items() if name in tensors}
-
-
-def _check_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in shapes.items():
-        take(tensors, name, *shape)
 
 
 def _vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor:

@@ -130,8 +130,9 @@ class DraftContext:
             self.slots = np.concatenate([self.slots, self.tree_slots[places]])
             self.tree_slots = np.delete(self.tree_slots, places)
         assert kept < len(tokens)
+        base = self.base
         self.tokens.extend(tokens)
-        self.sent.commit(tokens)
+        self.sent.commit(base, tokens)
         if self.history is not None:
             self.history.append(tokens)
         return self.prune()

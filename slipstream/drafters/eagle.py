@@ -3,8 +3,9 @@
 Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
    Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
-2. Target states are projected once, by ``fc`` (behind a norm, if the head has one there), when they arrive. Below the
-   newest token the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
+2. Target states are projected once, by ``fc``: when they arrive (behind a norm, if the head has one there), or by the
+   target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest token
+   the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
 3. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
 
 It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
@@ -12,6 +13,7 @@ It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -22,10 +24,11 @@ from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, rms_norm
 from slipstream.engine.model import dtype_of
-from slipstream.messages import Features, FeatureSpec
+from slipstream.messages import Features, FeatureSpec, Projection
 
 
 class EagleNetwork:
@@ -33,15 +36,23 @@ class EagleNetwork:
 
     lag = 1
 
-    def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int) -> None:
-        """dtype: of weights, KV and features on the wire. Raises ModelError for an unknown one."""
+    def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
+                 project: bool = False, halves: Halves = EAGER) -> None:
+        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
+        before it and rows get shorter by it; halves: how the layer runs. Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
         self.vocab_size = config.vocab_size
         self.hidden_size = head.target_hidden_size
         self.max_context = config.max_context
-        spec = FeatureSpec(head.taps, len(head.taps) * head.target_hidden_size, dtype)
+        self._input_norm = tensors.get("input_norm.weight")
+        self._fc_bias = tensors.get("fc.bias")
+        width = len(head.taps) * head.target_hidden_size
+        handed_over = project and self._input_norm is None and config.hidden_size < width
+        self._fc = None if handed_over else Linear(tensors["fc.weight"])
+        spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
+                if handed_over else FeatureSpec(head.taps, width, dtype))
         self.features: FeatureSpec | None = spec
         whole = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
         self.vocabulary = None if whole else head.vocabulary.to(device)
@@ -52,9 +63,7 @@ class EagleNetwork:
         self._spec = spec
         self._dtype = kind
         self._embedding = tensors["embed_tokens.weight"]
-        self._input_norm = tensors.get("input_norm.weight")
-        self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
-        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size)
+        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
         self._hidden_norm = tensors[f"{LAYER}.hidden_norm.weight"]
         self._norm_before_residual = head.norm_before_residual
         self._norm = tensors["norm.weight"]
@@ -67,7 +76,9 @@ class EagleNetwork:
         rows = wire_rows(features, self._spec, self.device, self._dtype)
         if self._input_norm is not None:
             rows = rms_norm(rows, self._input_norm, self._config.norm_eps)
-        return apart(self._fc(rows), features)
+        if self._fc is not None:
+            rows = self._fc(rows)
+        return apart(rows if self._fc_bias is None else rows + self._fc_bias, features)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
@@ -82,3 +93,9 @@ class EagleNetwork:
         out = out.index_select(0, batch.logit_rows)
         logits = self._lm_head(rms_norm(out, self._norm, self._config.norm_eps))
         return Output(logits.to(torch.promote_types(self._dtype, torch.float32)), out)
+
+
+def projection_of(weight: torch.Tensor, dtype: str) -> Projection:
+    """weight [H, F] in ``dtype``, as it is handed to a target."""
+    content = weight.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content)

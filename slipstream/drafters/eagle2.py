@@ -22,6 +22,7 @@ from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope
 from slipstream.engine.model import dtype_of
@@ -33,8 +34,10 @@ class Eagle2Network:
 
     lag = 1
 
-    def __init__(self, head: Eagle2Head, dtype: str, device: torch.device, num_slots: int) -> None:
-        """dtype: of weights, KV and features on the wire. Raises ModelError for an unknown one."""
+    def __init__(self, head: Eagle2Head, dtype: str, device: torch.device, num_slots: int,
+                 halves: Halves = EAGER) -> None:
+        """dtype: of weights, KV and features on the wire; halves: how the layer runs. Raises ModelError for an unknown
+        dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -52,7 +55,7 @@ class Eagle2Network:
         self._dtype = kind
         self._embedding = head.embedding.to(device, kind)
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
-        self._layer = DecoderLayer(config, tensors, LAYER, input_norm=False)
+        self._layer = DecoderLayer(config, tensors, LAYER, input_norm=False, halves=halves)
         self._lm_head = Linear(head.lm_head.to(device, kind))
         self._rope = Rope(config, kind, device)
 

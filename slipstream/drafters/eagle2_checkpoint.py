@@ -21,9 +21,16 @@ from pathlib import Path
 
 import torch
 
-from slipstream.drafters.layout import Published, fc_bias, layer_config, layer_shapes, read_published, read_tensors
+from slipstream.drafters.layout import (
+    Published,
+    check_tensors,
+    fc_bias,
+    layer_config,
+    layer_shapes,
+    read_published,
+    read_tensors,
+)
 from slipstream.drafters.lent import lent_embedding, lent_lm_head
-from slipstream.engine.layers import take
 from slipstream.engine.model import ModelConfig
 from slipstream.errors import ModelError
 
@@ -57,8 +64,7 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
                          "for draft.drafter: standalone")
     hidden = config.hidden_size
     shapes = {"fc.weight": (hidden, 2 * hidden)} | layer_shapes(config, hidden) | fc_bias(published, tensors, hidden)
-    for name, shape in shapes.items():
-        take(tensors, name, *shape)
+    check_tensors(folder, tensors, shapes)
     tensors.pop("embed_tokens.weight", None)
     return Eagle2Head(config, target.num_layers, tensors, lent_embedding(target_folder, target.vocab_size, hidden),
                       lent_lm_head(target_folder, target, vocabulary), vocabulary)

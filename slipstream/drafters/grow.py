@@ -13,25 +13,15 @@ It knows nothing about logits, slots or sessions; it is plain Python on lists of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
-from slipstream.drafters.sent import SentTree
+from slipstream.drafters.sent import Nodes, Proposal, SentTree, send
 from slipstream.tree import MAX_NODES
 
 ROOT = -1  # the root among candidates, which are counted from 0
 Children = tuple[Sequence[int], Sequence[float]]  # tokens of one node's children, best first, and their log scores
-
-
-@dataclass(slots=True)
-class Nodes:
-    """Nodes as ``messages.Growth`` wants them."""
-
-    ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -91,25 +81,19 @@ class TreeGrowth:
             words.append(word)
         return words
 
-    def send(self, most: int, sent: SentTree) -> Nodes:
-        """The ``most`` best candidates that the target does not have, best first, which is parents first. They join
-        ``sent``; candidates that it holds already cost nothing."""
-        nodes = Nodes()
+    def proposals(self, sent: SentTree) -> Iterator[Proposal]:
+        """The candidates that the target does not have, best first, which is parents first (see ``sent.send``)."""
         unsent = [node for node, node_id in enumerate(self.ids) if node_id == 0]
         for node in sorted(unsent, key=lambda n: -self.scores[n]):
             parent = -sent.base if self.parents[node] == ROOT else self.ids[self.parents[node]]
-            known = sent.find(parent, self.tokens[node])
-            if known is not None:
-                self.ids[node] = known
-                continue
-            if len(nodes.ids) >= most or sent.full:
-                break
-            self.ids[node] = sent.add(parent, self.tokens[node])
-            nodes.ids.append(self.ids[node])
-            nodes.parents.append(parent)
-            nodes.tokens.append(self.tokens[node])
-            nodes.scores.append(self.scores[node])
-        return nodes
+            yield self.scores[node], parent, self.tokens[node]
+            found = sent.find(parent, self.tokens[node])
+            assert found is not None
+            self.ids[node] = found
+
+    def send(self, most: int, sent: SentTree) -> Nodes:
+        """The ``most`` best candidates that the target does not have."""
+        return send([self.proposals(sent)], most, sent)
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """Places in ``computed`` of the nodes along ``tokens`` from the root, as far as they were computed."""

@@ -5,9 +5,12 @@ Rules:
    "speculators" (``speculators_model_type``, the layer's fields in ``transformer_layer_config``).
 2. Plain names: no leading ``model.``, the layer as ``layers.0``. The authors call EAGLE-3's layer ``midlayer``;
    speculators call EAGLE-1's ``transformer`` and its ``fc`` ``fusion_fc``.
-3. What a config leaves out of its rotary positions is the target's; what differs from the target's is used and warned
-   of, because converted configs are known to carry a wrong ``rope_theta``.
+3. Rotary positions are the head's own, also where they differ from the target's: it was trained with them. A config
+   without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
+   because converted configs are known to carry a wrong value.
 4. Only safetensors are read. A folder of pickles is refused with the command that converts it.
+5. A tensor that nothing would read (a norm, a bias that the config does not speak of) is refused by name: without it
+   the head would run, and draft badly.
 
 It knows nothing about what a head computes, or which tensors it needs beyond its layer's.
 """
@@ -21,6 +24,7 @@ from typing import Any
 
 import torch
 
+from slipstream.engine.layers import take
 from slipstream.engine.model import ModelConfig, parse_config, read_json
 from slipstream.engine.weights import load_tensors
 from slipstream.errors import ModelError
@@ -28,11 +32,10 @@ from slipstream.log import logger
 
 LAYER = "layers.0"
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
+UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
+          "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
 LIMIT = 1 << 24  # of any size in a config
-CONVERSION = (
-    'python -c "import torch; from safetensors.torch import save_file as s; '
-    "w = torch.load('pytorch_model.bin', weights_only=True); "
-    """s({n: t.clone().contiguous() for n, t in w.items()}, 'model.safetensors')\"""")
+CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +87,13 @@ def read_published(folder: str | Path) -> Published:
 def layer_config(published: Published, target: ModelConfig) -> ModelConfig:
     """The measures of the head's one layer, checked against the target's vocabulary. Raises ModelError."""
     raw, where = dict(published.fields), published.where
-    own_rope = any(raw.get(name) is not None for name in ("rope_theta", "rope_parameters", "rope_scaling"))
     config = parse_config({"model_type": "llama"} | raw, where)
     if config.num_layers != 1:
         raise ModelError(f"{where}: num_hidden_layers: expected 1, found {config.num_layers}")
     published.must_fit("vocab_size", config.vocab_size, target.vocab_size, " tokens")
     if "qkv_bias" in raw:  # heads for Qwen2: a bias on q, k and v, none on o
         config = replace(config, qkv_bias=published.flag("qkv_bias", None))
-    rope = (target.rope_theta, target.rope_scaling)
-    if not own_rope:
-        return replace(config, rope_theta=target.rope_theta, rope_scaling=target.rope_scaling)
-    if (config.rope_theta, config.rope_scaling) != rope:
+    if (config.rope_theta, config.rope_scaling) != (target.rope_theta, target.rope_scaling):
         logger("draft").warning("the head's rotary positions differ from the target's; if it accepts little, correct "
                                 "rope_theta in its config.json", file=where, head=config.rope_theta,
                                 target=target.rope_theta)
@@ -115,7 +114,13 @@ def layer_shapes(config: ModelConfig, in_features: int) -> dict[str, tuple[int, 
     """Names and shapes of what every head's layer has; in_features: the width that its attention reads."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * size, config.num_kv_heads * size
-    return {
+    biases = {"self_attn.q_proj": (config.qkv_bias, queries), "self_attn.k_proj": (config.qkv_bias, keys),
+              "self_attn.v_proj": (config.qkv_bias, keys), "self_attn.o_proj": (config.o_bias, hidden),
+              "mlp.gate_proj": (config.mlp_bias, inner), "mlp.up_proj": (config.mlp_bias, inner),
+              "mlp.down_proj": (config.mlp_bias, hidden)}
+    norms = ("q_norm", "k_norm") if config.qk_norm else ()
+    return {f"{LAYER}.{name}.bias": (width,) for name, (there, width) in biases.items() if there} | {
+        f"{LAYER}.self_attn.{name}.weight": (size,) for name in norms} | {
         f"{LAYER}.post_attention_layernorm.weight": (hidden,),
         f"{LAYER}.self_attn.q_proj.weight": (queries, in_features),
         f"{LAYER}.self_attn.k_proj.weight": (keys, in_features),
@@ -125,6 +130,17 @@ def layer_shapes(config: ModelConfig, in_features: int) -> dict[str, tuple[int, 
         f"{LAYER}.mlp.up_proj.weight": (inner, hidden),
         f"{LAYER}.mlp.down_proj.weight": (hidden, inner),
     }
+
+
+def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
+                  shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelError for a tensor of ``shapes`` that is missing or of another shape, and for one left over."""
+    for name, shape in shapes.items():
+        take(tensors, name, *shape)
+    left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(UNREAD)]
+    if left:
+        raise ModelError(f"{folder}: tensor {left[0]} is no part of the head that config.json describes; a head of "
+                         "another kind, or a field that is missing (attention_bias, qkv_bias, norm_before_fc)")
 
 
 def fc_bias(published: Published, tensors: Mapping[str, torch.Tensor], hidden_size: int) -> dict[str, tuple[int, ...]]:

@@ -5,57 +5,102 @@ It knows nothing about how a network works.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from slipstream.config import DraftSection, ModelSection
+from slipstream.drafters.base import Drafter
 from slipstream.drafters.checkpoint import read_head
 from slipstream.drafters.eagle import EagleNetwork
 from slipstream.drafters.eagle2 import Eagle2Network
 from slipstream.drafters.eagle2_checkpoint import read_eagle2_head
 from slipstream.drafters.lent import lent_lm_head
-from slipstream.drafters.network import Network
+from slipstream.drafters.merged import MergedDrafter
+from slipstream.drafters.mtp import Blocks, DecoderBlocks, MtpNetwork
+from slipstream.drafters.mtp_checkpoint import MtpHead, read_mtp
+from slipstream.drafters.network import Network, run_network
 from slipstream.drafters.neural import NeuralDrafter
+from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.standalone import StandaloneNetwork
 from slipstream.drafters.token_map import MappedModel, load_token_map
+from slipstream.engine.compiled import compiled
+from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
+from slipstream.log import logger
 from slipstream.models import resolve
 
 
-def load_standalone(section: DraftSection) -> NeuralDrafter:
+def load_standalone(section: DraftSection) -> Drafter:
     """A drafter over the model folder or name in ``section.model``. Raises ModelError."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
-    vocabulary = _token_map(section, config)
-    model: CausalModel = load_model(folder, section.dtype, section.device)
+    vocabulary = _token_map(section, config.vocab_size)
+    model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
     return _drafter(section, StandaloneNetwork(ModelRunner(model, _num_slots(section, config)), vocabulary))
 
 
-def load_eagle(section: DraftSection, model: ModelSection) -> NeuralDrafter:
+def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
     head = read_head(resolve(section.model), resolve(model.path))
-    network = EagleNetwork(head, section.dtype, device_of(section.device), _num_slots(section, head.config))
-    return _drafter(section, network)
+    device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    return _drafter(section, _ready(section, lambda halves: EagleNetwork(
+        head, section.dtype, device, num_slots, section.project_features, halves)))
 
 
-def load_eagle2(section: DraftSection, model: ModelSection) -> NeuralDrafter:
+def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``. Raises
     ModelError."""
     target = resolve(model.path)
-    vocabulary = _token_map(section, ModelConfig.from_folder(target))
+    vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
-    network = Eagle2Network(head, section.dtype, device_of(section.device), _num_slots(section, head.config))
-    return _drafter(section, network)
+    device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    return _drafter(section, _ready(section, lambda halves: Eagle2Network(head, section.dtype, device, num_slots,
+                                                                          halves)))
 
 
-def _token_map(section: DraftSection, config: ModelConfig) -> torch.Tensor | None:
+def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
+    """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
+    the target in ``model.path``. Raises ModelError."""
+    target = resolve(model.path)
+    head = read_mtp(resolve(section.model) if section.model else target, target)
+    vocabulary = _token_map(section, head.vocab_size)
+
+    def build(halves: Halves) -> Network:
+        blocks = mtp_blocks(head, section.dtype, section.device, halves)
+        return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
+
+    if section.compile and head.layout.own_kind:
+        logger("draft").warning("not compiled: these layers run on transformers; eager goes on", what=section.drafter)
+        return _drafter(section, build(EAGER))
+    return _drafter(section, _ready(section, build))
+
+
+def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER) -> Blocks:
+    """The decoder layers of a head, on whichever engine has them; ``halves`` are those of ``decoder.py``'s. Raises
+    ModelError."""
+    kind, place = dtype_of(dtype), device_of(device)
+    if not head.layout.own_kind:
+        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, halves)
+    # transformers takes seconds to import, which other heads need not pay.
+    from slipstream.engine.hf import HFLayers
+
+    return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
+
+
+def _ready(section: DraftSection, build: Callable[[Halves], Network]) -> Network:
+    return compiled(build, run_network, section.drafter) if section.compile else build(EAGER)
+
+
+def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
     if not section.token_map:
         return None
-    return load_token_map(section.token_map, config.vocab_size, section.growth.topk)
+    return load_token_map(section.token_map, vocab_size, section.growth.topk)
 
 
 def _num_slots(section: DraftSection, config: ModelConfig) -> int:
@@ -63,5 +108,9 @@ def _num_slots(section: DraftSection, config: ModelConfig) -> int:
                                           device=section.device)
 
 
-def _drafter(section: DraftSection, network: Network) -> NeuralDrafter:
-    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context)
+def _drafter(section: DraftSection, network: Network) -> Drafter:
+    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context)
+    if not section.combine_ngram:
+        return neural
+    return MergedDrafter(neural, NgramDrafter(section.ngram, section.max_sessions, neural.trees),
+                         section.ngram.trust_match)

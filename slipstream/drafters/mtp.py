@@ -5,15 +5,17 @@ Rules:
    family's order, and predicts the token at p + 1. Its rotary position is p - 1, as in the serving engines.
 2. The target's state is the one AFTER its final norm, from which its logits come: a tap at its number of layers (see
    ``messages.FeatureSpec``). The wrong one is never seen in an answer, only in the acceptance, because the head has a
-   norm of its own behind it. For all three families: MiMo's and DeepSeek's published modelling code hands over what
-   ``model.norm`` gave; so do SGLang (``mimo_mtp``, ``deepseek_nextn``, ``glm4_moe_nextn``), vLLM and transformers
-   (``MtpModel``, from ``hidden_states[-1]``).
+   norm of its own behind it. The technical reports leave it open. SGLang (``mimo_mtp``, ``deepseek_nextn``,
+   ``glm4_moe_nextn``), vLLM and transformers (``MtpModel``, from ``hidden_states[-1]``) hand over what the target's
+   final norm gave, for all three families; the code published with MiMo has the layer, but not what feeds it.
 3. Below the newest token the head's own output takes the state's place, likewise AFTER its final norm
-   (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers and MiMo in vLLM. (vLLM recycled the output
-   before the norm for DeepSeek; reports on DeepSeek-R1 and GLM-5 found fewer tokens accepted that way.)
+   (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers and MiMo in vLLM. (vLLM long recycled
+   DeepSeek's output before the norm: an early report on DeepSeek-R1, with the target's state taken before its norm too,
+   found slightly more tokens accepted; later ones on DeepSeek-R1 and GLM-5.2 found fewer. Not measured here.)
 4. With several layers, layer k reads the output of layer k - 1 for the row before, as in the DeepSeek-V3 report and in
    ``MtpModel``: rows of committed tokens go through all layers, and a node at depth d is predicted from by layer d, or
-   by the last one. Where no row stands before, it reads zeros. Outputs are kept beside the KV, one row a slot.
+   by the last one. Where no row stands before (layer k has k such rows at the beginning, which ``MtpModel`` leaves
+   out), it reads zeros. Outputs are kept beside the KV, one row a slot.
 5. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
 
 It knows nothing about sessions or files. Sources: arXiv 2412.19437 (DeepSeek-V3), 2505.07608 (MiMo).
@@ -22,6 +24,7 @@ It knows nothing about sessions or files. Sources: arXiv 2412.19437 (DeepSeek-V3
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -29,12 +32,13 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.drafters.mtp_checkpoint import MtpHead, MtpLayer
-from slipstream.drafters.network import Output
+from slipstream.drafters.network import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, rms_norm
-from slipstream.engine.model import ModelConfig, dtype_of
+from slipstream.engine.model import ModelConfig
 from slipstream.messages import Features, FeatureSpec
 
 Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
@@ -55,11 +59,13 @@ class Blocks(Protocol):
 class DecoderBlocks:
     """Layers of ``decoder.py``."""
 
-    def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device) -> None:
-        """config: of the model that the layers are like; its num_layers is that of the head. Raises ModelError."""
-        tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if t.is_floating_point()}
-        self.config, self.dtype, self.device = config, dtype, device
-        self._layers = [DecoderLayer(config, tensors, layer.prefix) for layer in head.layers]
+    def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device,
+                 halves: Halves = EAGER) -> None:
+        """config: of the model that the layers are like; halves: how a layer runs. Raises ModelError."""
+        prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
+        tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
+        self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
+        self._layers = [DecoderLayer(config, tensors, layer.prefix, halves=halves) for layer in head.layers]
         self._rope = Rope(config, dtype, device)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
@@ -80,7 +86,8 @@ class MtpNetwork:
         kind, device, config = blocks.dtype, blocks.device, blocks.config
         self.vocab_size, self.hidden_size = head.vocab_size, head.hidden_size
         self.max_context = config.max_context
-        self.features: FeatureSpec | None = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
+        self._spec = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
+        self.features: FeatureSpec | None = self._spec
         self.vocabulary = None if vocabulary is None else vocabulary.to(device)
         self.device = device
         self.slots = Slots(num_slots)
@@ -92,15 +99,13 @@ class MtpNetwork:
         self._embedding = head.embedding.to(device, kind)
         kept = head.lm_head if vocabulary is None else head.lm_head.index_select(0, vocabulary)
         self._lm_head = Linear(kept.to(device, kind))
-        self._wire, self._dtype = dtype_of(dtype), kind
+        self._dtype = kind
         self._first_token_zero = head.layout.first_token_zero
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Rows of the wire, already checked against ``features``: [M, H] for each."""
-        rows = torch.frombuffer(bytearray(b"".join(f.rows for f in features)), dtype=self._wire)
-        states = rows.view(-1, self.hidden_size).to(self.device, self._dtype)
-        return list(torch.split_with_sizes(states, [f.num_rows for f in features]))
+        return apart(wire_rows(features, self._spec, self.device, self._dtype), features)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:

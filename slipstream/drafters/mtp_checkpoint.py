@@ -17,7 +17,7 @@ It knows nothing about sessions or forwards. Tensors of a decoder layer itself a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from slipstream.engine.layers import Tensors, take
-from slipstream.engine.model import read_json
+from slipstream.engine.model import DTYPES, read_json
 from slipstream.engine.weights import load_tensors, tensor_names
 from slipstream.errors import ModelError
 
 MAX_LAYERS = 16
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +98,13 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     vocab, hidden = target.size("vocab_size"), target.size("hidden_size")
     names = tensor_names(folder)
     prefixes = _prefixes(raw, names, folder.resolve() == target_folder.resolve())
-    tensors = _tensors(folder, names, target_folder, prefixes)
     tied = target.content.get("tie_word_embeddings") is True
-    embedding = _shared(tensors, (f"{prefixes[0]}embed_tokens.weight", EMBEDDING), vocab, hidden)
-    lm_head = _shared(tensors, (f"{prefixes[0]}shared_head.head.weight", EMBEDDING if tied else LM_HEAD), vocab, hidden)
+    # What the first layer repeats of the target is not read twice; a tied embedding serves as lm_head too.
+    shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, LM_HEAD))
+              if tied or f"{prefixes[0]}{own}" not in names]
+    tensors = _tensors(folder, names, target_folder, prefixes, shared)
+    embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
+    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else LM_HEAD), vocab, hidden)
     return MtpHead(folder, layout, vocab, hidden, target.size("num_hidden_layers"), raw.epsilon(),
                    tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
 
@@ -138,15 +142,20 @@ def _prefixes(raw: _Fields, names: set[str], in_target: bool) -> list[str]:
     return [f"model.layers.{first + i}." for i in range(count)]
 
 
-def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: list[str]) -> dict[str, torch.Tensor]:
-    """What the head's folder holds of it, and what it lacks from the target's. Nothing else is read: a target may be
-    larger than this machine."""
-    own = {name for name in names if name.startswith(tuple(prefixes)) or name in (EMBEDDING, LM_HEAD)}
+def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: list[str],
+             shared: Collection[str]) -> dict[str, torch.Tensor]:
+    """What the head's folder holds of it and of ``shared``, and what it lacks from the target's. Nothing else is read:
+    a target may be larger than this machine."""
+    own = {name for name in names if name.startswith(tuple(prefixes)) or name in shared}
     held = load_tensors(folder, own)
+    for name, tensor in held.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ModelError(f"{folder}: tensor {name} holds {tensor.dtype}: quantized heads are not read; convert the "
+                             "checkpoint to bfloat16")
     # Only MiMo's names say that a layer is a head's: a layer of the target's body never stands in for one.
     lendable = tuple(prefix for prefix in prefixes if prefix.startswith("model.mtp_layers."))
     lent = {name for name in tensor_names(target_folder) - own
-            if name in (EMBEDDING, LM_HEAD) or name.startswith(lendable)}
+            if name in shared or name.startswith(lendable)}
     return load_tensors(target_folder, lent) | held if lent else held
 
 

@@ -17,9 +17,10 @@ from typing import Protocol
 import torch
 
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.compiled import rows_batch
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import dtype_of
-from slipstream.messages import Features, FeatureSpec
+from slipstream.messages import FEATURE_DTYPES, Features, FeatureSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,19 @@ def wire_rows(features: Sequence[Features], spec: FeatureSpec, device: torch.dev
     network's own dtype and place. This is the edge at which a target's dtype becomes a drafter's."""
     content = bytearray(b"".join(f.rows for f in features))
     return torch.frombuffer(content, dtype=dtype_of(spec.dtype)).view(-1, spec.width).to(device, dtype)
+
+
+def run_network(network: Network, num_rows: int) -> None:
+    """One forward of so many rows of token 0, whose slots are free again afterwards."""
+    states, spec = None, network.features
+    if spec is not None:
+        content = bytes(num_rows * spec.width * FEATURE_DTYPES[spec.dtype])
+        (states,) = network.read([Features(0, 0, content, num_rows, spec.dtype)])
+    slots = network.slots.alloc(num_rows)
+    try:
+        network.forward(rows_batch(slots, network.device, states))
+    finally:
+        network.slots.free(slots)
 
 
 def apart(rows: torch.Tensor, features: Sequence[Features]) -> list[torch.Tensor]:

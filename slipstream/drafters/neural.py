@@ -12,7 +12,7 @@ It knows nothing about the network's kind, links or verification.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -22,7 +22,7 @@ from slipstream.config import GrowthSection
 from slipstream.drafters.context import DraftContext, Indices
 from slipstream.drafters.grow import Children, TreeGrowth
 from slipstream.drafters.network import Network, Output
-from slipstream.drafters.sent import SentTree
+from slipstream.drafters.sent import Proposal, SentTrees, send
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
@@ -41,9 +41,6 @@ class NeuralDrafter:
     def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
                  max_context: int = 0) -> None:
         window = min(max_context or network.max_context, network.max_context)
-        if window < 2 * (growth.num_steps + 1):
-            raise ConfigError(f"draft.max_context: {window} tokens are too few for trees of depth {growth.num_steps}; "
-                              "raise it or lower draft.growth.num_steps")
         self.name = name
         self.features: FeatureSpec | None = network.features
         self.vocab_size = network.vocab_size
@@ -51,8 +48,16 @@ class NeuralDrafter:
         self.max_context = window
         self.max_sessions = max_sessions
         self._network = network
-        self._growth = growth
+        self.reshape(growth)
         self._contexts: dict[int, DraftContext] = {}
+        self.trees = SentTrees()
+
+    def reshape(self, growth: GrowthSection) -> None:
+        """Trees that begin from now on have this shape. Raises ConfigError for one that is too deep."""
+        if self.max_context < 2 * (growth.num_steps + 1):
+            raise ConfigError(f"draft.max_context: {self.max_context} tokens are too few for trees of depth "
+                              f"{growth.num_steps}; raise it or lower draft.growth.num_steps")
+        self._growth = growth
 
     @property
     def slots(self) -> Slots:
@@ -71,7 +76,7 @@ class NeuralDrafter:
             history = TokenHistory.of(message.sampling, tokens[:message.prompt_len])
             if history is not None:
                 history.append(tokens[message.prompt_len:])
-            sent = SentTree(len(tokens), 1 if known is None else known.sent.next_id)
+            sent = self.trees.open(message.session, len(tokens))
             if known is not None:
                 self.slots.free(known.close())
             self._contexts[message.session] = DraftContext(
@@ -105,12 +110,37 @@ class NeuralDrafter:
             context = self._contexts.pop(session, None)
             if context is not None:
                 self.slots.free(context.close())
+                self.trees.close(session)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session, ``steps`` levels deeper at
         most (0: ``num_steps``)."""
-        began = perf_counter()
-        wanted = {session: min(budget, self._growth.num_draft_tokens)
+        began_s = perf_counter()
+        self.deepen(ids, budgets, steps)
+        growths = []
+        for session, budget in zip(ids, budgets, strict=True):
+            context = self._contexts.get(session)
+            if context is not None:
+                nodes = send([self.proposals(session)], self.limit(budget), context.sent)
+                growths.append(nodes.growth(session, context.base, began_s))
+        return growths
+
+    def limit(self, budget: int) -> int:
+        """Nodes of one ``grow``, of a budget."""
+        return min(budget, self._growth.num_draft_tokens)
+
+    def has_tree(self, session: int) -> bool:
+        """Whether a known session has caught up with its newest token."""
+        return self._contexts[session].tree is not None
+
+    def proposals(self, session: int) -> Iterator[Proposal]:
+        """What a known session's tree holds and the target does not (see ``sent.send``)."""
+        context = self._contexts[session]
+        return iter(()) if context.tree is None else context.tree.proposals(context.sent)
+
+    def deepen(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> None:
+        """Compute the trees of known sessions as deep as ``grow`` needs them; nothing is sent."""
+        wanted = {session: self.limit(budget)
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts}
         contexts = {session: self._contexts[session] for session in wanted}
         fresh = self._catch_up([c for c in contexts.values() if c.tree is None])
@@ -123,8 +153,6 @@ class NeuralDrafter:
                 break
             for session in left:
                 left[session] -= 1
-        took = perf_counter() - began
-        return [_growth(context, wanted[session], took) for session, context in contexts.items()]
 
     def _catch_up(self, contexts: Sequence[DraftContext]) -> set[int]:
         """Compute pending rows. Returns the sessions that reached their newest token and have a new tree."""
@@ -215,14 +243,6 @@ class NeuralDrafter:
             return self.slots.alloc(count)
         except CapacityError:
             return None
-
-
-def _growth(context: DraftContext, most: int, took: float) -> Growth:
-    if context.tree is None:
-        return Growth.empty(context.session, context.base, took)
-    nodes = context.tree.send(most, context.sent)
-    return Growth(context.session, context.base, np.array(nodes.ids, np.int32), np.array(nodes.parents, np.int32),
-                  np.array(nodes.tokens, np.int32), np.array(nodes.scores, np.float32), took)
 
 
 def _fits(features: Features, spec: FeatureSpec) -> bool:

@@ -26,10 +26,7 @@ from slipstream.errors import ModelError
 
 TENSORS = ("token_map", "hot_token_id")
 MAX_BYTES = 64 << 20  # of the file: some millions of ids
-CONVERSION = (
-    'python -c "import json, torch; '
-    "ids = torch.as_tensor(torch.load('map.pt', weights_only=True)).tolist(); "
-    """json.dump(ids, open('map.json', 'w'))\"""")
+CONVERSION = "read it there and write the ids as a JSON list, json.dump(ids.tolist(), open('map.json', 'w'))"
 
 
 def load_token_map(path: str | Path, vocab_size: int, at_least: int = 1) -> torch.Tensor:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm, rotate, silu_mul, take
+from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm, take
 from slipstream.engine.model import ModelConfig
 
 
@@ -32,49 +33,21 @@ class Step:
         self.plan: AttentionPlan = plan_attention(batch, config.group, dtype, config.sliding_window)
 
 
-class Attention:
-    """Fused q, k, v; rotary positions; KV written to the pool; the output projection."""
-
-    __slots__ = ("_config", "_k_norm", "_o", "_q_norm", "_qkv")
-
-    def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str, in_features: int) -> None:
-        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-        widths = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
-        weight = torch.cat([take(tensors, f"{prefix}.{name}.weight", width, in_features) for name, width in widths])
-        bias = None
-        if config.qkv_bias:
-            bias = torch.cat([take(tensors, f"{prefix}.{name}.bias", width) for name, width in widths])
-        self._config = config
-        self._qkv = Linear(weight, bias)
-        self._o = Linear(take(tensors, f"{prefix}.o_proj.weight", config.hidden_size, heads * size),
-                         take(tensors, f"{prefix}.o_proj.bias", config.hidden_size) if config.o_bias else None)
-        self._q_norm = take(tensors, f"{prefix}.q_norm.weight", size) if config.qk_norm else None
-        self._k_norm = take(tensors, f"{prefix}.k_norm.weight", size) if config.qk_norm else None
-
-    def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """x [T, in], one layer's kv [S, 2, G, D], written at the step's slots -> [T, H]."""
-        config = self._config
-        heads, both = config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = self._qkv(x).view(len(x), both + config.num_kv_heads, config.head_dim)
-        if self._q_norm is not None and self._k_norm is not None:
-            qkv[:, :heads] = rms_norm(qkv[:, :heads], self._q_norm, config.norm_eps)
-            qkv[:, heads:both] = rms_norm(qkv[:, heads:both], self._k_norm, config.norm_eps)
-        rotate(qkv[:, :both], step.cos, step.sin)
-        kv.index_copy_(0, step.slots, qkv[:, heads:].view(len(x), 2, config.num_kv_heads, config.head_dim))
-        return self._o(attend(qkv[:, :heads], kv, step.plan, config.head_dim**-0.5))
-
-
 class DecoderLayer:
-    """One layer; ``in_features`` is the width that attention reads, H unless a draft head reads more. ``input_norm``
-    False: what comes in is read as it is."""
+    """One layer: fused q, k, v, rotary positions, KV written to the pool, attention, the MLP. ``in_features`` is the
+    width that attention reads, H unless a draft head reads more. ``input_norm`` False: what comes in is read as it is.
+    ``halves``: how what stands before and after attention runs (see ``compiled``)."""
 
-    __slots__ = ("_attention", "_down", "_eps", "_gate_up", "_input_norm", "_post_norm")
+    __slots__ = ("_config", "_down", "_gate_up", "_halves", "_input_norm", "_k_norm", "_o", "_post_norm", "_q_norm",
+                 "_qkv")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, prefix: str, in_features: int | None = None,
-                 input_norm: bool = True) -> None:
+                 input_norm: bool = True, halves: Halves = EAGER) -> None:
         """tensors: by name, already in the dtype and on the device to run in; prefix: such as ``model.layers.0``."""
+        self._config = config
+        self._halves = halves
+        self._take_attention(tensors, f"{prefix}.self_attn", in_features or config.hidden_size)
         hidden, inner = config.hidden_size, config.intermediate_size
-        self._attention = Attention(config, tensors, f"{prefix}.self_attn", in_features or hidden)
         self._input_norm = take(tensors, f"{prefix}.input_layernorm.weight", hidden) if input_norm else None
         self._post_norm = take(tensors, f"{prefix}.post_attention_layernorm.weight", hidden)
         names = [f"{prefix}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
@@ -83,17 +56,36 @@ class DecoderLayer:
         self._gate_up = Linear(torch.cat((gate, up)), torch.cat([take(tensors, f"{name}.bias", inner)
                                for name in names[:2]]) if config.mlp_bias else None)
         self._down = Linear(down, take(tensors, f"{names[2]}.bias", hidden) if config.mlp_bias else None)
-        self._eps = config.norm_eps
+
+    def _take_attention(self, tensors: Tensors, prefix: str, in_features: int) -> None:
+        config = self._config
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        widths = (("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size))
+        weight = torch.cat([take(tensors, f"{prefix}.{name}.weight", width, in_features) for name, width in widths])
+        bias = None
+        if config.qkv_bias:
+            bias = torch.cat([take(tensors, f"{prefix}.{name}.bias", width) for name, width in widths])
+        self._qkv = Linear(weight, bias)
+        self._o = Linear(take(tensors, f"{prefix}.o_proj.weight", config.hidden_size, heads * size),
+                         take(tensors, f"{prefix}.o_proj.bias", config.hidden_size) if config.o_bias else None)
+        self._q_norm = take(tensors, f"{prefix}.q_norm.weight", size) if config.qk_norm else None
+        self._k_norm = take(tensors, f"{prefix}.k_norm.weight", size) if config.qk_norm else None
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's input norm; draft heads apply it themselves, to the token's half of a wider input."""
-        return x if self._input_norm is None else rms_norm(x, self._input_norm, self._eps)
+        return x if self._input_norm is None else rms_norm(x, self._input_norm, self._config.norm_eps)
 
     def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor,
                  attention_input: torch.Tensor | None = None) -> torch.Tensor:
-        """Residual stream x [T, H] -> [T, H]. attention_input [T, in_features] replaces ``norm(x)``."""
-        x = x + self._attention(self.norm(x) if attention_input is None else attention_input, step, kv)
-        return x + self._down(silu_mul(self._gate_up(rms_norm(x, self._post_norm, self._eps))))
+        """Residual stream x [T, H] -> [T, H]; one layer's kv [S, 2, G, D] is written at the step's slots.
+        attention_input [T, in_features] replaces ``norm(x)``."""
+        config = self._config
+        read, norm = (x, self._input_norm) if attention_input is None else (attention_input, None)
+        q, written = self._halves.before(read, norm, self._qkv, self._q_norm, self._k_norm, step.cos, step.sin,
+                                         config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps)
+        kv.index_copy_(0, step.slots, written)
+        attended = attend(q, kv, step.plan, config.head_dim**-0.5)
+        return self._halves.after(x, attended, self._o, self._post_norm, self._gate_up, self._down, config.norm_eps)
 
 
 class Decoder:
@@ -101,21 +93,24 @@ class Decoder:
 
     __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "config", "device", "dtype")
 
-    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, halves: Halves = EAGER) -> None:
         """tensors: by name, already in the dtype and on the device to run in. Raises ModelError naming a tensor."""
         self.config = config
         self._embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        self._layers = [DecoderLayer(config, tensors, f"model.layers.{i}") for i in range(config.num_layers)]
+        self._layers = [DecoderLayer(config, tensors, f"model.layers.{i}", halves=halves)
+                        for i in range(config.num_layers)]
         self._norm = take(tensors, "model.norm.weight", config.hidden_size)
         self._head = Linear(self._embedding if config.tied_embeddings
                             else take(tensors, "lm_head.weight", config.vocab_size, config.hidden_size))
         self._rope = Rope(config, self.dtype, self.device)
 
     @staticmethod
-    def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
+    def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
+                     halves: Halves = EAGER) -> Decoder:
         """As ``Decoder(...)``, of tensors in any dtype and place."""
-        return Decoder(config, {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()})
+        tensors = {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()}
+        return Decoder(config, tensors, halves)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,

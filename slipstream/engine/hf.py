@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -178,12 +179,17 @@ class HFLayers:
 
 def _bare(folder: str | Path, num_layers: int) -> Any:
     """The model without weights, with so many layers as its prediction heads have them."""
+    config: Any
+    model: Any
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.num_mtp_layers = num_layers
         auto: Any = AutoModel
         with torch.device("meta"):
-            model: Any = auto.from_config(config.get_mtp_config(), trust_remote_code=False)
+            model = auto.from_config(config.get_mtp_config(), trust_remote_code=False)
+    except AttributeError as error:
+        raise ModelError(f"{folder}: transformers {transformers.__version__} cannot build prediction layers of this "
+                         f"model ({error}); install transformers>=5.23") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{folder}: transformers cannot build it: {str(error).splitlines()[0]}") from error
     return model.eval().requires_grad_(False)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.errors import ModelError
@@ -60,9 +62,28 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O]."""
         if self._packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
+            if torch.compiler.is_compiling():
+                opaque: torch.Tensor = torch.ops.slipstream.packed_linear(x, self._weight, self._bias)
+                return opaque
+            return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
+
+
+def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+# A compiled graph takes packed weights as constants or not at all, so there the operation is one of our own. Registered
+# by hand, because what ``library.custom_op`` does around each call shows in a step's time.
+_OPERATIONS: Any = library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
+_OPERATIONS.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_OPERATIONS.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATIONS)
 
 
 def _onednn_works() -> bool:

@@ -28,8 +28,9 @@ from slipstream.engine.penalties import Columns, TokenHistory, bias, forbid_stop
 from slipstream.messages import Sampling
 from slipstream.requests import TokenLogprob
 
-__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "logprobs", "noise", "rank"]
+__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "coins", "logprobs", "noise", "probabilities", "rank"]
 
+COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 GOLDEN = 0x9E3779B97F4A7C15
 STRIDE = 0xD1342543DE82EF95
 FIRST_WIDTH = 64  # candidates looked at before the search for survivors widens
@@ -121,6 +122,25 @@ def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor
         return penalised
     columns, scores = _survivors(penalised, [session], vocabulary, _filtered(session.sampling))
     return torch.full_like(penalised, -math.inf).scatter_(1, columns.expand_as(scores), scores)
+
+
+def probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
+    """float64 [r, V]: what one sampled session's rows of ``logits`` [R, V] are chosen by, after penalties, bias,
+    temperature and filters."""
+    assert not session.sampling.greedy
+    scaled = _penalised(logits, session, None).div_(max(session.sampling.temperature, 1e-300))
+    if not _filtered(session.sampling):
+        return torch.softmax(scaled, 1)
+    values, columns = _filter(torch.log_softmax(scaled, 1), [session.sampling] * len(scaled), 1)
+    return torch.zeros_like(scaled).scatter_(1, columns, torch.softmax(values, 1))
+
+
+def coins(session: ChoiceRows) -> list[float]:
+    """Uniform numbers in (0, 1), one a row: a function of seed and position, independent of the noise."""
+    positions = torch.tensor(list(session.positions), dtype=torch.int64)
+    gumbel = noise((session.sampling.seed + COINS) % (1 << 64), positions, torch.zeros(1, 1, dtype=torch.int64))
+    values: list[float] = torch.exp(-torch.exp(-gumbel))[:, 0].tolist()
+    return values
 
 
 def rank(logits: torch.Tensor, session: ChoiceRows, k: int,

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slipstream.engine.compiled import compiled, run_decoder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.errors import ModelError
+from slipstream.log import logger
 
 __all__ = ["DTYPES", "CausalModel", "ModelConfig", "dtype_of", "load_model", "load_tensors", "tensor_names"]
 
@@ -44,10 +46,13 @@ def tensor_names(folder: str | Path) -> set[str]:
         return set(file.keys())
 
 
-def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
-               engine: str = "decoder") -> CausalModel:
-    """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf". Raises ModelError."""
+def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu", engine: str = "decoder",
+               compile_layers: bool = False) -> CausalModel:
+    """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``. Raises
+    ModelError."""
     if engine == "hf":
+        if compile_layers:
+            logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
         # transformers takes seconds to import, which the default engine need not pay.
         from slipstream.engine.hf import HFModel
 
@@ -55,7 +60,10 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     if engine != "decoder":
         raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
     config = ModelConfig.from_folder(folder)
-    return Decoder.from_tensors(config, load_tensors(folder), dtype_of(dtype), device_of(device))
+    tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
+    if not compile_layers:
+        return Decoder.from_tensors(config, tensors, kind, place)
+    return compiled(lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves), run_decoder, "model")
 
 
 def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:

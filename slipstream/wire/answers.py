@@ -44,6 +44,7 @@ def encode_start(request: Request) -> bytes:
     return target_pb2.GenerateRequest(start=target_pb2.GenerateStart(
         request_id=request.request_id, tokens=int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
         max_tokens=request.max_tokens, top_logprobs=request.top_logprobs, mode=_mode(request.speculate),
+        answered=request.answered,
     )).SerializeToString()
 
 
@@ -75,8 +76,10 @@ def decode_start(data: bytes, vocab_size: int, max_context: int) -> Request:
         raise InvalidRequest("max_tokens", "must be at least 1")
     if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
+    if wire.answered >= min(len(tokens), wire.max_tokens):
+        raise InvalidRequest("answered", "must leave a prompt, and a token to answer with")
     sampling = decode_sampling(wire.sampling, vocab_size)
-    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate)
+    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate, wire.answered)
 
 
 def decode_control(data: bytes) -> bool:
@@ -100,7 +103,7 @@ def encode_piece(piece: Piece) -> bytes:
             top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
         finish_reason=FINISH_NUMBERS[piece.finish], verify_us=microseconds(piece.verify_s),
         wait_us=microseconds(piece.wait_s), state=STATE_NUMBERS[piece.state], cached_tokens=piece.cached_tokens,
-        queue_us=microseconds(piece.queue_s),
+        queue_us=microseconds(piece.queue_s), lossy=piece.lossy,
     ).SerializeToString()
 
 
@@ -117,6 +120,7 @@ def decode_piece(data: bytes) -> Piece:
     return Piece(
         tuple(tokens), wire.accepted, wire.drafted, logprobs, FINISHES[wire.finish_reason], wire.verify_us / 1e6,
         wire.wait_us / 1e6, STATES[wire.state], wire.cached_tokens, wire.queue_us / 1e6,
+        wire.lossy,
     )
 
 
@@ -132,7 +136,7 @@ def encode_info(info: TargetInfo) -> bytes:
         model_id=info.model_id, vocab_size=info.vocab_size, max_context=info.max_context,
         tokenizer_hash=info.tokenizer_hash, sessions_running=info.sessions_running,
         sessions_waiting=info.sessions_waiting, slots_total=info.slots_total, slots_free=info.slots_free,
-        draining=info.draining, drafts=drafts,
+        draining=info.draining, drafts=drafts, lossy=info.lossy,
     ).SerializeToString()
 
 
@@ -145,4 +149,5 @@ def decode_info(data: bytes) -> TargetInfo:
     return TargetInfo(
         wire.model_id, wire.vocab_size, wire.max_context, wire.tokenizer_hash, wire.sessions_running,
         wire.sessions_waiting, wire.slots_total, wire.slots_free, wire.draining, drafts,
+        wire.lossy,
     )

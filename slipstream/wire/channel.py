@@ -26,7 +26,7 @@ INFERENCE_SERVICE = "slipstream.v1.InferenceService"
 
 EXPORT_S = 0.5
 
-Options = Sequence[tuple[str, int]]
+Options = Sequence[tuple[str, int | str]]
 
 
 @dataclass(slots=True)
@@ -100,11 +100,15 @@ def open_channel(address: str, wire: WireSection, tls: TlsFiles | None) -> aio.C
     """A channel to ``address`` (host:port); connects when it is first used. Raises ConfigError for unreadable files."""
     if tls is None:
         return aio.insecure_channel(address, options=client_options(wire))
-    return aio.secure_channel(address, channel_credentials(tls), options=client_options(wire))
+    return aio.secure_channel(address, channel_credentials(tls), options=(*client_options(wire), *_name(tls)))
 
 
 def open_sync_channel(address: str, wire: WireSection, tls: TlsFiles | None) -> grpc.Channel:
     """The same for programs without asyncio."""
     if tls is None:
         return grpc.insecure_channel(address, options=client_options(wire))
-    return grpc.secure_channel(address, channel_credentials(tls), options=client_options(wire))
+    return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(wire), *_name(tls)))
+
+
+def _name(tls: TlsFiles) -> Options:
+    return (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()

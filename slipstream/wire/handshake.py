@@ -4,8 +4,8 @@ Rules:
 1. The protocol version is looked at before anything else, so a peer of another release is refused by that name.
 2. Every number and name is checked against bounds of its own.
 
-It knows nothing about frames or sockets, nor whether target and draft fit together
-(``session.check_pair`` does). Format: ``proto/slipstream/v1/draft.proto``.
+The weights of a projection follow the draft's hello (``projection.py``). It knows nothing about frames or sockets, nor
+whether target and draft fit together (``pairing.check_pair`` does). Format: ``proto/slipstream/v1/draft.proto``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from slipstream.errors import PairingError
 from slipstream.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import DTYPE_NUMBERS, INT32_MAX, dtype_of, name_of, parse, require, within
+from slipstream.wire.projection import declared
 
 MAX_TAPS = 64  # layers that one drafter reads
 
@@ -42,9 +43,7 @@ def decode_target_hello(data: bytes) -> TargetHello:
 
 
 def encode_draft_hello(hello: DraftHello) -> bytes:
-    spec = hello.features
-    features = None if spec is None else draft_pb2.FeatureSpec(
-        layers=spec.layers, width=spec.width, dtype=DTYPE_NUMBERS[spec.dtype])
+    features = None if hello.features is None else _wire_spec(hello.features)
     return draft_pb2.ExchangeResponse(hello=draft_pb2.DraftHello(
         protocol_version=hello.protocol_version, incarnation=hello.incarnation, drafter=hello.drafter,
         vocab_size=hello.vocab_size, tokenizer_hash=hello.tokenizer_hash, features=features,
@@ -75,6 +74,16 @@ def check_version(version: int) -> None:
                                                "run the same release of both services")
 
 
+def _wire_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:
+    projection = spec.projection
+    return draft_pb2.FeatureSpec(
+        layers=spec.layers, width=spec.width, dtype=DTYPE_NUMBERS[spec.dtype],
+        projection=None if projection is None else draft_pb2.Projection(
+            rows=projection.rows, columns=projection.columns, dtype=DTYPE_NUMBERS[projection.dtype],
+            digest=projection.digest))
+
+
 def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
     require(1 <= len(wire.layers) <= MAX_TAPS, "features.layers", f"{len(wire.layers)} is not between 1 and {MAX_TAPS}")
-    return FeatureSpec(tuple(wire.layers), within("features.width", wire.width, 1, 1 << 24), dtype_of(wire.dtype))
+    return FeatureSpec(tuple(wire.layers), within("features.width", wire.width, 1, 1 << 24), dtype_of(wire.dtype),
+                       declared(wire.projection) if wire.HasField("projection") else None)

@@ -31,12 +31,14 @@ from slipstream.wire.channel import DRAFT_SERVICE, WireCounts, open_channel
 from slipstream.wire.codec import Faults, FrameLimits, decode_draft_frame, encode_target_frames
 from slipstream.wire.handshake import decode_draft_hello, encode_target_hello
 from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
+from slipstream.wire.projection import ProjectionReader
 from slipstream.wire.status import error_of
 from slipstream.wire.tls import TlsFiles
 
 FIRST_BACKOFF_S = 0.1
 REFUSED_RETRY_S = 10.0
 HANDSHAKE_S = 5.0
+PROJECTION_S = 60.0  # for all weights of a projection: 512 MiB at less than 10 MiB/s
 
 Call = aio.StreamStreamCall[bytes, bytes]
 Check = Callable[[TargetHello, DraftHello], None]
@@ -66,9 +68,9 @@ class DraftLink:
 
     def __init__(self, address: str, hello: TargetHello, events: LinkEvents, wire: WireSection, check: Check, *,
                  tls: TlsFiles | None = None, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
-                 refused_retry_s: float = REFUSED_RETRY_S) -> None:
+                 refused_retry_s: float = REFUSED_RETRY_S, counts: WireCounts | None = None) -> None:
         self.address = address
-        self.counts = WireCounts()
+        self.counts = counts or WireCounts()
         self._hello = hello
         self._events = events
         self._wire = wire
@@ -144,7 +146,24 @@ class DraftLink:
         if draft.incarnation != target.incarnation:
             raise RemoteProtocolError("incarnation", "the draft answered another stream")
         self._check(target, draft)
-        return draft
+        return await self._complete(call, draft)
+
+    async def _complete(self, call: Call, draft: DraftHello) -> DraftHello:
+        """The hello with the weights of its projection, if it declares one."""
+        spec = draft.features
+        if spec is None or spec.projection is None:
+            return draft
+        reader = ProjectionReader(spec.projection)
+        try:
+            async with asyncio.timeout(PROJECTION_S):
+                while not reader.complete:
+                    chunk = await call.read()
+                    if not isinstance(chunk, bytes):
+                        raise Unavailable(f"{self.address}: ended the stream before its projection")
+                    reader.add(chunk)
+        except TimeoutError as error:
+            raise Unavailable(f"{self.address}: no whole projection within {PROJECTION_S:g} s") from error
+        return replace(draft, features=replace(spec, projection=reader.finish()))
 
     async def _pump(self, call: Call, target: TargetHello, draft: DraftHello) -> None:
         outbox: Outbox[DraftBound] = Outbox(self._max_batches)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.config import WireSection
 from slipstream.errors import PairingError, RemoteProtocolError
-from slipstream.messages import DraftBound, Drop, TargetBound, TargetHello
+from slipstream.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
 from slipstream.requests import DraftStatus
 from slipstream.wire.channel import WireCounts
 from slipstream.wire.codec import (
@@ -30,6 +30,7 @@ from slipstream.wire.codec import (
 from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello, encode_target_hello
 from slipstream.wire.link import Check, LinkEvents
 from slipstream.wire.peers import PeerEvents
+from slipstream.wire.projection import ProjectionReader, encode_projection
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +85,7 @@ class LocalLink:
         try:
             draft = decode_draft_hello(encode_draft_hello(answer))
             self._check(target, draft)
+            draft = self._complete(draft, answer)
         except RemoteProtocolError as error:
             self._problem = str(error)
             self._peers.peer_down(peer)
@@ -93,6 +95,15 @@ class LocalLink:
         self._drafter, self._problem = draft.drafter, ""
         self._stream = LocalStream(peer, target.incarnation, FrameLimits.of(target, draft))
         self._events.link_up(self, draft)
+
+    def _complete(self, draft: DraftHello, answer: DraftHello) -> DraftHello:
+        spec, source = draft.features, answer.features
+        if spec is None or spec.projection is None or source is None or source.projection is None:
+            return draft
+        reader = ProjectionReader(spec.projection)
+        for chunk in encode_projection(source.projection, self._max_bytes):
+            reader.add(chunk)
+        return replace(draft, features=replace(spec, projection=reader.finish()))
 
     def cut(self, reason: str = "cut") -> None:
         """Part the two sides; both hear of it. Nothing happens while the link is down."""

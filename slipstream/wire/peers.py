@@ -26,10 +26,12 @@ from slipstream.wire.channel import DRAFT_SERVICE, WireCounts
 from slipstream.wire.codec import Faults, FrameLimits, decode_target_frame, encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello
 from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
+from slipstream.wire.projection import encode_projection
 from slipstream.wire.status import abort
 
 HANDSHAKE_S = 5.0
 MAX_PEERS = 64
+FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
 
 Context = aio.ServicerContext[bytes, bytes]
 
@@ -88,7 +90,7 @@ class DraftServicer:
         return grpc.method_handlers_generic_handler(DRAFT_SERVICE, {"Exchange": exchange})
 
     def drain(self) -> None:
-        """Refuse new targets and end the streams of those that are here."""
+        """Refuse new targets, and end the streams of those that are here when the last words have been sent."""
         self._draining.set()
 
     async def _exchange(self, _requests: object, context: Context) -> None:
@@ -121,7 +123,7 @@ class DraftServicer:
             self._log.info("target connected", target=peer.name, model=target.model_id)
             limits = FrameLimits.of(target, hello)
             await first_end(self._read(context, peer, target.incarnation, limits),
-                            self._write(context, target.incarnation, outbox),
+                            self._write(context, hello, outbox),
                             outbox.overflowed(), self._drained())
         finally:
             outbox.close()
@@ -130,6 +132,7 @@ class DraftServicer:
 
     async def _drained(self) -> None:
         await self._draining.wait()
+        await asyncio.sleep(FAREWELL_S)
 
     async def _read(self, context: Context, peer: Peer, incarnation: int, limits: FrameLimits) -> None:
         while isinstance(data := await context.read(), bytes):
@@ -144,10 +147,13 @@ class DraftServicer:
             self.counts.invalid_items += len(faults)
             self._events.received(peer, items, faults)
 
-    async def _write(self, context: Context, incarnation: int, outbox: Outbox[TargetBound]) -> None:
+    async def _write(self, context: Context, hello: DraftHello, outbox: Outbox[TargetBound]) -> None:
+        if hello.features is not None and hello.features.projection is not None:
+            for chunk in encode_projection(hello.features.projection, self._max_bytes):
+                await context.write(chunk)
         while True:
             items = await outbox.take(self._max_bytes)
-            frames, oversized = encode_draft_frames(incarnation, items, self._max_bytes)
+            frames, oversized = encode_draft_frames(hello.incarnation, items, self._max_bytes)
             self.counts.oversized_items += len(oversized)
             for frame in frames:
                 await context.write(frame)

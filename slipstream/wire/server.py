@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from slipstream.config import WireSection
 from slipstream.errors import ConfigError
 from slipstream.wire.channel import server_options
+from slipstream.wire.doorman import Doorman
 from slipstream.wire.tls import TlsFiles, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -72,7 +73,8 @@ class GrpcServer:
         self._servicers = servicers
         self._tls = tls
         self._health = HealthServicer()
-        self._server = aio.server(options=server_options(wire))
+        guards = [Doorman(tls.allowed_names)] if tls is not None and tls.allowed_names else []
+        self._server = aio.server(options=server_options(wire), interceptors=guards)
         self._server.add_generic_rpc_handlers([servicer.handler() for servicer in servicers])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if reflect:

@@ -33,7 +33,8 @@ from slipstream.wire.answers import (
     encode_piece,
     encode_start,
 )
-from slipstream.wire.channel import TARGET_SERVICE, open_channel
+from slipstream.wire.channel import TARGET_SERVICE
+from slipstream.wire.connection import Connection
 from slipstream.wire.status import abort, error_of
 from slipstream.wire.tls import TlsFiles
 
@@ -124,35 +125,37 @@ class TargetClient:
         self.address = address
         self._connect_s = connect_s
         self._max_bytes = wire.max_message_bytes
-        self._channel = open_channel(address, wire, tls)
-        self._generate: Any = self._channel.stream_stream(f"/{TARGET_SERVICE}/Generate")
-        self._get_info: Any = self._channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+        self._connection = Connection(address, wire, tls)
 
     def submit(self, request: Request) -> RemoteAnswer:
         """The answer, not begun: the call starts with its iteration. InvalidRequest if it is too large to send."""
         start = encode_start(request)
         if len(start) > self._max_bytes:
             raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_bytes}")
-        return RemoteAnswer(self._generate, start, self.address, self._connect_s)
+        return RemoteAnswer(self._connection, start, self.address, self._connect_s)
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
+        line = self._connection.begin()
         try:
-            return decode_info(await self._get_info(b"", timeout=self._connect_s))
+            method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+            return decode_info(await method(b"", timeout=self._connect_s))
         except aio.AioRpcError as error:
             raise error_of(error, self.address) from error
         except RemoteProtocolError as error:
             raise Unavailable(f"{self.address}: not a target of this release ({error})") from error
+        finally:
+            self._connection.end(line)
 
     async def aclose(self) -> None:
-        await self._channel.close()
+        await self._connection.aclose()
 
 
 class RemoteAnswer:
     """An Answer over one Generate call."""
 
-    def __init__(self, method: Any, start: bytes, address: str, connect_s: float) -> None:
-        self._method = method
+    def __init__(self, connection: Connection, start: bytes, address: str, connect_s: float) -> None:
+        self._connection = connection
         self._address = address
         self._connect_s = connect_s
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -172,7 +175,9 @@ class RemoteAnswer:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         if self._closed:
             return
-        self._call = self._method(self._requests())
+        line = self._connection.begin()
+        method: Any = line.channel.stream_stream(f"/{TARGET_SERVICE}/Generate")
+        self._call = method(self._requests())
         try:
             await self._taken()
             while isinstance(data := await self._call.read(), bytes):
@@ -187,6 +192,7 @@ class RemoteAnswer:
         except RemoteProtocolError as error:
             raise Unavailable(f"{self._address}: not a target of this release ({error})") from error
         finally:
+            self._connection.end(line)
             await self.aclose()
 
     async def _requests(self) -> AsyncIterator[bytes]:

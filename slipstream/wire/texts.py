@@ -108,7 +108,7 @@ def _delta(delta: Delta) -> inference_pb2.Delta:
         prompt_tokens=delta.usage.prompt_tokens, completion_tokens=delta.usage.completion_tokens,
         accepted_prediction_tokens=delta.usage.accepted_prediction_tokens,
         rejected_prediction_tokens=delta.usage.rejected_prediction_tokens, cached_tokens=delta.usage.cached_tokens,
-        rounds=delta.usage.rounds)
+        rounds=delta.usage.rounds, lossy=delta.usage.lossy)
     return inference_pb2.Delta(text=delta.text, tokens=tokens, finish_reason=delta.finish, usage=usage)
 
 
@@ -118,6 +118,7 @@ def _delta_of(wire: inference_pb2.Delta) -> Delta:
     usage = Usage(
         wire.usage.prompt_tokens, wire.usage.completion_tokens, wire.usage.accepted_prediction_tokens,
         wire.usage.rejected_prediction_tokens, wire.usage.cached_tokens, wire.usage.rounds,
+        wire.usage.lossy,
     ) if wire.HasField("usage") else None
     return Delta(wire.text, tokens, wire.finish_reason, usage)
 

@@ -1,0 +1,236 @@
+"""``make bench-drafts PROMPTS=folder``: what each drafter is worth on each question set, over gRPC between processes.
+
+What is measured, and how:
+1. A drafter has two targets. One verifies every tree whole and never gives up: ``acceptance_length`` (accepted draft
+   tokens a round, plus one) and ``by_depth`` (the share of rounds accepted at each depth, among those that were
+   accepted at the depth above) come from there. The first round of an answer, for which nothing could be drafted, and
+   the last, which its end cuts, are not counted.
+2. The other target has the policy as configured, as users get it: ``tokens_per_s`` of decoding, ``speed_ratio`` (the
+   median over questions of its speed by that of plain decoding of the same question) and ``speculating``, the share of
+   rounds that the policy spent with speculation on.
+3. Plain decoding is asked of a target that has no draft.
+4. All of them are asked in turn, question by question and in turning order, greedy and at temperature 1 with a seed:
+   a slow minute of the machine hurts all alike. ``of_greedy``: acceptance length by that of greedy decoding on the
+   same questions.
+5. Rows of finished sets are in ``build/bench/drafts.json`` at any time. Rows of the set "all" pool the questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench.asking import Measured, ask
+from bench.entrants import NAMES, Entrant, Served, draft_settings
+from bench.prompts import Question, read
+from bench.report import Row, save, write
+from router.tokens import TextCodec
+from slipstream.config import DraftSection, ModelSection
+from slipstream.errors import SlipstreamError
+from slipstream.messages import Sampling
+from slipstream.models import resolve
+from slipstream.requests import Backend, Piece
+from slipstream.rounds import Acceptance
+from slipstream.terminal import complain
+from slipstream.tree import MAX_NODES
+
+SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
+TEMPERATURES = (0.0, 1.0)
+HEAD = "smollm2-135m-eagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A drafter behind a target that verifies whole trees, and behind one with a policy."""
+
+    name: str
+    whole: Backend
+    served: Backend
+
+
+@dataclass(slots=True)
+class Score:
+    """One drafter on one set at one temperature. Ratios and speeds have one entry a question."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    speeds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    rounds: int = 0  # of the target with a policy
+    speculating: int = 0
+
+    def add_whole(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces[1:-1]:
+            self.acceptance.add(piece.accepted)
+
+    def add_served(self, measured: Measured, plain: Measured, pieces: Sequence[Piece]) -> None:
+        if not plain.tokens_per_s or not measured.tokens_per_s:  # an answer of one token has no speed
+            return
+        self.speeds.append(measured.tokens_per_s)
+        self.ratios.append(measured.tokens_per_s / plain.tokens_per_s)
+        self.rounds += len(pieces)
+        self.speculating += sum(piece.state == "speculate" for piece in pieces)
+
+    def join(self, other: Score) -> None:
+        mine, theirs = self.acceptance, other.acceptance
+        mine.rounds += theirs.rounds
+        mine.reached = [sum(both) for both in zip(*_padded(mine.reached, theirs.reached), strict=True)]
+        self.speeds += other.speeds
+        self.ratios += other.ratios
+        self.rounds += other.rounds
+        self.speculating += other.speculating
+
+
+Key = tuple[str, str, float]  # drafter, set, temperature
+Scores = dict[Key, Score]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question as tokens."""
+
+    set: str
+    prompt: list[int]
+
+
+async def warm_up(backends: Iterable[Backend], prompt: list[int], stops: tuple[int, ...]) -> None:
+    """The first step of a process is slower than all others."""
+    for backend in backends:
+        await ask(backend, prompt, Sampling(stop_token_ids=stops), 8, True)
+
+
+async def measure(plain: Backend, contenders: Sequence[Contender], asked: Sequence[Asked], stops: tuple[int, ...],
+                  max_tokens: int, advance: Callable[[], None] = lambda: None) -> Scores:
+    """Ask all of ``asked`` of everybody."""
+    scores: Scores = {}
+    for number, question in enumerate(asked):
+        for temperature in TEMPERATURES:
+            sampling = Sampling(temperature=temperature, seed=number, stop_token_ids=stops)
+            alone = await ask(plain, question.prompt, sampling, max_tokens, False)
+            own = scores.setdefault(("plain", question.set, temperature), Score())
+            own.add_served(alone, alone, [])
+            for turn in range(len(contenders)):
+                who = contenders[(number + turn) % len(contenders)]
+                score = scores.setdefault((who.name, question.set, temperature), Score())
+                pieces: list[Piece] = []
+                await ask(who.whole, question.prompt, sampling, max_tokens, True, on_piece=pieces.append)
+                score.add_whole(pieces)
+                pieces = []
+                drafted = await ask(who.served, question.prompt, sampling, max_tokens, True, on_piece=pieces.append)
+                score.add_served(drafted, alone, pieces)
+        advance()
+    return scores
+
+
+def rows_of(scores: Mapping[Key, Score], names: Iterable[str], sets: Sequence[str]) -> list[Row]:
+    """The table: drafter by set by temperature, and the pool of all sets when there are several."""
+    pooled: Scores = dict(scores)
+    for (name, _, temperature), score in scores.items():
+        if len(sets) > 1:
+            pooled.setdefault((name, "all", temperature), Score()).join(score)
+    return [_row((name, set_, temperature), pooled) for name in names for set_ in (*sets, "all")
+            for temperature in TEMPERATURES if (name, set_, temperature) in pooled]
+
+
+def _row(key: Key, scores: Mapping[Key, Score]) -> Row:
+    score, greedy = scores[key], scores[key[0], key[1], TEMPERATURES[0]]
+    length = score.acceptance.length
+    return {
+        "drafter": key[0], "set": key[1], "temperature": key[2], "acceptance_length": length,
+        "of_greedy": length / greedy.acceptance.length, "by_depth": score.acceptance.by_depth,
+        "speed_ratio": statistics.median(score.ratios) if score.ratios else 0.0,
+        "tokens_per_s": statistics.median(score.speeds) if score.speeds else 0.0,
+        "speculating": score.speculating / max(1, score.rounds), "answers": len(score.speeds),
+    }
+
+
+def _padded(*lists: list[int]) -> list[list[int]]:
+    longest = max(len(each) for each in lists)
+    return [each + [0] * (longest - len(each)) for each in lists]
+
+
+def prepare(questions: Sequence[Question], codec: TextCodec, room: int) -> list[Asked]:
+    """The questions as tokens, without those of more than ``room`` tokens; says how many those are."""
+    asked = [Asked(q.set, codec.chat([{"role": "user", "content": q.text}])) for q in questions]
+    fitting = [a for a in asked if len(a.prompt) <= room]
+    if len(fitting) < len(asked):
+        print(f"{len(asked) - len(fitting)} of {len(asked)} questions have more than {room} tokens and are left out")
+    return fitting
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    """Start all processes, ask set by set, print, write ``build/bench/drafts.json``."""
+    folder, common = Path("build/bench/logs/drafts"), (f"model.path={arguments.target}", *arguments.set)
+    codec = TextCodec(resolve(arguments.target))
+    questions = {name: read(arguments.prompts, name, arguments.count) for name in arguments.sets}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    async with AsyncExitStack() as stack:
+        bar = stack.enter_context(Progress(*columns))
+        starting = bar.add_task("starting processes", total=1 + len(arguments.drafters))
+        plain = Served.of("plain", folder, (), common)
+        stack.push_async_callback(plain.stop)
+        await plain.start()
+        bar.advance(starting)
+        contenders = []
+        for name in arguments.drafters:
+            entrant = Entrant.of(name, folder, common, draft_settings(name, arguments.target, arguments.head))
+            stack.push_async_callback(entrant.stop)
+            await entrant.start()
+            bar.advance(starting)
+            contenders.append(Contender(name, entrant.whole.client, entrant.served.client))
+        info = await plain.client.info()
+        room = min(info.max_context, info.slots_total - MAX_NODES) - MAX_NODES - arguments.max_tokens
+        asking = bar.add_task("asking", total=sum(map(len, questions.values())))
+        rows: list[Row] = []
+        scores: Scores = {}
+        for name, few in questions.items():
+            bar.update(asking, description=f"asking {name}")
+            asked = prepare(few, codec, room)
+            bar.advance(asking, len(few) - len(asked))
+            if asked and not scores:
+                everybody = [plain.client, *(each for who in contenders for each in (who.whole, who.served))]
+                await warm_up(everybody, asked[0].prompt, tuple(codec.stop_token_ids))
+            scores |= await measure(plain.client, contenders, asked, tuple(codec.stop_token_ids), arguments.max_tokens,
+                                    lambda: bar.advance(asking))
+            rows = rows_of(scores, ("plain", *arguments.drafters), arguments.sets)
+            save("drafts", rows)
+    if rows:
+        write("drafts", rows, f"bench-drafts: batch 1, {arguments.count} questions a set, {arguments.max_tokens} "
+              "tokens an answer, over loopback gRPC")
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.replace(",", " ").split() if name != "plain"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", required=True, help="folder with JSONL question sets, such as mt_bench.jsonl")
+    parser.add_argument("--count", type=int, default=3, help="questions of each set")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--drafters", type=_names, default=usual(), help=f"some of {', '.join(NAMES)}")
+    parser.add_argument("--sets", type=_names, default=list(SETS), help="names of sets in the folder")
+    parser.add_argument("--target", default=ModelSection().path, help="name or folder of the target")
+    parser.add_argument("--head", default=HEAD, help="name or folder of its EAGLE-3 head")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for all processes")
+    try:
+        asyncio.run(run(parser.parse_args()))
+    except SlipstreamError as error:
+        complain(error)
+        sys.exit(1)
+
+
+def usual() -> list[str]:
+    """All drafters but standalone, whose draft would be the target itself."""
+    return [name for name in NAMES[:-1] if name != "default" or "combine_ngram" in DraftSection.model_fields]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""``python -m deploy``: print what the chart takes from the code; ``make chart`` runs it, a test keeps it in step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deploy.alerts import rules_yaml
+from deploy.dashboards import BOARDS
+from deploy.schema import schema_json, values_yaml
+from slipstream.config import Config
+from slipstream.manual import config_yaml
+
+CHART = Path("deploy/helm/slipstream")
+
+
+def pages() -> dict[Path, str]:
+    """The generated files, by their path from the checkout's root, as they should be."""
+    files = {
+        CHART / "values.yaml": values_yaml(),
+        CHART / "values.schema.json": schema_json(),
+        CHART / "files/defaults.yaml": config_yaml(Config()),
+        CHART / "files/alerts.yaml": rules_yaml(),
+    }
+    return files | {CHART / f"files/dashboards/{board.name}.json": board.json() for board in BOARDS}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)

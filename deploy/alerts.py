@@ -1,0 +1,97 @@
+"""What wakes somebody: alerts over the services' metrics, each with a runbook.
+
+Rules:
+1. No data and no traffic are silent everywhere but in ``SlipstreamMetricsAbsent``.
+2. Texts say what is wrong for whom; the labels say where, so that equal alerts group.
+3. Every alert has its page ``docs/runbooks/<name>.md`` and its test.
+
+It knows nothing about who is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import yaml
+
+HEAD = "# Printed from deploy/alerts.py by `make chart`. A rules file as Prometheus reads it; the chart wraps it.\n"
+WHERE = "namespace, model"
+
+
+def _share(codes: str) -> str:
+    requests = 'rate(slipstream_requests_total{service="router"%s}[5m])'
+    return (f"sum by ({WHERE}) ({requests % f',code=~{codes!r}'.replace(chr(39), chr(34))}) / "
+            f"(sum by ({WHERE}) ({requests % ''}) > 0)")
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    name: str
+    expression: str
+    lasting: str
+    severity: Literal["critical", "warning"]
+    summary: str
+    description: str
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        return {"summary": self.summary, "description": self.description,
+                "runbook_url": f"docs/runbooks/{self.name}.md"}
+
+
+ALERTS = (
+    Alert("SlipstreamNoReadyTarget", f"max by ({WHERE}) (slipstream_targets_ready) == 0", "2m", "critical",
+          "No target can take requests", "Every request is refused with 503."),
+    Alert("SlipstreamErrorRatioCritical", _share("5..") + " > 0.2", "5m", "critical",
+          "More than a fifth of all requests fail", "Requests end with 5xx; clients see it."),
+    Alert("SlipstreamErrorRatioHigh", _share("5..") + " > 0.05", "10m", "warning",
+          "More than 5 % of all requests fail", "Requests end with 5xx; clients see it."),
+    Alert("SlipstreamShedding", _share("429") + " > 0.05", "10m", "warning",
+          "More than 5 % of all requests are refused for lack of room", "The router's queue is full: there is more "
+          "load than the targets can take."),
+    Alert("SlipstreamFirstTokenSlow",
+          f"histogram_quantile(0.95, sum by (le, {WHERE}) "
+          "(rate(slipstream_time_to_first_token_seconds_bucket[10m]))) > 5", "10m", "warning",
+          "One request in twenty waits more than 5 s for its first token", "Prompts wait, or are long."),
+    Alert("SlipstreamPreempting", f"sum by ({WHERE}) (rate(slipstream_preemptions_total[10m])) > 0.1", "10m", "warning",
+          "Targets run out of KV slots", "Sessions lose their KV to others and are computed again: wasted steps."),
+    Alert("SlipstreamDraftDown",
+          f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and sum by ({WHERE}) (slipstream_drafts_expected) > 0 "
+          f"and max by ({WHERE}) (max_over_time(slipstream_drafts_connected[6h])) > 0", "5m", "warning",
+          "No draft is connected to any target", "Answers are right and complete, but decoded plainly."),
+    Alert("SlipstreamFallbackSustained",
+          f'min by ({WHERE}) (slipstream_mode{{service="router",mode="plain"}}) == 1 '
+          f"and sum by ({WHERE}) (slipstream_drafts_connected) > 0 "
+          f'and sum by ({WHERE}) (rate(slipstream_generation_tokens_total{{service="router"}}[5m])) > 0', "15m",
+          "warning", "Drafts are connected but do not pay", "All routers have decoded plainly for a quarter of an "
+          "hour: the drafts' devices are idle."),
+    Alert("SlipstreamModeFlapping",
+          f'sum by ({WHERE}) (increase(slipstream_mode_transitions_total{{service="router"}}[10m])) > 6', "5m",
+          "warning", "Routers go back and forth between speculation and plain decoding",
+          "The load sits where speculation just pays; latency is uneven."),
+    Alert("SlipstreamAcceptanceLow",
+          f"sum by ({WHERE}) (rate(slipstream_accepted_tokens_total[10m])) / "
+          f"(sum by ({WHERE}) (rate(slipstream_drafts_total[10m])) > 0.1) < 0.2", "15m", "warning",
+          "Drafts guess wrong", "Fewer than one draft token is accepted in five verifications."),
+    Alert("SlipstreamInvalidGrowth",
+          f"sum by ({WHERE}) (increase(slipstream_invalid_growths_total[10m])) > 0", "0m", "warning",
+          "A draft sends what validation refuses", "Answers are not touched. The draft is of another version, broken, "
+          "or not what it seems."),
+    Alert("SlipstreamCertificateExpiring",
+          f"min by ({WHERE}) (slipstream_tls_certificate_expiry_seconds) - time() < 7 * 86400", "10m", "warning",
+          "A certificate ends within a week", "Nobody renews it. When it has ended, services refuse each other: first "
+          "answers lose their drafts, then there are no answers."),
+    Alert("SlipstreamMetricsAbsent",
+          'absent(slipstream_build_info{service="router"}) or absent(slipstream_build_info{service="target"})', "5m",
+          "critical", "No metrics of routers or of targets", "They are down, or Prometheus cannot reach them; no other "
+          "alert can fire."),
+)
+
+
+def rules_yaml() -> str:
+    """A rules file with one group."""
+    rules = [{"alert": alert.name, "expr": alert.expression, "for": alert.lasting,
+              "labels": {"severity": alert.severity}, "annotations": alert.annotations} for alert in ALERTS]
+    return HEAD + yaml.safe_dump({"groups": [{"name": "slipstream", "rules": rules}]}, sort_keys=False, width=120,
+                                 allow_unicode=True)

@@ -1,0 +1,61 @@
+"""The first board: what clients see, and whether anything is wrong."""
+
+from __future__ import annotations
+
+from deploy.dashboards.panels import Dashboard, Panel, Row, quantiles, rate, ratio
+
+REQUESTS = "slipstream_requests_total"
+ERRORS = rate(REQUESTS, '$router,code=~"5.."')
+ALL = rate(REQUESTS, "$router")
+
+NOW = Row("Now", (
+    Panel("Requests", "reqps", ((ALL, "requests"),), kind="stat", width=4, height=4),
+    Panel("Errors", "percentunit", ((ratio(f"({ERRORS} or vector(0))", ALL), "5xx"),), kind="stat", width=4, height=4,
+          text="Share of requests that ended with 5xx."),
+    Panel("Tokens", "none", ((rate("slipstream_generation_tokens_total", "$router"), "tokens/s"),), kind="stat",
+          width=4, height=4, text="Tokens generated per second."),
+    Panel("First token, p95", "s", (quantiles("slipstream_time_to_first_token_seconds", "$router")[1],), kind="stat",
+          width=4, height=4),
+    Panel("Targets ready", "none", (("min(slipstream_targets_ready{$router})", "targets"),), kind="stat", width=4,
+          height=4, text="As the router that sees fewest of them sees it."),
+    Panel("Drafts connected", "none", (("sum(slipstream_drafts_connected{$target})", "streams"),), kind="stat",
+          width=4, height=4, text="Streams between targets and drafts that are up."),
+))
+
+REQUEST_ROW = Row("Requests", (
+    Panel("Requests by status", "reqps", ((rate(REQUESTS, "$router", "code"), "{{code}}"),), stacked=True),
+    Panel("Requests by mode", "reqps", ((rate(REQUESTS, "$router", "mode"), "{{mode}}"),), stacked=True,
+          text="speculative, plain, mixed (changed in mid-answer), none (no token was sent)."),
+    Panel("Failures by type", "reqps", ((rate("slipstream_request_errors_total", "$router", "type"), "{{type}}"),),
+          stacked=True),
+    Panel("Running and waiting", "none", (("sum(slipstream_requests_in_flight{$router})", "running"),
+                                          ("sum(slipstream_queue_depth{$router})", "waiting"))),
+    Panel("Wait for admission", "s", quantiles("slipstream_queue_wait_seconds", "$router")),
+    Panel("Request duration", "s", quantiles("slipstream_request_duration_seconds", "$router")),
+))
+
+TOKENS = Row("Tokens", (
+    Panel("First token", "s", quantiles("slipstream_time_to_first_token_seconds", "$router"),
+          text="Arrival to first token."),
+    Panel("Between tokens", "s", quantiles("slipstream_inter_token_latency_seconds", "$router")),
+    Panel("Tokens by mode", "none", ((rate("slipstream_generation_tokens_total", "$router", "mode"), "{{mode}}"),),
+          stacked=True),
+    Panel("Prompt tokens", "none", ((rate("slipstream_prompt_tokens_total", "$target"), "prompt tokens/s"),
+                                    (rate("slipstream_prefix_cache_hit_tokens_total", "$target"), "found in cache"))),
+    Panel("Prefix cache", "percentunit",
+          ((ratio(rate("slipstream_prefix_cache_hit_tokens_total", "$target"),
+                  rate("slipstream_prompt_tokens_total", "$target")), "hits"),), maximum=1,
+          text="Share of prompt tokens that needed no computing."),
+    Panel("Mode", "none", (("max by (service, mode) (slipstream_mode{$any})", "{{service}} {{mode}}"),),
+          text="1 for the mode that new work gets."),
+))
+
+TARGETS = Row("Targets", (
+    Panel("Sessions", "none", (("sum by (state) (slipstream_sessions{$target})", "{{state}}"),), stacked=True),
+    Panel("KV slots", "none", (("sum by (state) (slipstream_kv_slots{$target})", "{{state}}"),), stacked=True),
+    Panel("Preemptions", "cps", ((rate("slipstream_preemptions_total", "$target"), "preemptions/s"),),
+          text="Sessions whose KV was given to others; they are computed again."),
+))
+
+BOARD = Dashboard("overview", "Overview", "What clients see, and whether anything is wrong.",
+                  (NOW, REQUEST_ROW, TOKENS, TARGETS))

@@ -1,0 +1,154 @@
+{{/* Values that contradict each other: each is refused with a sentence that names the value and what to do. */}}
+
+{{- define "slipstream.checks" -}}
+{{- include "slipstream.checks.tls" . -}}
+{{- include "slipstream.checks.model" . -}}
+{{- include "slipstream.checks.scaling" . -}}
+{{- include "slipstream.checks.pools" . -}}
+{{- include "slipstream.checks.drain" . -}}
+{{- include "slipstream.checks.policy" . -}}
+{{- end -}}
+
+{{- define "slipstream.checks.tls" -}}
+{{- with .Values.tls -}}
+{{- if and .enabled .insecurePlaintext -}}
+{{- fail "tls.insecurePlaintext is true but tls.enabled is true too: set one of them to false" -}}
+{{- end -}}
+{{- if and .enabled (not .existingSecret) (not .certManager.enabled) -}}
+{{- fail "tls.enabled is true but there are no certificates: set tls.existingSecret or tls.certManager.enabled, or, for plain text between the pods, tls.enabled=false and tls.insecurePlaintext=true" -}}
+{{- end -}}
+{{- if and .enabled .existingSecret .certManager.enabled -}}
+{{- fail (printf "tls.existingSecret is %q but tls.certManager.enabled is true: choose one of them" .existingSecret) -}}
+{{- end -}}
+{{- if and .certManager.enabled (not .enabled) -}}
+{{- fail "tls.certManager.enabled is true but tls.enabled is false: set both or neither" -}}
+{{- end -}}
+{{- if and .certManager.enabled (not .certManager.issuerName) -}}
+{{- fail "tls.certManager.issuerName is empty: name the issuer that signs for this namespace" -}}
+{{- end -}}
+{{- if and (not .enabled) (or .serverName .allowedNames) -}}
+{{- fail "tls.serverName or tls.allowedNames is set but tls.enabled is false: names are checked by TLS alone" -}}
+{{- end -}}
+{{- if and (not .enabled) (not .insecurePlaintext) -}}
+{{- fail "tls.enabled is false: to let the pods speak in plain text, say so with tls.insecurePlaintext=true" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.checks.model" -}}
+{{- with .Values.model -}}
+{{- if and .claim.existing .claim.create -}}
+{{- fail (printf "model.claim.existing is %q but model.claim.create is true: choose one of them" .claim.existing) -}}
+{{- end -}}
+{{- if and (not .prepare) (not .claim.existing) (not .claim.create) -}}
+{{- fail "model.prepare is false and model.claim names no volume: set model.claim.existing to the claim that holds the model, or model.prepare=true" -}}
+{{- end -}}
+{{- end -}}
+{{- $model := default dict .Values.config.model -}}
+{{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (eq .Values.images.engine.variant "cpu") -}}
+{{- fail (printf "config.model.device is %q but images.engine.variant is \"cpu\": set images.engine.variant=cuda" $model.device) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.checks.scaling" -}}
+{{- $auto := .Values.target.autoscaling -}}
+{{- $on := or $auto.hpa.enabled $auto.keda.enabled -}}
+{{- if and $auto.hpa.enabled $auto.keda.enabled -}}
+{{- fail "target.autoscaling.hpa.enabled and target.autoscaling.keda.enabled are both true: two scalers would fight, choose one" -}}
+{{- end -}}
+{{- if and $auto.keda.enabled (not $auto.keda.serverAddress) -}}
+{{- fail "target.autoscaling.keda.serverAddress is empty: give the address of a Prometheus, as in http://prometheus.monitoring:9090" -}}
+{{- end -}}
+{{- if gt (int $auto.minReplicas) (int $auto.maxReplicas) -}}
+{{- fail (printf "target.autoscaling.minReplicas is %d but maxReplicas is %d" (int $auto.minReplicas) (int $auto.maxReplicas)) -}}
+{{- end -}}
+{{- if not .Values.discovery.enabled -}}
+{{- if $on -}}
+{{- fail "target.autoscaling is on but discovery.enabled is false: routers would not see new targets, set discovery.enabled=true" -}}
+{{- end -}}
+{{- if gt (int .Values.target.replicas) 1 -}}
+{{- fail (printf "target.replicas is %d but discovery.enabled is false: without it a router knows one target, set discovery.enabled=true" (int .Values.target.replicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $role := list "router" "target" "draft" -}}
+{{- $strategy := (index $.Values $role).strategy -}}
+{{- if and (has (toString $strategy.maxSurge) (list "0" "0%")) (has (toString $strategy.maxUnavailable) (list "0" "0%")) -}}
+{{- fail (printf "%s.strategy: maxSurge and maxUnavailable are both 0, so no pod could ever be replaced" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.checks.pools" -}}
+{{- $names := list -}}
+{{- $shares := 0 -}}
+{{- $open := 0 -}}
+{{- range .Values.draft.pools -}}
+{{- if has .name $names -}}
+{{- fail (printf "draft.pools: the name %q is there twice" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- $shares = add $shares (int (default 0 .share)) -}}
+{{- if not .share -}}{{- $open = add1 $open -}}{{- end -}}
+{{- $settings := include "slipstream.poolSettings" (dict "root" $ "pool" .) | fromYaml -}}
+{{- $drafter := default "auto" $settings.drafter -}}
+{{- if and (eq $drafter "auto") (or .model $settings.token_map $settings.combine_ngram) -}}
+{{- fail (printf "draft.pools: pool %q has a model, token_map or combine_ngram but no drafter: say for which one with config.drafter" .name) -}}
+{{- end -}}
+{{- if and (eq $drafter "ngram") .model -}}
+{{- fail (printf "draft.pools: pool %q has the model %q but its drafter is ngram, which needs none: set config.drafter or leave model empty" .name .model) -}}
+{{- end -}}
+{{- if and (not (has $drafter (list "auto" "ngram" "mtp"))) (not .model) -}}
+{{- fail (printf "draft.pools: pool %q has the drafter %q but no model: set model to a folder of the volume" .name $drafter) -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (int $shares) 99 -}}
+{{- fail (printf "draft.pools: the shares add up to %d per cent; leave some for a pool without a share" (int $shares)) -}}
+{{- end -}}
+{{- if and .Values.draft.pools (eq (int $open) 0) -}}
+{{- fail "draft.pools: every pool has a share; one without a share takes the rest" -}}
+{{- end -}}
+{{- range .Values.draft.pools -}}
+{{- $replicas := include "slipstream.poolReplicas" (dict "root" $ "pool" .) | int -}}
+{{- if and (gt (int $.Values.draft.replicas) 0) (lt $replicas 1) -}}
+{{- fail (printf "draft.replicas is %d, which leaves none for the pool %q: raise it, or set it to 0 for plain decoding" (int $.Values.draft.replicas) .name) -}}
+{{- end -}}
+{{- if and (gt $replicas 1) (not $.Values.discovery.enabled) -}}
+{{- fail (printf "draft.replicas gives the pool %q %d pods but discovery.enabled is false: without it a target knows one of them, set discovery.enabled=true" .name $replicas) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Kubernetes kills a pod terminationGracePeriodSeconds after it asked it to end; preStop and drain count. */}}
+{{- define "slipstream.checks.drain" -}}
+{{- $defaults := include "slipstream.defaults" . | fromYaml -}}
+{{- range $role := list "router" "target" -}}
+{{- $drain := default (index $defaults $role).drain_s (default dict (index $.Values.config $role)).drain_s -}}
+{{- include "slipstream.checks.grace" (dict "role" $role "where" (printf "config.%s.drain_s" $role) "drain" $drain "pod" (index $.Values $role)) -}}
+{{- end -}}
+{{- range .Values.draft.pools -}}
+{{- $drain := default $defaults.draft.drain_s (include "slipstream.poolSettings" (dict "root" $ "pool" .) | fromYaml).drain_s -}}
+{{- include "slipstream.checks.grace" (dict "role" "draft" "where" (printf "drain_s of pool %q" .name) "drain" $drain "pod" $.Values.draft) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.checks.grace" -}}
+{{- $needed := addf (float64 .pod.preStopSeconds) (float64 .drain) 5 -}}
+{{- if le (float64 .pod.terminationGracePeriodSeconds) $needed -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %d, but preStopSeconds (%d) and %s (%v) and 5 s to close need more than %v: running answers would be killed" .role (int .pod.terminationGracePeriodSeconds) (int .pod.preStopSeconds) .where .drain $needed) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.checks.policy" -}}
+{{- $defaults := (include "slipstream.defaults" . | fromYaml).target.policy -}}
+{{- $policy := default dict (default dict .Values.config.target).policy -}}
+{{- $enter := default $defaults.enter_gain $policy.enter_gain -}}
+{{- $leave := default $defaults.leave_gain $policy.leave_gain -}}
+{{- if le (float64 $enter) (float64 $leave) -}}
+{{- fail (printf "config.target.policy.enter_gain is %v but leave_gain is %v: it must be above, or the policy flaps" $enter $leave) -}}
+{{- end -}}
+{{- $least := default $defaults.min_nodes $policy.min_nodes | int -}}
+{{- $most := ternary $policy.max_nodes $defaults.max_nodes (hasKey $policy "max_nodes") | int -}}
+{{- if gt $least (max 1 $most | int) -}}
+{{- fail (printf "config.target.policy.min_nodes is %d but max_nodes is %d: nothing would ever be verified" $least $most) -}}
+{{- end -}}
+{{- end -}}

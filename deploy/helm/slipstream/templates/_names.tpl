@@ -1,0 +1,108 @@
+{{/* Names, labels, images and addresses. */}}
+
+{{- define "slipstream.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name $name) (contains $name .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of everything; takes the root. */}}
+{{- define "slipstream.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
+
+{{/* What selects the pods of a role, and of a pool if there is one; takes root, role, pool. */}}
+{{- define "slipstream.selector" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- with .pool }}
+slipstream/pool: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* An image; takes root, image (of values.images) and variant. */}}
+{{- define "slipstream.image" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
+{{- else -}}
+{{ .image.repository }}:{{ default (printf "%s-%s" .root.Chart.AppVersion .variant) .image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.engineImage" -}}
+{{- include "slipstream.image" (dict "root" . "image" .Values.images.engine "variant" .Values.images.engine.variant) -}}
+{{- end -}}
+
+{{- define "slipstream.routerImage" -}}
+{{- include "slipstream.image" (dict "root" . "image" .Values.images.router "variant" "router") -}}
+{{- end -}}
+
+{{/* Where peers find a service: its EndpointSlices, or its one pod by name; takes root, name, port. */}}
+{{- define "slipstream.address" -}}
+{{- if .root.Values.discovery.enabled -}}
+kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
+{{- else -}}
+{{ .name }}.{{ .root.Release.Namespace }}.svc:{{ .port }}
+{{- end -}}
+{{- end -}}
+
+{{/* The drafts that a pool runs; takes root and pool. Shares first, at least one pod each; the others split the rest. */}}
+{{- define "slipstream.poolReplicas" -}}
+{{- $total := int .root.Values.draft.replicas -}}
+{{- $shared := 0 -}}
+{{- $others := list -}}
+{{- range .root.Values.draft.pools -}}
+{{- if .share -}}
+{{- $shared = add $shared (include "slipstream.shareReplicas" (dict "total" $total "share" .share) | int) -}}
+{{- else -}}
+{{- $others = append $others .name -}}
+{{- end -}}
+{{- end -}}
+{{- if .pool.share -}}
+{{- include "slipstream.shareReplicas" (dict "total" $total "share" .pool.share) -}}
+{{- else -}}
+{{- $rest := max 0 (sub $total $shared) | int -}}
+{{- $mine := div $rest (len $others) -}}
+{{- range $number, $name := $others -}}
+{{- if and (eq $name $.pool.name) (lt $number (mod $rest (len $others) | int)) -}}
+{{- $mine = add1 $mine -}}
+{{- end -}}
+{{- end -}}
+{{- $mine -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.shareReplicas" -}}
+{{- if .total -}}
+{{- max 1 (divf (mulf .total .share) 100 | ceil | int) -}}
+{{- else -}}
+0
+{{- end -}}
+{{- end -}}
+
+{{/* "yes" where an optional kind is wanted: takes root, wanted (auto, always, never) and kind (group/version). */}}
+{{- define "slipstream.wanted" -}}
+{{- if or (eq .wanted "always") (and (eq .wanted "auto") (.root.Capabilities.APIVersions.Has .kind)) -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.policyVersion" -}}
+{{- ternary "policy/v1" "policy/v1beta1" (and (.Capabilities.APIVersions.Has "policy/v1") (semverCompare ">=1.21-0" .Capabilities.KubeVersion.Version)) -}}
+{{- end -}}
+
+{{- define "slipstream.autoscalingVersion" -}}
+{{- ternary "autoscaling/v2" "autoscaling/v2beta2" (and (.Capabilities.APIVersions.Has "autoscaling/v2") (semverCompare ">=1.23-0" .Capabilities.KubeVersion.Version)) -}}
+{{- end -}}
+
+{{- define "slipstream.tlsSecret" -}}
+{{- default (printf "%s-%s-tls" (include "slipstream.fullname" .root) .role) .root.Values.tls.existingSecret -}}
+{{- end -}}

@@ -1,0 +1,262 @@
+{{/* One Deployment for every role. Takes root, role, pool ("" for none), name, pod (the values of the role), replicas
+     ("" where a scaler sets them), image, config (the text of the configuration), ports (name to number), metricsPort,
+     threads (the setting that takes the number of CPUs, "" for none), settings (a draft's), model (whether it reads one). */}}
+
+{{- define "slipstream.deployment" -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "slipstream.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ .role }}
+spec:
+  {{- if ne (toString .replicas) "" }}
+  replicas: {{ .replicas }}
+  {{- end }}
+  revisionHistoryLimit: 3
+  progressDeadlineSeconds: {{ add (int .pod.startupSeconds) 60 }}
+  strategy:
+    type: RollingUpdate
+    rollingUpdate:
+      {{- toYaml .pod.strategy | nindent 6 }}
+  selector:
+    matchLabels:
+      {{- include "slipstream.selector" . | nindent 6 }}
+  template:
+    metadata:
+      annotations:
+        checksum/config: {{ .config | sha256sum }}
+        {{- with .pod.podAnnotations }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      labels:
+        {{- include "slipstream.selector" . | nindent 8 }}
+        {{- with .pod.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    spec:
+      {{- include "slipstream.podSpec" . | nindent 6 }}
+{{- end -}}
+
+{{- define "slipstream.podSpec" -}}
+{{- $watches := and .root.Values.discovery.enabled (ne .role "draft") -}}
+serviceAccountName: {{ include "slipstream.fullname" .root }}-{{ .role }}
+automountServiceAccountToken: {{ $watches }}
+enableServiceLinks: false
+terminationGracePeriodSeconds: {{ .pod.terminationGracePeriodSeconds }}
+securityContext:
+  {{- include "slipstream.podSecurity" .root | nindent 2 }}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .pod.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .pod.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .pod.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .pod.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  {{- if .pod.topologySpread }}
+  {{- toYaml .pod.topologySpread | nindent 2 }}
+  {{- else }}
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "slipstream.selector" . | nindent 8 }}
+  {{- end }}
+{{- if and .root.Values.model.prepare .model }}
+initContainers:
+  - name: prepare-model
+    image: {{ include "slipstream.engineImage" .root }}
+    imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+    args: [models, prepare, {{ .root.Values.model.path | quote }}, --to, {{ printf "/models/%s" .root.Values.model.path | quote }}]
+    env:
+      {{- include "slipstream.cacheEnv" . | nindent 6 }}
+    securityContext:
+      {{- include "slipstream.containerSecurity" . | nindent 6 }}
+    resources:
+      {{- toYaml .root.Values.model.prepareResources | nindent 6 }}
+    volumeMounts:
+      - {name: model, mountPath: /models}
+      - {name: scratch, mountPath: /tmp, subPath: tmp}
+      - {name: scratch, mountPath: /cache, subPath: cache}
+{{- end }}
+containers:
+  - {{ include "slipstream.container" . | nindent 4 | trim }}
+volumes:
+  {{- include "slipstream.volumes" . | nindent 2 }}
+{{- end -}}
+
+{{- define "slipstream.container" -}}
+name: {{ .role }}
+image: {{ .image }}
+imagePullPolicy: {{ .root.Values.images.pullPolicy }}
+args:
+  - {{ .role }}
+  - --config=/etc/slipstream/slipstream.yaml
+  {{- $cpu := include "slipstream.cpuField" . }}
+  {{- if $cpu }}
+  - --set={{ .threads }}=$(CPUS)
+  {{- end }}
+  {{- range .pod.extraArgs }}
+  - {{ . | quote }}
+  {{- end }}
+env:
+  {{- include "slipstream.cacheEnv" . | nindent 2 }}
+  {{- if $cpu }}
+  - name: CPUS
+    valueFrom:
+      resourceFieldRef: {containerName: {{ .role }}, resource: {{ $cpu }}, divisor: "1"}
+  {{- end }}
+  {{- with .pod.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+ports:
+  {{- range $name, $number := .ports }}
+  - {name: {{ $name }}, containerPort: {{ $number }}}
+  {{- end }}
+  - {name: metrics, containerPort: {{ .metricsPort }}}
+{{- /* None of the three asks a peer to be alive; a router is ready when a target is. */}}
+startupProbe:
+  httpGet: {path: /live, port: metrics}
+  periodSeconds: 2
+  timeoutSeconds: 5
+  failureThreshold: {{ divf .pod.startupSeconds 2 | ceil | int }}
+readinessProbe:
+  httpGet: {path: /ready, port: metrics}
+  periodSeconds: 3
+  timeoutSeconds: 5
+  failureThreshold: 2
+livenessProbe:
+  httpGet: {path: /live, port: metrics}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- if .pod.preStopSeconds }}
+lifecycle:
+  preStop:
+    exec:
+      command: [sleep, {{ .pod.preStopSeconds | quote }}]
+{{- end }}
+securityContext:
+  {{- include "slipstream.containerSecurity" . | nindent 2 }}
+resources:
+  {{- toYaml .pod.resources | nindent 2 }}
+volumeMounts:
+  - {name: config, mountPath: /etc/slipstream, readOnly: true}
+  {{- if .model }}
+  - {name: model, mountPath: /models, readOnly: true}
+  {{- end }}
+  - {name: scratch, mountPath: /tmp, subPath: tmp}
+  - {name: scratch, mountPath: /cache, subPath: cache}
+  {{- if .root.Values.tls.enabled }}
+  - {name: tls, mountPath: /etc/slipstream-tls, readOnly: true}
+  {{- end }}
+  {{- if and (eq .role "router") .root.Values.router.apiKeys.existingSecret }}
+  - {name: api-keys, mountPath: /etc/slipstream-keys, readOnly: true}
+  {{- end }}
+  {{- with .pod.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "slipstream.volumes" -}}
+- name: config
+  configMap:
+    name: {{ .name }}
+- name: scratch
+  emptyDir: {}
+{{- if .model }}
+- name: model
+  {{- with .root.Values.model }}
+  {{- if or .claim.existing .claim.create }}
+  persistentVolumeClaim:
+    claimName: {{ default (printf "%s-model" (include "slipstream.fullname" $.root)) .claim.existing }}
+    {{- if not .prepare }}
+    readOnly: true
+    {{- end }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .sizeLimit }}
+  {{- end }}
+  {{- end }}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "slipstream.tlsSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- if and (eq .role "router") .root.Values.router.apiKeys.existingSecret }}
+- name: api-keys
+  secret:
+    secretName: {{ .root.Values.router.apiKeys.existingSecret }}
+    defaultMode: 0440
+{{- end }}
+{{- with .pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* What a model's threads follow: the CPU limit, else the request. Empty where neither is set, or threads are. */}}
+{{- define "slipstream.cpuField" -}}
+{{- $section := ternary (default dict .root.Values.config.model) (default dict .settings) (eq .role "target") -}}
+{{- if and .threads (not $section.threads) -}}
+{{- if hasKey (default dict .pod.resources.limits) "cpu" -}}
+limits.cpu
+{{- else if hasKey (default dict .pod.resources.requests) "cpu" -}}
+requests.cpu
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The root file system is read-only: whatever caches, caches here. */}}
+{{- define "slipstream.cacheEnv" -}}
+- {name: HOME, value: /tmp}
+- {name: XDG_CACHE_HOME, value: /cache}
+{{- if ne .role "router" }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+- {name: TRITON_CACHE_DIR, value: /cache/triton}
+- {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
+- {name: TORCH_EXTENSIONS_DIR, value: /cache/torch}
+- {name: FLASHINFER_WORKSPACE_BASE, value: /cache}
+- {name: CUDA_CACHE_PATH, value: /cache/cuda}
+{{- end }}
+{{- end -}}
+
+{{/* The restricted profile of Pod Security, in its two halves. */}}
+{{- define "slipstream.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.runAsUser }}
+runAsGroup: {{ .Values.runAsUser }}
+fsGroup: {{ .Values.runAsUser }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "slipstream.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}

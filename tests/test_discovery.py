@@ -1,0 +1,265 @@
+"""Discovery against an API server that speaks HTTP: pods come and go, watches break, servers restart and forget."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import ConfigError, RemoteProtocolError
+from slipstream.wire.cluster import api_server
+from slipstream.wire.discovery import Directory, WatchRules, fixed, following
+from slipstream.wire.roster import Roster, RosterRules
+from slipstream.wire.slices import Endpoint, ServiceAddress, endpoints_of, merged, service_address
+from tests.api_server import StandIn, endpoint
+
+ADDRESS = "kubernetes:///target.ns:50051"
+QUICK = WatchRules(resync_s=60.0, repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05, hasty_s=0.5)
+A, B, C = "10.0.0.1:50051", "10.0.0.2:50051", "10.0.0.3:50051"
+
+
+def kubeconfig(folder: Path, server: StandIn) -> str:
+    file = folder / "kubeconfig"
+    file.write_text(f"""{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{}}}}],
+        clusters: [{{name: k, cluster: {{server: '{server.url}'}}}}],
+        contexts: [{{name: c, context: {{cluster: k, user: u}}}}]}}""")
+    return str(file)
+
+
+class Told:
+    """What a directory over a stand-in told."""
+
+    def __init__(self, server: StandIn) -> None:
+        self.server = server
+        self.told: list[dict[str, str]] = []
+        self.directory: Directory
+
+    def seen(self, ready: Mapping[str, str]) -> None:
+        self.told.append(dict(ready))
+
+    async def ready(self, *addresses: str) -> None:
+        """Wait until it tells exactly these."""
+        await until(lambda: bool(self.told) and set(self.told[-1]) == set(addresses))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def telling(folder: Path, *versions: str, rules: WatchRules = QUICK,
+                  addresses: tuple[str, ...] = (ADDRESS,)) -> AsyncIterator[Told]:
+    server = StandIn(*versions)
+    await server.start()
+    found = Told(server)
+    async with following(addresses, kubeconfig(folder, server), found.seen, rules) as found.directory:
+        yield found
+    await server.stop()
+
+
+@pytest.mark.parametrize(("versions", "asked"), [(("v1", "v1beta1"), "v1"), (("v1beta1",), "v1beta1")])
+async def test_pods_come_become_unready_and_go(tmp_path: Path, versions: tuple[str, ...], asked: str) -> None:
+    async with telling(tmp_path, *versions) as f:
+        await f.ready()
+        await f.server.put("s1", endpoint("10.0.0.1", ready=False))
+        await until(lambda: f.directory.listed == 1)
+        await f.ready()
+        await f.server.put("s1", endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=None))
+        await f.server.put("s2", endpoint("10.0.0.3"))
+        await f.ready(A, B, C)
+        await f.server.put("s1", endpoint("10.0.0.1", ready=False), endpoint("10.0.0.2"))
+        await f.ready(B, C)
+        await f.server.delete("s2")
+        await f.ready(B)
+        assert f.told[-1] == {B: "target.ns.svc"} and f.server.lists == 1, "the watch alone brought all of it"
+        assert f"/apis/discovery.k8s.io/{asked}/namespaces/ns/endpointslices" in f.server.paths
+
+
+async def test_a_pod_that_ends_is_out_at_once(tmp_path: Path) -> None:
+    async with telling(tmp_path) as f:
+        await f.server.put("s1", endpoint("10.0.0.1"), endpoint("10.0.0.2"))
+        await f.ready(A, B)
+        await f.server.put("s1", endpoint("10.0.0.1", ready=True, terminating=True), endpoint("10.0.0.2"))
+        await f.ready(B)
+        assert f.directory.listed == 1, "what ends is not missed"
+
+
+async def test_a_broken_watch_changes_nothing_and_is_taken_up_again(tmp_path: Path) -> None:
+    async with telling(tmp_path) as f:
+        await f.server.put("s1", endpoint("10.0.0.1"))
+        await f.ready(A)
+        for ip, expected in (("10.0.0.2", B), ("10.0.0.3", C)):
+            watches = f.server.watches
+            await f.server.cut()
+            await f.server.put("s1", endpoint(ip))
+            await f.ready(expected)
+            await until(lambda watches=watches: f.server.watches > watches)
+        assert all(told for told in f.told if told) and {} not in f.told[f.told.index({A: "target.ns.svc"}):]
+
+
+async def test_a_forgotten_version_leads_to_another_list(tmp_path: Path) -> None:
+    async with telling(tmp_path) as f:
+        await f.server.put("s1", endpoint("10.0.0.1"))
+        await f.ready(A)
+        lists = f.server.lists
+        f.server.forget()
+        await f.server.put("s1", endpoint("10.0.0.2"))
+        await f.ready(B)
+        assert f.server.lists > lists
+        assert {} not in f.told[f.told.index({A: "target.ns.svc"}):]
+
+
+@pytest.mark.parametrize("status", [403, 500, 503])
+async def test_a_server_that_refuses_or_is_away_empties_nothing(tmp_path: Path, status: int) -> None:
+    async with telling(tmp_path) as f:
+        await f.server.put("s1", endpoint("10.0.0.1"))
+        await f.ready(A)
+        f.server.refuse = status
+        await f.server.cut()
+        await until(lambda: not f.directory.fresh)
+        await f.server.stop()
+        told = len(f.told)
+        await asyncio.sleep(0.3)
+        assert len(f.told) == told, "nothing is repeated that may have changed"
+        f.server.refuse = 0
+        f.server.versions = ("v1beta1",)  # it comes back older, with other pods
+        await f.server.put("s1", endpoint("10.0.0.2"))
+        await f.server.start()
+        await f.ready(B)
+        assert {} not in f.told[f.told.index({A: "target.ns.svc"}):]
+
+
+async def test_nonsense_changes_nothing(tmp_path: Path) -> None:
+    async with telling(tmp_path) as f:
+        await f.server.put("s1", endpoint("10.0.0.1"))
+        await f.ready(A)
+        bad: list[object] = ["text", {"type": "ODD", "object": {}}, {"object": {}}, {"type": "ADDED", "object": 3},
+                             {"type": "ADDED", "object": {"metadata": {}}}]
+        for event in bad:
+            lists = f.server.lists
+            await f.server.send(event)
+            await until(lambda lists=lists: f.server.lists > lists)
+        await f.server.put("s1", {"addresses": ["not an address"]})
+        await f.server.put("s2", endpoint("10.0.0.2"))
+        await f.ready(A, B)
+
+
+async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path) -> None:
+    rules = WatchRules(backoff_min_s=0.05, backoff_max_s=5.0)
+    async with telling(tmp_path, rules=rules) as f:
+        f.server.watch_ends_at_once = True
+        await until(lambda: f.server.watches >= 3)
+        before = f.server.watches
+        await asyncio.sleep(0.2)
+        assert f.server.watches - before <= 2
+
+
+async def test_lists_come_from_time_to_time(tmp_path: Path) -> None:
+    async with telling(tmp_path, rules=WatchRules(resync_s=0.05)) as f:
+        await f.server.put("s1", endpoint("10.0.0.1"))
+        await f.ready(A)
+        lists = f.server.lists
+        await f.server.put("s1", endpoint("10.0.0.2"))
+        await f.server.put("s1", endpoint("10.0.0.3"))
+        await f.ready(C)
+        await f.server.put("s1", endpoint("10.0.0.1"))
+        await until(lambda: f.server.lists > lists)
+        await f.ready(A)
+
+
+async def test_several_services_and_named_ports(tmp_path: Path) -> None:
+    pools = ("kubernetes:///main.ns.svc:grpc", "kubernetes:///canary.ns:50052", "10.9.9.9:1")
+    assert fixed(pools) == ("10.9.9.9:1",)
+    async with telling(tmp_path, addresses=pools) as f:
+        await f.server.put("m", endpoint("10.0.0.1"), service="main", port=7000)
+        await f.server.put("c", endpoint("10.0.0.2"), service="canary", port=50052)
+        await f.ready("10.0.0.1:7000", "10.0.0.2:50052")
+        assert f.told[-1] == {"10.0.0.1:7000": "main.ns.svc", "10.0.0.2:50052": "canary.ns.svc"}
+
+
+async def test_plain_addresses_need_no_cluster() -> None:
+    async with following(("127.0.0.1:1",), "", lambda ready: None) as found:
+        await asyncio.sleep(0)
+        assert found.listed == 0 and found.fresh
+
+
+async def test_no_cluster_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"wire\.kubeconfig"):
+        await api_server()
+    with pytest.raises(ConfigError, match="need a cluster"):
+        await api_server(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("address", ["kubernetes:///target:50051", "kubernetes://target.ns:1", "kubernetes:///t.ns",
+                                     "kubernetes:///T.ns:1", "kubernetes:///t.ns:1/x"])
+def test_malformed_addresses_are_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="SERVICE"):
+        service_address(address)
+
+
+def test_addresses() -> None:
+    assert service_address("target.ns.svc:50051") is None
+    assert service_address(ADDRESS) == ServiceAddress("target", "ns", "50051")
+
+
+def a_slice(**changes: Any) -> dict[str, Any]:
+    return {"addressType": "IPv4", "endpoints": [endpoint("10.0.0.1")], "ports": [{"name": "grpc", "port": 50051}],
+            **changes}
+
+
+@pytest.mark.parametrize("changes", [
+    {"endpoints": "all"}, {"endpoints": [3]}, {"endpoints": [{"addresses": []}]}, {"endpoints": [{"addresses": [7]}]},
+    {"endpoints": [{"addresses": ["10.0.0.1"], "conditions": []}]} | {"ports": {}}, {"ports": "x"},
+    {"endpoints": [endpoint("10.0.0.1")] * 1001}, {"endpoints": [{"addresses": ["::g"]}]}])
+def test_slices_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        endpoints_of(a_slice(**changes), "50051")
+
+
+def test_ports_must_be_there() -> None:
+    assert endpoints_of(a_slice(), "50052") == () and endpoints_of(a_slice(ports=None), "50051") == ()
+    assert endpoints_of(a_slice(ports=[{"name": "grpc", "port": 1, "protocol": "UDP"}]), "grpc") == ()
+    assert endpoints_of(a_slice(addressType="FQDN"), "50051") == ()
+
+
+def test_a_pod_of_two_families_or_two_slices_counts_once() -> None:
+    four = Endpoint("10.0.0.1:1", "p", True, False)
+    six = Endpoint("[fd00::1]:1", "p", True, False)
+    old = Endpoint("10.0.0.1:1", "p", False, False)
+    assert set(merged([(six,), (four,)])) == set(merged([(four,), (six,)])) == {"10.0.0.1:1"}
+    assert merged([(old,), (four,)]) == merged([(four,), (old,)]) == {"10.0.0.1:1": four}
+    assert endpoints_of(a_slice(addressType="IPv6", endpoints=[endpoint("fd00::1")]), "grpc")[0].address == (
+        "[fd00::1]:50051")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_roster() -> None:
+    clock = Clock()
+    roster = Roster(clock, RosterRules(leave_s=30, silent_s=60))
+    assert roster.seen({A: "n", B: "n"}) == [A, B] and roster.seen({A: "n", B: "n"}) == []
+    roster.seen({A: "n"})
+    assert roster.left(B) and not roster.left(A) and not roster.over()
+    clock.now_s = 29
+    assert roster.seen({A: "n", B: "n"}) == [] and not roster.left(B), "it came back as it was"
+    roster.heard(A)
+    roster.seen({A: "n"})
+    clock.now_s = 60
+    assert roster.over() == [B]
+    roster.forget(B)
+    clock.now_s = 200
+    assert roster.over() == [], "nobody is heard: nobody is forgotten"
+    assert roster.seen({A: "n", C: "n"}) == [C]
+    assert roster.over() == [A], "but one who is silent while another is there"
+    assert B not in roster and list(roster) == [A, C]

@@ -1,0 +1,330 @@
+"""Draft heads as they are published: every layout loads from a folder written to its letter, and its logits are those
+of the head written out straight in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.drafters.checkpoint import read_head
+from slipstream.drafters.eagle import EagleNetwork
+from slipstream.drafters.eagle2 import Eagle2Network
+from slipstream.drafters.eagle2_checkpoint import read_eagle2_head
+from slipstream.drafters.network import Network
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.weights import load_tensors
+from slipstream.errors import ModelError
+from slipstream.messages import Features
+from tests.eagle_folder import (
+    HIDDEN,
+    eagle2_config,
+    eagle2_tensors,
+    eagle_config,
+    eagle_tensors,
+    speculators_config,
+    speculators_tensors,
+    write_eagle_folder,
+)
+from tests.tiny import write_tiny_model
+from tests.written import WrittenEagle2, WrittenEagle3
+
+Tensor = torch.Tensor
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("layouts") / "target", num_hidden_layers=8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published folder, and what of it differs from the plain head that the oracle is."""
+
+    config: Config
+    tensors: Tensors  # by their published names
+    plain: Tensors = field(default_factory=dict)  # by the oracle's names; empty: the published ones
+    taps: tuple[int, ...] = (2, 4, 5)
+    prefix: str = "midlayer"
+
+
+def renamed(tensors: Mapping[str, Tensor], *pairs: tuple[str, str]) -> Tensors:
+    """The same tensors, with the beginnings of their names replaced."""
+    names = {}
+    for name in tensors:
+        new = name
+        for old, instead in pairs:
+            new = instead + new.removeprefix(old) if new.startswith(old) else new
+        names[name] = new
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def without(tensors: Mapping[str, Tensor], *names: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def biased(tensors: Mapping[str, Tensor], *names: str) -> Tensors:
+    """With a bias beside each of ``names``."""
+    generator = torch.Generator().manual_seed(7)
+    return dict(tensors) | {f"{name}.bias": 0.3 * torch.randn(len(tensors[f"{name}.weight"]), generator=generator)
+                            for name in names}
+
+
+def authors_eagle3(target: Path) -> Case:
+    """The embedding is the target's; nothing says which layers, how wide, how rotated."""
+    config = without(eagle_config(hidden_size=48), "target_hidden_size", "rope_theta")
+    tensors = eagle_tensors(config | {"target_hidden_size": 48})
+    own = load_tensors(target, ("model.embed_tokens.weight",))["model.embed_tokens.weight"]
+    return Case(config, without(tensors, "embed_tokens.weight"), tensors | {"embed_tokens.weight": own})
+
+
+def specforge(_target: Path) -> Case:
+    """SGLang's trainer: layers by their outputs, a copy of the embedding, no biases, in bfloat16."""
+    config = eagle_config(attention_bias=False, attention_dropout=0.0, mlp_bias=False, head_dim=8, rope_scaling=None,
+                          pretraining_tp=1, num_aux_hidden_states=3, torch_dtype="bfloat16", eagle_config={
+                              "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 3, 6]})
+    tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in eagle_tensors(config).items()}
+    return Case(config, tensors, taps=(1, 4, 7))
+
+
+def two_states(_target: Path) -> Case:
+    config = eagle_config(num_aux_hidden_states=2, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 5]})
+    return Case(config, eagle_tensors(config, num_taps=2), taps=(2, 6))
+
+
+def nested_names(_target: Path) -> Case:
+    """As engines save it back: everything below ``model.``, the layer by its number."""
+    tensors = eagle_tensors(eagle_config())
+    saved = renamed(tensors, ("midlayer.", "layers.0."), ("", "model."))
+    return Case(eagle_config(), renamed(saved, ("model.lm_head.", "lm_head.")), tensors)
+
+
+def tied_lm_head(_target: Path) -> Case:
+    tensors = eagle_tensors(eagle_config())
+    rows = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    return Case(eagle_config(tie_word_embeddings=True), without(tensors, "lm_head.weight"),
+                tensors | {"lm_head.weight": tensors["embed_tokens.weight"][rows]})
+
+
+def absent_lm_head(target: Path) -> Case:
+    config = eagle_config(hidden_size=48)
+    tensors = eagle_tensors(config)
+    rows = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    return Case(config, without(tensors, "lm_head.weight"),
+                tensors | {"lm_head.weight": load_tensors(target)["lm_head.weight"][rows]})
+
+
+def whole_vocabulary(_target: Path) -> Case:
+    config = eagle_config(draft_vocab_size=260)
+    tensors = eagle_tensors(config)
+    return Case(config, without(tensors, "d2t", "t2d"), tensors)
+
+
+def biases_everywhere(_target: Path) -> Case:
+    names = [f"midlayer.self_attn.{name}_proj" for name in "qkvo"]
+    names += [f"midlayer.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    return Case(eagle_config(attention_bias=True, mlp_bias=True, bias=True),
+                biased(eagle_tensors(eagle_config()), *names, "fc"))
+
+
+def speculators(_target: Path) -> Case:
+    config = speculators_config()
+    return Case(config, speculators_tensors(config), prefix="layers.0")
+
+
+def speculators_norms(_target: Path) -> Case:
+    """The other way round in both switches, and layers named by what enters them."""
+    config = speculators_config(norm_before_residual=False, norm_before_fc=True,
+                                eagle_aux_hidden_state_layer_ids=[1, 3, 8])
+    return Case(config, speculators_tensors(config), taps=(1, 3, 8), prefix="layers.0")
+
+
+EAGLE3 = (authors_eagle3, specforge, two_states, nested_names, tied_lm_head, absent_lm_head, whole_vocabulary,
+          biases_everywhere, speculators, speculators_norms)
+
+
+def authors_eagle1(_target: Path) -> Case:
+    config = eagle2_config(bias=True)
+    return Case(config, eagle2_tensors(config))
+
+
+def authors_eagle2(_target: Path) -> Case:
+    """Without a word on biases, and with the buffers that old transformers saved."""
+    config = without(eagle2_config(), "bias")
+    tensors = eagle2_tensors(config)
+    buffers = {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    return Case(config, {name: t.half() for name, t in tensors.items()} | buffers,
+                {name: t.half() for name, t in tensors.items()})
+
+
+def authors_qwen2(_target: Path) -> Case:
+    config = eagle2_config(qkv_bias=True)
+    return Case(config, eagle2_tensors(config))
+
+
+def speculators_eagle1(_target: Path) -> Case:
+    flat = eagle2_config(bias=True)
+    tensors = eagle2_tensors(flat)
+    saved = renamed(without(tensors, "embed_tokens.weight"), ("layers.0.", "transformer."), ("fc.", "fusion_fc."))
+    config = {"architectures": ["EagleSpeculator"], "fusion_bias": True, "layernorms": False,
+              "speculators_config": {"algorithm": "eagle", "default_proposal_method": "greedy", "proposal_methods": [
+                  {"proposal_type": "greedy", "speculative_tokens": 5}], "verifier": {"name_or_path": "somebody/tiny"}},
+              "speculators_model_type": "eagle", "transformer_layer_config": without(flat, "architectures", "bias")}
+    return Case(config, saved, tensors)
+
+
+EAGLE2 = (authors_eagle1, authors_eagle2, authors_qwen2, speculators_eagle1)
+
+
+def drafted(network: Network, tokens: list[int], states: Tensor) -> dict[tuple[int, ...], Tensor]:
+    """Logits of a network at the last token, at two siblings below it and at a child of each, by draft path."""
+    assert network.features is not None
+    message = Features(1, 0, states.numpy().tobytes(), len(states), "float64")
+    (rows,) = network.read([message])
+    count = len(rows)
+    slots = network.slots.alloc(count + 4)
+    builder = BatchBuilder()
+    builder.add(tokens[1:], range(count), slots[:count].tolist(), np.zeros(0, np.int64), logits="last")
+    root = network.forward(builder.build(features=rows))
+    assert root.states is not None
+    builder = BatchBuilder()
+    builder.add([70, 71], [count, count], slots[count:count + 2].tolist(), slots[:count], [0b01, 0b10], 2)
+    level = network.forward(builder.build(features=root.states.expand(2, -1)))
+    builder = BatchBuilder()
+    builder.add([72, 73], [count + 1] * 2, slots[count + 2:].tolist(), slots[:count + 2], [0b0101, 0b1010], 4)
+    leaves = network.forward(builder.build(features=level.states))
+    network.slots.free(slots)
+    return dict(zip([(), (70,), (71,), (70, 72), (71, 73)], [*root.logits, *level.logits, *leaves.logits], strict=True))
+
+
+def text_and_states(width: int) -> tuple[list[int], Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return list(range(40, 49)), torch.randn(8, width, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("layout", EAGLE3)
+def test_eagle3(tmp_path: Path, target: Path, layout: Callable[[Path], Case]) -> None:
+    case = layout(target)
+    head = read_head(write_eagle_folder(tmp_path, case.config, case.tensors), target)
+    assert head.taps == case.taps
+    tensors = case.plain or case.tensors
+    d2t = tensors.get("d2t", torch.zeros(head.draft_vocab_size, dtype=torch.int64))
+    flat = case.config | case.config.get("transformer_layer_config", {})
+    written = WrittenEagle3(flat, tensors | {"d2t": d2t}, case.prefix, flat.get("norm_before_residual", False))
+    network = EagleNetwork(head, "float64", torch.device("cpu"), 16)
+    assert network.features is not None and network.features.width == len(case.taps) * 48
+    tokens, states = text_and_states(network.features.width)
+    for path, logits in drafted(network, tokens, states).items():
+        expected = written.run(tokens, states, path)[0]
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-9), (path, float((logits - expected).abs().max()))
+    ids = torch.arange(len(written.ids)) if network.vocabulary is None else network.vocabulary
+    assert torch.equal(ids, written.ids)
+
+
+@pytest.mark.parametrize("layout", EAGLE2)
+def test_eagle1_and_eagle2(tmp_path: Path, target: Path, layout: Callable[[Path], Case]) -> None:
+    case = layout(target)
+    head = read_eagle2_head(write_eagle_folder(tmp_path, case.config, case.tensors), target)
+    flat = case.config | case.config.get("transformer_layer_config", {})
+    own = load_tensors(target)
+    written = WrittenEagle2(own["model.embed_tokens.weight"], own["lm_head.weight"], flat, case.plain or case.tensors)
+    network = Eagle2Network(head, "float64", torch.device("cpu"), 16)
+    assert network.features is not None
+    assert (network.features.layers, network.features.width) == ((8,), 48), "the state after the final norm"
+    tokens, states = text_and_states(48)
+    for path, logits in drafted(network, tokens, states).items():
+        expected = written.run(tokens, states, path)[0]
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-9), (path, float((logits - expected).abs().max()))
+
+
+def test_the_authors_triple_means_what_enters_its_layers(tmp_path: Path, target: Path) -> None:
+    config = eagle_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})
+    assert read_head(write_eagle_folder(tmp_path, config), target).taps == (2, 4, 5)
+
+
+def test_shards_are_read(tmp_path: Path, target: Path) -> None:
+    folder, tensors = write_eagle_folder(tmp_path / "whole"), eagle_tensors(eagle_config())
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    whole = read_head(folder, target)
+    (folder / "model.safetensors").unlink()
+    for file, part in parts.items():
+        write_eagle_folder(tmp_path / "part", tensors={name: tensors[name] for name in part})
+        (tmp_path / "part" / "model.safetensors").rename(folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(
+        {"weight_map": {name: file for file, part in parts.items() for name in part}}))
+    again = read_head(folder, target)
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in whole.tensors.items())
+
+
+def test_a_folder_of_pickles_is_refused_with_the_way_out(tmp_path: Path, target: Path) -> None:
+    write_eagle_folder(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin is a pickle.*convert it once.*save_file"):
+        read_head(tmp_path, target)
+
+
+SPECULATORS_REFUSED = [
+    ({"speculators_model_type": "eagle"}, "speculators_model_type: .*eagle2"),
+    ({"transformer_layer_config": None}, "transformer_layer_config: expected an object"),
+    ({"norm_before_residual": None}, "norm_before_residual: expected true or false"),
+    ({"norm_before_fc": True}, "tensor input_norm.weight is missing"),
+    ({"fc_norm": True}, "fc_norm: .*not supported"),
+    ({"target_hidden_size": 64}, "target_hidden_size: the head was made for 64, the target has 48"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "eagle_aux_hidden_state_layer_ids: .*8 layers"),
+    ({"eagle_aux_hidden_state_layer_ids": "2"}, "eagle_aux_hidden_state_layer_ids: expected layer numbers"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"fc.weight has shape \(48, 144\), expected \(48, 96\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), SPECULATORS_REFUSED)
+def test_a_speculators_config_that_does_not_fit_is_refused(tmp_path: Path, target: Path, change: Config,
+                                                           match: str) -> None:
+    folder = write_eagle_folder(tmp_path, speculators_config(**change), speculators_tensors(speculators_config()))
+    with pytest.raises(ModelError, match=match):
+        read_head(folder, target)
+
+
+LEFT_OVER = [
+    ("midlayer.self_attn.q_proj.bias", "layers.0.self_attn.q_proj.bias is no part of the head.*attention_bias"),
+    ("midlayer.self_attn.q_norm.weight", "layers.0.self_attn.q_norm.weight is no part"),
+    ("input_norm.weight", "norm_before_fc"),
+    ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight is no part"),
+]
+
+
+@pytest.mark.parametrize(("name", "match"), LEFT_OVER)
+def test_what_nothing_would_read_is_refused(tmp_path: Path, target: Path, name: str, match: str) -> None:
+    tensors = eagle_tensors(eagle_config()) | {name: torch.ones(HIDDEN)}
+    with pytest.raises(ModelError, match=match):
+        read_head(write_eagle_folder(tmp_path, tensors=tensors), target)
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"num_aux_hidden_states": 2}, "num_aux_hidden_states: 2, but .* names 3 layers"),
+    ({"bias": True}, "bias: True, but tensor fc.bias is missing"),
+    ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type: 'yarn'"),
+    ({"num_attention_heads": 5}, "num_key_value_heads"),
+    ({"draft_vocab_size": 95}, "lm_head.weight has shape|d2t has shape"),
+    ({"hidden_size": 0}, "hidden_size"),
+])
+def test_an_eagle3_config_that_does_not_fit_is_refused(tmp_path: Path, target: Path, change: Config,
+                                                       match: str) -> None:
+    folder = write_eagle_folder(tmp_path, eagle_config(**change), eagle_tensors(eagle_config()))
+    with pytest.raises(ModelError, match=match):
+        read_head(folder, target)
+
+
+def test_a_missing_lm_head_that_the_target_cannot_lend_is_refused(tmp_path: Path, target: Path) -> None:
+    tensors = without(eagle_tensors(eagle_config()), "lm_head.weight")
+    with pytest.raises(ModelError, match=r"lm_head\.weight is missing.*32 numbers.*the target's 48"):
+        read_head(write_eagle_folder(tmp_path, tensors=tensors), target)

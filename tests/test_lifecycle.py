@@ -1,0 +1,218 @@
+"""Ends and beginnings: answers that change their target, drafts that say goodbye, all of it replaced under load."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from draft_service.__main__ import host
+from draft_service.__main__ import serve as serve_draft
+from draft_service.assembly import build
+from router.__main__ import serve as serve_router
+from router.balance import Balancer
+from router.targets import Targets
+from slipstream.config import Config
+from slipstream.errors import Draining
+from slipstream.messages import Drop, Open, Sampling
+from slipstream.metrics import RouterMetrics
+from slipstream.pairing import check_pair
+from slipstream.requests import Request
+from slipstream.wire.link import DraftLink
+from target_service.__main__ import serve as serve_target
+from tests.api_server import StandIn, endpoint
+from tests.pair import STUBBORN, target
+from tests.test_discovery import kubeconfig, until
+from tests.test_lossless import SAMPLINGS, tokens_of
+from tests.test_wire import HELLO, WIRE, Target
+
+PROMPT = tuple(b"the cat sat on the mat. the cat sat on the")
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_an_answer_that_is_handed_back_goes_on_as_if_it_had_not_been(tiny_folder: Path, name: str) -> None:
+    request = Request("r", PROMPT, SAMPLINGS[name], 200, top_logprobs=1)
+    async with target(tiny_folder) as first, target(tiny_folder) as second:
+        whole = await second.answer(request)
+        balancer = Balancer(Targets({"first": first.service, "second": second.service}), RouterMetrics("tiny"))
+        await balancer.poll()
+        answer = balancer.submit(request)
+        pieces = [await anext(aiter(answer)) for _ in range(7)]
+        running = first if first.worker.num_running else second
+        drained = asyncio.create_task(running.service.drain(0.0))
+        async for piece in answer:
+            pieces.append(piece)
+        assert tokens_of(pieces) == tokens_of(whole) and pieces[-1].finish == whole[-1].finish
+        found = [entry.logprob for piece in pieces for entry in piece.logprobs]
+        assert np.allclose(found, [entry.logprob for piece in whole for entry in piece.logprobs], atol=1e-9)
+        assert not await drained
+        assert 'outcome="handed_back"' in running.metrics.registry.page("")[1].decode()
+        await first.check()
+        await second.check()
+
+
+async def test_what_is_not_finished_in_time_is_handed_back(tiny_folder: Path) -> None:
+    async with target(tiny_folder, max_sessions=1) as rig:
+        long = Request("r", PROMPT, Sampling(), 1500)
+        running = [asyncio.create_task(rig.answer(long)) for _ in range(2)]
+        await until(lambda: rig.worker.num_running == 1 and rig.worker.num_waiting == 1)
+        assert not await rig.service.drain(0.0)
+        for task in running:
+            with pytest.raises(Draining):
+                await task
+        await rig.check()
+        assert (await rig.service.info()).slots_free == rig.runner.slots.num_slots
+        assert 'outcome="handed_back"' in rig.metrics.registry.page("")[1].decode()
+
+
+async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
+    port, ready, stop = free_port(), asyncio.Event(), asyncio.Event()
+    config = Config.model_validate({"model": {"path": str(tiny_folder)}, "draft": {
+        "listen": f"127.0.0.1:{port}", "metrics_listen": "127.0.0.1:0"}})
+    serving = asyncio.create_task(host(config, build(config), stop, ready.set))
+    await ready.wait()
+    told = Target()
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, told, WIRE, check_pair)
+    linking = asyncio.create_task(link.run())
+    await until(lambda: link.status().connected)
+    link.send([Open(1, np.array([5, 6, 7, 5, 6], np.int32), 5, Sampling(), 4)])
+    await until(lambda: bool(told.items))
+    stop.set()
+    await asyncio.wait_for(serving, 20)
+    assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
+    linking.cancel()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """The services as their processes run them, listed by a stand-in API server when they are ready."""
+
+    def __init__(self, folder: Path, scratch: Path, api: StandIn) -> None:
+        self.api = api
+        self.http = free_port()
+        self._base: dict[str, Any] = {
+            "model": {"path": str(folder), "dtype": "float32", "threads": 1}, "log": {"level": "warning"},
+            "target": {"policy": STUBBORN.model_dump()},  # the router's
+            "wire": {"kubeconfig": kubeconfig(scratch, api), "connect_backoff_max_s": 0.2},
+        }
+        self._stops: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self, name: str, section: str, serve: Callable[..., Coroutine[Any, Any, None]],
+                    **settings: Any) -> None:
+        port, ready = free_port(), asyncio.Event()
+        own = {"listen": f"127.0.0.1:{port}", "metrics_listen": "127.0.0.1:0", **settings}
+        config = Config.model_validate({**self._base, section: own})
+        self._stops[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(serve(config, self._stops[name], ready.set))
+        done, _ = await asyncio.wait({self._tasks[name], asyncio.create_task(ready.wait())},
+                                     return_when=asyncio.FIRST_COMPLETED)
+        assert self._tasks[name] not in done, self._tasks[name]
+        if section != "router":
+            await self.api.put(name, endpoint("127.0.0.1", pod=name), service=section, port=port)
+
+    async def start_target(self, name: str) -> None:
+        await self.start(name, "target", serve_target, drafts=["kubernetes:///draft.ns:grpc"], slots=4096,
+                         drain_s=0.2, policy=STUBBORN.model_dump())
+
+    async def start_draft(self, name: str) -> None:
+        await self.start(name, "draft", serve_draft, ngram={"min_match": 1})
+
+    async def start_router(self) -> None:
+        await self.start("router", "router", serve_router, listen=f"127.0.0.1:{self.http}",
+                         grpc_listen="127.0.0.1:0", targets=["kubernetes:///target.ns:grpc"], model_name="tiny")
+
+    async def stop(self, name: str) -> None:
+        """As Kubernetes does it: out of the slices and SIGTERM at the same time."""
+        if name != "router":
+            await self.api.delete(name)
+        self._stops.pop(name).set()
+        await asyncio.wait_for(self._tasks.pop(name), 60)
+
+    async def end(self) -> None:
+        for name in list(self._stops):
+            await self.stop(name)
+
+
+@asynccontextmanager
+async def cluster(folder: Path, scratch: Path) -> AsyncIterator[Cluster]:
+    api = StandIn()
+    await api.start()
+    found = Cluster(folder, scratch, api)
+    try:
+        yield found
+    finally:
+        await found.end()
+        await api.stop()
+
+
+class Asker:
+    """Asks the same all the time. Every answer must be the first one."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/v1/completions"
+        self._stop = False
+        self.texts: list[str] = []
+        self.accepted: list[int] = []
+
+    async def run(self, http: httpx.AsyncClient) -> None:
+        body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 60, "temperature": 0.7,
+                "seed": 3, "ignore_eos": True}
+        while not self._stop:
+            answer = await http.post(self._url, json=body)
+            assert answer.status_code == 200, answer.text
+            found = answer.json()
+            self.texts.append(found["choices"][0]["text"])
+            self.accepted.append(found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"])
+
+    async def more(self, holds: Callable[[int], bool] = lambda accepted: True) -> None:
+        """Wait for three more answers whose accepted draft tokens are as told."""
+        begun = len(self.accepted)
+        await until(lambda: sum(map(holds, self.accepted[begun:])) >= 3)
+
+    def stop(self) -> None:
+        self._stop = True
+
+
+async def test_everything_is_replaced_under_load_and_nothing_fails(tiny_folder: Path, tmp_path: Path) -> None:
+    async with cluster(tiny_folder, tmp_path) as c, httpx.AsyncClient(timeout=30) as http:
+        await c.start_target("t1")
+        await c.start_draft("d1")
+        await c.start_router()
+        await until_ready(http, c.http)
+        asker = Asker(c.http)
+        asking = [asyncio.create_task(asker.run(http)) for _ in range(3)]
+        await asker.more(lambda accepted: accepted > 0)
+        await c.stop("d1")
+        await asker.more(lambda accepted: accepted == 0)
+        await c.start_draft("d2")
+        await asker.more(lambda accepted: accepted > 0)
+        await c.api.stop()
+        await asker.more(lambda accepted: accepted > 0)
+        await c.api.start()
+        for old, new in (("t1", "t2"), ("t2", "t3")):
+            await c.start_target(new)
+            await asyncio.sleep(1.5)  # the router asks targets every second
+            await c.stop(old)
+            await asker.more(lambda accepted: accepted > 0)
+        asker.stop()
+        await asyncio.gather(*asking)
+        assert len(set(asker.texts)) == 1, "no answer is another"
+
+
+async def until_ready(http: httpx.AsyncClient, port: int) -> None:
+    async with asyncio.timeout(30):
+        while (await http.get(f"http://127.0.0.1:{port}/health")).status_code != 200:
+            await asyncio.sleep(0.05)

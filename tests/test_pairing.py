@@ -1,0 +1,131 @@
+"""A head that was made for another target is told of, once and loudly; one that was made for it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from structlog.testing import capture_logs
+
+from slipstream.config import Config, DraftSection, GrowthSection, ModelSection, NgramSection, TargetSection
+from slipstream.doctor import checks
+from slipstream.drafters import create
+from slipstream.drafters.base import Drafter
+from slipstream.host import RIGHT_ENOUGH, pairing_problem
+from slipstream.messages import Sampling
+from slipstream.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
+from slipstream.requests import DraftStatus, Request
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetServicer
+from target_service.service import Served, TargetService
+from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.pair import STUBBORN, WIRE, drafting, local_link, target
+
+TEXT = b"one two three one two three one two three one"
+GROWTH = GrowthSection(num_steps=3, topk=2, num_draft_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights: a head for another target with this one's shapes."""
+    return write_eagle_folder(tmp_path_factory.mktemp("pairing") / "head", eagle_config(eagle_config={
+        "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
+
+
+def drafter(kind: str, folder: Path, model: Path) -> Drafter:
+    section = DraftSection(drafter=kind, model=str(model), dtype="float64", slots=2048, growth=GROWTH,
+                           ngram=NgramSection(min_match=1))
+    return create(section, ModelSection(path=str(folder), dtype="float64"))
+
+
+@pytest.mark.parametrize(("agreed", "rounds"), [(0, 1), (0, 64), (3, 64), (5, 300), (150, 300), (64, 64)])
+def test_the_bound_is_wilsons(agreed: int, rounds: int) -> None:
+    interval = stats.binomtest(agreed, rounds).proportion_ci(0.90, method="wilson")
+    assert Agreement(rounds, agreed).at_most == pytest.approx(interval.high, abs=1e-4)
+
+
+def test_few_rounds_and_fair_drafters_are_not_suspected() -> None:
+    assert not Agreement().suspect and Agreement().at_most == 1.0
+    assert not Agreement(SUSPECT_ROUNDS - 1, 0).suspect and Agreement(SUSPECT_ROUNDS, 0).suspect
+    rng = np.random.default_rng(0)
+    suspected = dict.fromkeys((0.02, 0.3), 0)
+    for share in suspected:
+        for _ in range(200):
+            agreement = Agreement()
+            for agreed in rng.random(256) < share:
+                agreement.add(bool(agreed))
+                if agreement.suspect:
+                    suspected[share] += 1
+                    break
+    assert suspected[0.02] > 190 and suspected[0.3] == 0
+
+
+def test_an_old_suspicion_can_be_outlived() -> None:
+    agreement = Agreement()
+    for _ in range(FORGET_ROUNDS):
+        agreement.add(False)
+    assert agreement.suspect and "0 of 1024" in agreement.problem()
+    rounds = 0
+    while agreement.suspect:
+        agreement.add(True)
+        rounds += 1
+    assert rounds < FORGET_ROUNDS * SUSPECT_BELOW
+    assert agreement.problem() == ""
+
+
+@pytest.mark.parametrize("kind", ["head", "good", "ngram"])
+async def test_the_target_tells_of_a_head_that_does_not_fit(kind: str, head: Path, tiny_folder: Path,
+                                                            tiny_draft_folder: Path) -> None:
+    names = {"head": ("eagle3", head), "good": ("standalone", tiny_draft_folder), "ngram": ("ngram", Path())}
+    name, model = names[kind]
+    with capture_logs() as logs:
+        async with (target(tiny_folder) as rig, drafting(drafter(name, tiny_folder, model)) as peers,
+                    local_link(rig, peers) as link):
+            ask = Request("1", tuple(TEXT), Sampling(temperature=1.0), 60)
+            await asyncio.gather(*(rig.answer(replace(ask, sampling=Sampling(temperature=1.0, seed=seed)))
+                                   for seed in range(6)))
+            suspect = rig.count("pairing_suspect")
+            problem = rig.worker.pool.with_problem(DraftStatus(link.address, True)).problem
+            assert rig.count("drafts_total") > SUSPECT_ROUNDS or kind == "ngram"
+    warnings = [log for log in logs if log["log_level"] == "warning" and "SUSPECT" in log["event"]]
+    if kind == "head":
+        assert len(warnings) == 1 and warnings[0]["drafter"] == "eagle3"
+        assert suspect == 1 and "check draft.model" in problem
+    else:
+        assert not warnings and suspect == 0 and not problem
+
+
+@pytest.mark.parametrize("kind", ["head", "good"])
+async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, tiny_folder: Path,
+                                                        tiny_draft_folder: Path) -> None:
+    name, model = ("eagle3", head) if kind == "head" else ("standalone", tiny_draft_folder)
+    async with (target(tiny_folder, STUBBORN) as rig, drafting(drafter(name, tiny_folder, model)) as peers,
+                local_link(rig, peers) as link):
+        served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048)
+        service = TargetService(rig.worker, served, TargetSection(), lambda: [DraftStatus(link.address, True)])
+        server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(service)])
+        listen = f"127.0.0.1:{await server.start()}"
+        problem = await pairing_problem(Config.model_validate({"model": {"path": str(tiny_folder)},
+                                                               "target": {"listen": listen}}))
+        await server.drain(0.1)
+        assert ("check draft.model" in problem) == (kind == "head"), problem
+        if kind == "good":
+            assert RIGHT_ENOUGH <= rig.count("accepted_tokens_total") < 2 * RIGHT_ENOUGH, "a few rounds suffice"
+
+
+@pytest.mark.parametrize("kind", ["head", "good", "misfit"])
+def test_the_doctor_tries_the_pair(kind: str, head: Path, tiny_folder: Path, tiny_draft_folder: Path,
+                                   tmp_path: Path) -> None:
+    if kind == "misfit":
+        head = write_eagle_folder(tmp_path / "misfit", eagle_config(target_hidden_size=64))
+    draft = {"drafter": "standalone" if kind == "good" else "eagle3", "dtype": "float32",
+             "model": str(tiny_draft_folder if kind == "good" else head), "growth": GROWTH.model_dump()}
+    config = Config.model_validate({"model": {"path": str(tiny_folder), "dtype": "float32"}, "draft": draft})
+    (pairing,) = [check for check in checks(config) if check.name == "pairing"]
+    assert pairing.status == {"head": "warn", "good": "ok", "misfit": "fail"}[kind], pairing
+    if kind == "good":
+        assert "acceptance length" in pairing.found

@@ -1,0 +1,265 @@
+"""Routers and targets over peers that an API server lists: found, left, dead, back; with and without that server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from router.balance import Balancer, BalanceRules
+from router.targets import Targets
+from slipstream.config import WireSection
+from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.messages import Drop, Sampling
+from slipstream.metrics import RouterMetrics
+from slipstream.pairing import check_pair
+from slipstream.requests import Request
+from slipstream.wire.discovery import WatchRules, following
+from slipstream.wire.link import DraftLink, Link
+from slipstream.wire.peers import DraftServicer
+from slipstream.wire.roster import RosterRules
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.tls import TlsFiles, dialling
+from target_service.drafts import Drafts
+from tests.api_server import StandIn, endpoint
+from tests.certificates import authority, issue, needs_openssl
+from tests.echo import EchoTarget
+from tests.test_discovery import kubeconfig, until
+from tests.test_wire import HELLO, Echo, Target
+
+WIRE = WireSection(connect_backoff_max_s=0.1)
+QUICK = WatchRules(repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
+ROSTER = RosterRules(leave_s=0.3, silent_s=0.6)
+ADDRESSES = ("kubernetes:///target.ns:grpc",)
+
+
+@dataclass
+class Pods:
+    """Servers on loopback ports, each in a slice of its own (a pod's address is its port here)."""
+
+    api: StandIn
+    tls: TlsFiles | None = None
+    servers: dict[str, GrpcServer] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+
+    async def start(self, name: str, servicer: TargetServicer | DraftServicer) -> str:
+        server = GrpcServer("127.0.0.1:0", WIRE, [servicer], tls=self.tls)
+        self.servers[name], self.ports[name] = server, await server.start()
+        await self.list(name)
+        return f"127.0.0.1:{self.ports[name]}"
+
+    async def list(self, name: str, ready: bool = True, terminating: bool | None = None) -> None:
+        await self.api.put(name, endpoint("127.0.0.1", ready, terminating, pod=name), port=self.ports[name])
+
+    async def kill(self, name: str) -> None:
+        await self.servers.pop(name).drain(0)
+
+    async def end(self) -> None:
+        for name in list(self.servers):
+            await self.kill(name)
+
+
+@dataclass
+class Routed:
+    api: StandIn
+    pods: Pods
+    targets: Targets
+    balancer: Balancer
+
+    @property
+    def known(self) -> set[str]:
+        return {target.name for target in self.targets}
+
+    async def ask(self, max_tokens: int = 8) -> int:
+        request = Request("r", (1, 2), Sampling(), max_tokens)
+        return sum([len(piece.tokens) async for piece in self.balancer.submit(request)])
+
+    async def settled(self, *addresses: str) -> None:
+        """Wait until it has these targets, and all of them are ready."""
+        await until(lambda: self.known == set(addresses) and all(t.ready and not t.left for t in self.targets))
+
+
+@asynccontextmanager
+async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | None = None) -> AsyncIterator[Routed]:
+    api = StandIn()
+    await api.start()
+
+    def connect(address: str, name: str) -> TargetClient:
+        return TargetClient(address, WIRE, tls=dialling(client, name), connect_s=1.0)
+
+    targets = Targets({}, connect, rules=ROSTER)
+    rules = BalanceRules(poll_every_s=0.05, poll_timeout_s=1.0)
+    found = Routed(api, Pods(api, tls), targets, Balancer(targets, RouterMetrics("tiny"), rules=rules))
+    async with following(ADDRESSES, kubeconfig(folder, api), targets.seen, QUICK):
+        polling = asyncio.create_task(found.balancer.run())
+        try:
+            yield found
+        finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+            await targets.aclose()
+            await found.pods.end()
+            await api.stop()
+
+
+async def test_requests_follow_the_targets(tmp_path: Path) -> None:
+    async with routed(tmp_path) as r:
+        echoes = [EchoTarget() for _ in range(3)]
+        a = await r.pods.start("a", TargetServicer(echoes[0]))
+        await r.settled(a)
+        assert await r.ask() == 8
+        b = await r.pods.start("b", TargetServicer(echoes[1]))
+        c = await r.pods.start("c", TargetServicer(echoes[2]))
+        await r.settled(a, b, c)
+        await r.pods.list("a", ready=False, terminating=True)
+        await until(lambda: any(t.left for t in r.targets))
+        before = len(echoes[0].requests)
+        assert await asyncio.gather(*(r.ask() for _ in range(12))) == [8] * 12
+        assert len(echoes[0].requests) == before, "who ends gets no new answer"
+        await r.pods.kill("a")
+        await r.api.delete("a")
+        await r.settled(b, c)
+
+
+async def test_what_runs_on_a_target_that_left_finishes(tmp_path: Path) -> None:
+    async with routed(tmp_path) as r:
+        slow = EchoTarget(pause_s=0.02, end=1000)
+        a = await r.pods.start("a", TargetServicer(slow))
+        await r.settled(a)
+        running = asyncio.create_task(r.ask(max_tokens=200))
+        await until(lambda: len(slow.running) == 1)
+        await r.pods.list("a", ready=False)
+        b = await r.pods.start("b", TargetServicer(EchoTarget()))
+        await until(lambda: b in r.known)
+        await asyncio.sleep(2 * ROSTER.leave_s)
+        assert not running.done() and a in r.known, "it is long over, but it works"
+        assert await running == 200
+        await r.settled(b)
+
+
+async def test_a_target_that_is_unready_for_a_moment_stays(tmp_path: Path) -> None:
+    async with routed(tmp_path) as r:
+        a = await r.pods.start("a", TargetServicer(EchoTarget()))
+        await r.settled(a)
+        (before,) = r.targets
+        await r.pods.list("a", ready=False)
+        await until(lambda: before.left)
+        assert await r.ask() == 8, "when no other is there, it is used all the same"
+        await r.pods.list("a")
+        await r.settled(a)
+        assert list(r.targets) == [before]
+
+
+async def test_without_the_api_server_live_targets_stay_and_dead_ones_go(tmp_path: Path) -> None:
+    async with routed(tmp_path) as r:
+        a = await r.pods.start("a", TargetServicer(EchoTarget()))
+        b = await r.pods.start("b", TargetServicer(EchoTarget()))
+        await r.settled(a, b)
+        await r.api.stop()
+        await r.pods.kill("b")
+        assert await asyncio.gather(*(r.ask() for _ in range(10))) == [8] * 10
+        await r.settled(a)
+        await asyncio.sleep(2 * ROSTER.silent_s)
+        assert r.known == {a}
+        await r.pods.kill("a")
+        await asyncio.sleep(2 * ROSTER.silent_s)
+        assert r.known == {a}, "the last one is never forgotten: it may be us"
+        c = await r.pods.start("c", TargetServicer(EchoTarget()))  # the slices know, but nobody can be asked
+        await r.api.delete("a")
+        await r.api.delete("b")
+        await r.api.start()
+        await r.settled(c)
+        assert await r.ask() == 8
+
+
+async def test_a_dead_target_that_is_still_listed_gets_nothing(tmp_path: Path) -> None:
+    async with routed(tmp_path) as r:
+        a = await r.pods.start("a", TargetServicer(EchoTarget()))
+        b = await r.pods.start("b", TargetServicer(EchoTarget()))
+        await r.settled(a, b)
+        await r.pods.kill("a")
+        assert await asyncio.gather(*(r.ask() for _ in range(10))) == [8] * 10
+        await until(lambda: not any(t.ready for t in r.targets if t.name == a))
+        await asyncio.sleep(2 * ROSTER.silent_s)
+        assert await r.ask() == 8
+
+
+@needs_openssl
+async def test_pods_are_known_by_their_services_name(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    server, client = issue(ca, "target", "DNS:target.ns.svc"), issue(ca, "router", "DNS:router.ns.svc")
+    async with routed(tmp_path, server, client) as r:
+        a = await r.pods.start("a", TargetServicer(EchoTarget()))
+        await r.settled(a)
+        assert await r.ask() == 8
+        r.pods.tls = issue(ca, "other", "DNS:other.ns.svc")
+        b = await r.pods.start("b", TargetServicer(EchoTarget()))
+        await until(lambda: b in r.known)
+        await asyncio.sleep(0.3)
+        assert [t.name for t in r.targets if t.ready] == [a], "another service's pod is not taken for a target"
+
+
+async def test_nobody_there_is_unavailable_at_once(tmp_path: Path) -> None:
+    async with routed(tmp_path) as r:
+        try:
+            await r.ask()
+        except SlipstreamError as error:
+            assert isinstance(error, Unavailable)
+        else:
+            raise AssertionError("it answered")
+
+
+@dataclass
+class Told(Target):
+    """A target's worker that remembers which links leave."""
+
+    leaving: dict[str, bool] = field(default_factory=dict)
+
+    def link_leaving(self, link: Link, leaving: bool) -> None:
+        self.leaving[link.address] = leaving
+
+
+async def test_links_follow_the_drafts(tmp_path: Path) -> None:
+    api, told = StandIn(), Told()
+    await api.start()
+    pods, echo = Pods(api), Echo()
+
+    def connect(address: str, name: str) -> DraftLink:
+        return DraftLink(address, HELLO, told, WIRE, check_pair)
+
+    drafts = Drafts(connect, told, rules=ROSTER)
+    drafts.fix(("127.0.0.1:9",))
+    sweeping = asyncio.create_task(drafts.run(look_s=0.02))
+
+    def up() -> set[str]:
+        return {status.address for status in drafts.statuses() if status.connected}
+
+    async with following(ADDRESSES, kubeconfig(tmp_path, api), drafts.seen, QUICK) as directory:
+        a = await pods.start("a", DraftServicer(echo, WIRE))
+        b = await pods.start("b", DraftServicer(echo, WIRE))
+        await until(lambda: up() == {a, b})
+        assert drafts.num_fixed == 1 and directory.listed == 2
+        await pods.list("a", ready=False)
+        await until(lambda: told.leaving == {a: True})
+        assert up() == {a, b}, "its sessions may end"
+        await pods.list("a")
+        await until(lambda: told.leaving == {a: False})
+        await pods.list("b", ready=False, terminating=True)
+        await until(lambda: told.leaving.get(b) is True)
+        echo.up[-1].send([Drop(1, "draining")])
+        await pods.kill("b")
+        await until(lambda: {s.address for s in drafts.statuses()} == {a, "127.0.0.1:9"})
+        assert directory.listed == 1
+        await api.delete("a")
+        await until(lambda: {s.address for s in drafts.statuses()} == {"127.0.0.1:9"})
+        assert told.downs, "a link that stays too long is closed"
+        await api.delete("b")
+        await until(lambda: directory.listed == 0)
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+    await drafts.aclose()
+    await pods.end()
+    await api.stop()

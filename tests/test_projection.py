@@ -1,0 +1,258 @@
+"""``fc`` handed over to the target: a third of the bytes, the same rows, and nothing for a hostile draft to gain."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc import aio
+
+from slipstream.config import DraftSection, GrowthSection, ModelSection, WireSection
+from slipstream.drafters import create
+from slipstream.drafters.base import Drafter
+from slipstream.drafters.checkpoint import read_head
+from slipstream.drafters.eagle import EagleNetwork
+from slipstream.engine.features import FeatureRows
+from slipstream.errors import PairingError, RemoteProtocolError
+from slipstream.messages import DraftHello, Features, FeatureSpec, Projection, Sampling, TargetHello
+from slipstream.pairing import check_pair
+from slipstream.requests import Piece, Request
+from slipstream.v1 import draft_pb2
+from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello
+from slipstream.wire.link import DraftLink
+from slipstream.wire.local import LocalLink
+from slipstream.wire.projection import ROOM, ProjectionReader, encode_projection
+from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, speculators_tensors, write_eagle_folder
+from tests.pair import Rig, drafting, grpc_link, local_link, target
+from tests.tiny import VOCAB, write_tiny_model
+
+TAPS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+REQUEST = Request("1", tuple(b"the cat sat on the mat. the cat sat"), Sampling(), 24)
+Tensor = torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head as wide as its target, with a bias on ``fc``."""
+    config = eagle_config(hidden_size=48, eagle_config=TAPS, bias=True)
+    generator = torch.Generator().manual_seed(4)
+    tensors = eagle_tensors(config) | {"fc.bias": torch.randn(48, generator=generator)}
+    return write_eagle_folder(tmp_path_factory.mktemp("projection") / "head", config, tensors)
+
+
+def network(folder: Path, target_folder: Path, project: bool) -> EagleNetwork:
+    return EagleNetwork(read_head(folder, target_folder), "float64", torch.device("cpu"), 16, project)
+
+
+def spec_of(of: EagleNetwork) -> FeatureSpec:
+    assert of.features is not None
+    return of.features
+
+
+def test_rows_are_fc_of_the_states_in_a_third_of_the_bytes(folder: Path, tiny_folder: Path) -> None:
+    states = torch.randn(7, 144, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    head, sizes = read_head(folder, tiny_folder), []
+    for project in (False, True):
+        of = network(folder, tiny_folder, project)
+        rows = FeatureRows(spec_of(of))(states)
+        sizes.append(len(rows))
+        (read,) = of.read([Features(1, 0, rows, 7, "float64")])
+        wanted = states @ head.tensors["fc.weight"].double().T + head.tensors["fc.bias"].double()
+        assert torch.allclose(read, wanted, rtol=0, atol=1e-9), project
+    assert sizes[0] == 3 * sizes[1] == 7 * 144 * 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_is_projected(folder: Path, tiny_folder: Path, dtype: str) -> None:
+    head = read_head(folder, tiny_folder)
+    of = EagleNetwork(head, dtype, torch.device("cpu"), 16, project=True)
+    states = torch.randn(7, 144, generator=torch.Generator().manual_seed(1))
+    (read,) = of.read([Features(1, 0, FeatureRows(spec_of(of))(states.bfloat16()), 7, dtype)])
+    wanted = states.bfloat16().float() @ head.tensors["fc.weight"].T + head.tensors["fc.bias"]
+    assert torch.allclose(read.float(), wanted, rtol=0.02, atol=0.05)
+
+
+def test_a_head_with_a_norm_before_fc_takes_the_states_as_they_are(tmp_path: Path) -> None:
+    tall = write_tiny_model(tmp_path / "target", num_hidden_layers=8)
+    config = speculators_config(norm_before_fc=True)
+    head = write_eagle_folder(tmp_path / "head", config, speculators_tensors(config))
+    assert spec_of(network(head, tall, project=True)) == FeatureSpec((2, 4, 5), 144, "float64")
+
+
+def drafter(folder: Path, target_folder: Path, project: bool) -> Drafter:
+    section = DraftSection(drafter="eagle3", model=str(folder), dtype="float64", slots=200, project_features=project,
+                           growth=GrowthSection(num_steps=3, topk=2, num_draft_tokens=5))
+    return create(section, ModelSection(path=str(target_folder)))
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+Join = Callable[..., AbstractAsyncContextManager[DraftLink | LocalLink]]
+
+
+@pytest.mark.parametrize("join", [grpc_link, local_link])
+async def test_answers_are_the_same_and_the_traffic_shrinks(folder: Path, tiny_folder: Path, join: Join) -> None:
+    sent, answers = {}, []
+    for project in (False, True):
+        async with (target(tiny_folder) as rig, drafting(drafter(folder, tiny_folder, project)) as peers,
+                    join(rig, peers) as link):
+            pieces = await rig.answer(REQUEST)
+            assert sum(piece.drafted for piece in pieces) > 12 and link.counts.invalid_items == 0
+            sent[project] = link.counts.bytes_out
+            answers.append(tokens_of(pieces))
+            await rig.check()
+    assert answers[0] == answers[1]
+    assert sent[True] < 0.42 * sent[False], sent
+
+
+def test_settings_choose(folder: Path, tiny_folder: Path) -> None:
+    widths = [made.features.width for project in (True, False)
+              if (made := drafter(folder, tiny_folder, project)).features is not None]
+    assert widths == [48, 144]
+
+
+WEIGHTS = torch.arange(6 * 24, dtype=torch.float32).numpy().tobytes()
+WHOLE = Projection(6, 24, "float32", hashlib.sha256(WEIGHTS).digest(), WEIGHTS)
+HELLO = TargetHello(1, 5, "tiny", VOCAB, "abc", 12, 4, 4096)
+DRAFT = DraftHello(1, 5, "eagle3", VOCAB, "", FeatureSpec((1, 2), 6, "float64", WHOLE), 12, 256, 63, 16)
+
+
+def chunk(index: int, weights: bytes) -> bytes:
+    return draft_pb2.ExchangeResponse(
+        projection=draft_pb2.ProjectionChunk(index=index, weights=weights)).SerializeToString()
+
+
+@pytest.mark.parametrize("limit", [ROOM + 1, ROOM + 100, 1 << 20])
+def test_weights_travel_below_the_message_limit(limit: int) -> None:
+    hello = decode_draft_hello(encode_draft_hello(DRAFT))
+    check_pair(HELLO, hello)
+    assert hello.features is not None and hello.features.projection is not None
+    assert hello == DRAFT and hello.features.projection.weights == b"", "they come later"
+    reader = ProjectionReader(hello.features.projection)
+    for message in encode_projection(WHOLE, limit):
+        assert len(message) <= limit and not reader.complete
+        reader.add(message)
+    assert reader.complete and reader.finish().weights == WEIGHTS
+
+
+HOSTILE = {
+    "not the first": [chunk(1, WEIGHTS)],
+    "twice": [chunk(0, WEIGHTS[:100]), chunk(0, WEIGHTS[:100])],
+    "too large": [chunk(0, WEIGHTS + b"x")],
+    "one byte too many": [chunk(0, WEIGHTS[:-1]), chunk(1, b"ab")],
+    "empty": [chunk(0, b"")],
+    "no chunk": [b"\xff\xff"],
+    "a frame": [draft_pb2.ExchangeResponse(frame=draft_pb2.DraftFrame(incarnation=5)).SerializeToString()],
+    "other weights": [chunk(0, WEIGHTS[::-1])],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_chunks_are_typed_errors(name: str) -> None:
+    reader = ProjectionReader(replace(WHOLE, weights=b""))
+    with pytest.raises(RemoteProtocolError, match=r"^features\.projection"):
+        for message in HOSTILE[name]:
+            reader.add(message)
+        reader.finish()
+
+
+def test_too_few_weights_are_never_a_projection() -> None:
+    reader = ProjectionReader(replace(WHOLE, weights=b""))
+    reader.add(chunk(0, WEIGHTS[:8]))
+    assert not reader.complete
+    with pytest.raises(RemoteProtocolError, match="8 bytes where 576 were declared"):
+        reader.finish()
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"rows": 1 << 14, "columns": 1 << 14}, "features.projection: 1073741824 is not between"),
+    ({"rows": 25}, "makes rows longer"),
+    ({"rows": 0}, "features.projection.rows"),
+    ({"columns": 1 << 30}, "features.projection.columns"),
+    ({"digest": b"123"}, "features.projection.digest"),
+])
+def test_a_declaration_is_bounded_before_anything_is_read(change: dict[str, object], match: str) -> None:
+    spec = FeatureSpec((1, 2), 6, "float64", replace(WHOLE, **change))
+    with pytest.raises(RemoteProtocolError, match=match):
+        decode_draft_hello(encode_draft_hello(replace(DRAFT, features=spec)))
+
+
+@pytest.mark.parametrize(("change", "field"), [
+    ({"projection": replace(WHOLE, columns=36)}, "features.projection"),
+    ({"width": 24}, "features.width"),
+    ({"projection": None}, "features.width"),
+])
+def test_a_projection_of_other_states_is_refused(change: dict[str, object], field: str) -> None:
+    assert DRAFT.features is not None
+    with pytest.raises(PairingError) as refused:
+        check_pair(HELLO, replace(DRAFT, features=replace(DRAFT.features, **change)))
+    assert refused.value.field == field
+
+
+async def hostile_draft(rig: Rig, messages: Sequence[bytes], ends: bool) -> tuple[aio.Server, DraftLink]:
+    """A draft service that declares a projection for the rig's target and then sends ``messages``."""
+    width = rig.hello.hidden_size
+    projection = replace(WHOLE, rows=6, columns=width)
+    spec = FeatureSpec((1,), 6, "float64", replace(projection, digest=bytes(32)))
+
+    async def exchange(_requests: object, context: aio.ServicerContext[bytes, bytes]) -> None:
+        hello = decode_target_hello(await context.read())
+        await context.write(encode_draft_hello(replace(
+            DRAFT, incarnation=hello.incarnation, features=spec, hidden_size=width)))
+        for message in messages:
+            await context.write(message)
+        if not ends:
+            await asyncio.Event().wait()
+
+    server = aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(
+        "slipstream.v1.DraftService", {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, WireSection(), check_pair)
+
+
+@pytest.mark.parametrize(("messages", "ends", "problem"), [
+    ([chunk(3, b"12345678")], False, "features.projection: chunk 3 where 0 is next"),
+    ([chunk(0, bytes(1 << 20))], False, "features.projection: a chunk of 1048576 bytes where 1152 are left"),
+    ([chunk(0, bytes(1152))], False, "features.projection.digest: the weights have another one"),
+    ([chunk(0, bytes(8))], True, "ended the stream before its projection"),
+])
+async def test_the_target_serves_plain_beside_a_hostile_draft(tiny_folder: Path, messages: Sequence[bytes], ends: bool,
+                                                              problem: str) -> None:
+    async with target(tiny_folder) as rig:
+        server, link = await hostile_draft(rig, messages, ends)
+        running = asyncio.create_task(link.run())
+        async with asyncio.timeout(10):
+            while problem not in link.status().problem:
+                await asyncio.sleep(0.005)
+        assert not link.status().connected
+        pieces = await rig.answer(REQUEST)
+        assert len(tokens_of(pieces)) == 24 and not any(piece.drafted for piece in pieces)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await server.stop(0)
+
+
+async def test_another_projection_is_refused_while_one_is_in_use(tmp_path: Path, folder: Path,
+                                                                 tiny_folder: Path) -> None:
+    """All drafts of a target share one spec: a second one with other weights would get rows that are not its own."""
+    config = eagle_config(hidden_size=48, eagle_config=TAPS)
+    other = write_eagle_folder(tmp_path / "other", config, eagle_tensors(config, seed=9))
+    async with (target(tiny_folder) as rig, drafting(drafter(folder, tiny_folder, True)) as first,
+                drafting(drafter(other, tiny_folder, True)) as second, drafting(drafter(folder, tiny_folder, True)) as
+                third, local_link(rig, first), local_link(rig, second), local_link(rig, third)):
+        await rig.check()
+        page = rig.metrics.registry.page("")[1].decode()
+        assert "slipstream_drafts_connected" in page
+        assert [line.rsplit(" ", 1)[1] for line in page.splitlines()
+                if line.startswith("slipstream_drafts_connected{")] == ["2.0"]

@@ -1,0 +1,60 @@
+"""What ``draft.drafter: auto`` stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import Config, load
+from slipstream.drafters import create
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.errors import ConfigError
+from slipstream.models import FORMAT, HEADS, RECEIPT, default_root
+from slipstream.shipped import head_for, settled
+
+
+def head_folder(root: Path) -> Path:
+    folder = root / "smollm2-135m-eagle3"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return root
+
+
+def test_a_shipped_head_is_for_its_target_by_name_or_prepared_folder(tmp_path: Path) -> None:
+    heads = head_folder(tmp_path)
+    for target in ("smollm2-135m", str(default_root() / "smollm2-135m")):
+        assert head_for(target, heads) is HEADS["smollm2-135m-eagle3"]
+    assert head_for("/models/another", heads) is None
+    volume = tmp_path / "models/whatever"
+    volume.mkdir(parents=True)
+    (volume / "config.json").write_text("{}")
+    for name in ("smollm2-135m", "another"):
+        (volume / RECEIPT).write_text(json.dumps({"format": FORMAT, "name": name, "files": {"config.json": 2}}))
+        assert (head_for(str(volume), heads) is not None) == (name == "smollm2-135m")
+    assert head_for("smollm2-135m", tmp_path / "nothing") is None
+
+
+def test_a_model_without_a_head_gets_ngrams() -> None:
+    config = settled(load(None, ("model.path=/models/another",)))
+    assert (config.draft.drafter, config.draft.model) == ("ngram", "")
+    assert isinstance(create(load().draft, config.model), NgramDrafter)
+
+
+def test_the_default_model_gets_its_head_and_ngrams_beside_it() -> None:
+    draft = settled(Config()).draft
+    assert (draft.drafter, draft.model, draft.combine_ngram) == ("eagle3", "smollm2-135m-eagle3", True)
+
+
+def test_a_named_drafter_is_left_alone() -> None:
+    config = load(None, ("draft.drafter=ngram",))
+    assert settled(config) == config
+
+
+@pytest.mark.parametrize("override", ["draft.model=somewhere", "draft.token_map=ids.json", "draft.combine_ngram=true"])
+def test_what_only_a_named_drafter_knows_is_refused(override: str) -> None:
+    field = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=field):
+        settled(load(None, (override,)))

@@ -1,0 +1,215 @@
+"""TLS between services, on real gRPC servers: who is refused, what is replaced while calls run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from slipstream.config import TlsSection, WireSection
+from slipstream.errors import ConfigError, Unavailable
+from slipstream.messages import Sampling
+from slipstream.pairing import check_pair
+from slipstream.requests import Request
+from slipstream.wire.certificate import ends_at
+from slipstream.wire.channel import open_channel
+from slipstream.wire.link import DraftLink
+from slipstream.wire.peers import DraftServicer
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.tls import TlsFiles, dialling, export_end, tls_files
+from tests.certificates import authority, issue, needs_openssl, replace_files
+from tests.echo import EchoTarget
+from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit, eventually
+
+pytestmark = needs_openssl
+WIRE = WireSection(connect_backoff_max_s=0.2)
+LONG = Request("r", (1, 2, 3), Sampling(), 400)
+
+
+@asynccontextmanager
+async def serving(files: TlsFiles, backend: EchoTarget | None = None) -> AsyncIterator[int]:
+    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(backend or EchoTarget())], tls=files)
+    yield await server.start()
+    await server.drain(0)
+
+
+async def ask(port: int, files: TlsFiles | None) -> str:
+    """The model of the target that listens there."""
+    client = TargetClient(f"127.0.0.1:{port}", WIRE, tls=files, connect_s=5.0)
+    try:
+        return (await client.info()).model_id
+    finally:
+        await client.aclose()
+
+
+async def test_strangers_are_refused(tmp_path: Path) -> None:
+    ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
+    files, good, foreign = issue(ours, "server"), issue(ours, "client"), issue(theirs, "client")
+    late = issue(ours, "late", days=-1)
+    async with serving(files) as port:
+        assert await ask(port, good) == "tiny"
+        # The last two accept the server; it is their own certificate that is wrong.
+        for stranger in (None, foreign, replace(foreign, authority=good.authority), late):
+            with pytest.raises(Unavailable):
+                await ask(port, stranger)
+        assert await ask(port, good) == "tiny"
+
+
+async def test_a_server_that_is_not_the_one_dialled_is_refused(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    client = issue(ca, "client")
+    for names, days, fits in (("DNS:target.ns.svc", 2, True), ("DNS:other.ns.svc", 2, False),
+                              ("DNS:target.ns.svc", -1, False), ("", 2, False)):
+        async with serving(issue(ca, "server", names, days)) as port:
+            named = dialling(client, "target.ns.svc")
+            if fits:
+                assert await ask(port, named) == "tiny", "a pod is dialled by its address, and shows its service's name"
+            else:
+                with pytest.raises(Unavailable):
+                    await ask(port, named)
+            with pytest.raises(Unavailable):
+                await ask(port, client)
+    assert dialling(replace(client, server_name="mine"), "target.ns.svc") == replace(client, server_name="mine")
+    assert dialling(None, "x") is None
+
+
+@pytest.mark.parametrize(("names", "fits"), [
+    ("DNS:router.ns.svc", True), ("DNS:x,DNS:Router.ns.svc", True), ("URI:spiffe://cluster/router", True), ("", True),
+    ("DNS:draft.ns.svc", False), ("DNS:router.ns.svc.evil", False), ("IP:127.0.0.1", False)])
+async def test_only_allowed_names_come_in(tmp_path: Path, names: str, fits: bool) -> None:
+    ca = authority(tmp_path / "ca")
+    allowed = ("router.ns.svc", "spiffe://cluster/router", "common")
+    files = replace(issue(ca, "server"), allowed_names=allowed)
+    client = issue(ca, "common" if fits or names else "other", names)  # a common name counts where there is no other
+    async with serving(files) as port:
+        if fits:
+            assert await ask(port, client) == "tiny"
+            return
+        with pytest.raises(Unavailable, match="none of its names is allowed"):
+            await ask(port, client)
+        # Health, streams and answers alike.
+        channel = open_channel(f"127.0.0.1:{port}", WIRE, client)
+        with pytest.raises(Exception, match="PERMISSION_DENIED"):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        await channel.close()
+        target = TargetClient(f"127.0.0.1:{port}", WIRE, tls=client, connect_s=5.0)
+        with pytest.raises(Unavailable, match="none of its names is allowed"):
+            _ = [piece async for piece in target.submit(LONG)]
+        await target.aclose()
+
+
+async def test_a_draft_lets_in_targets_alone(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    echo, target = Echo(), Target()
+    files = replace(issue(ca, "draft"), allowed_names=("target.ns.svc",))
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE)], tls=files)
+    address = f"127.0.0.1:{await server.start()}"
+    strange = DraftLink(address, HELLO, Target(), WIRE, check_pair, tls=issue(ca, "router"))
+    link = DraftLink(address, HELLO, target, WIRE, check_pair, tls=issue(ca, "target", "DNS:target.ns.svc"))
+    tasks = [asyncio.create_task(one.run()) for one in (strange, link)]
+    await eventually(lambda: link.status().connected and "none of its names" in strange.status().problem)
+    link.send([commit()])
+    await eventually(lambda: len(target.items) == 1)
+    for task in tasks:
+        task.cancel()
+    await server.drain(0)
+
+
+async def test_a_server_takes_replaced_certificates(tmp_path: Path) -> None:
+    ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
+    files, good, foreign = issue(ours, "server"), issue(ours, "client"), issue(theirs, "client")
+    async with serving(files) as port:
+        assert await ask(port, good) == "tiny"
+        replace_files(files, issue(theirs, "server"))
+        assert await ask(port, foreign) == "tiny"
+        with pytest.raises(Unavailable):
+            await ask(port, good)
+
+
+async def test_certificates_are_replaced_under_load_and_nothing_fails(tmp_path: Path) -> None:
+    ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
+    stranger = issue(ours, "stranger")
+    server_files, client_files = (replace(issue(ours, name), authority=tmp_path / f"{name}-ca.pem")
+                                  for name in ("server", "client"))
+    for files in (server_files, client_files):
+        files.authority.write_bytes(stranger.authority.read_bytes())
+    both = (ours / "ca.pem").read_bytes() + (theirs / "ca.pem").read_bytes()
+    target = EchoTarget(pause_s=0.002, end=10_000)
+    async with serving(server_files, target) as port:
+        client = TargetClient(f"127.0.0.1:{port}", WIRE, tls=client_files, connect_s=5.0)
+        stop, answers = asyncio.Event(), 0
+
+        async def load() -> None:
+            nonlocal answers
+            while not stop.is_set():
+                pieces = [piece async for piece in client.submit(LONG)]
+                assert sum(len(piece.tokens) for piece in pieces) == 400
+                answers += 1
+
+        loads = [asyncio.create_task(load()) for _ in range(4)]
+        # As an operator does it: trust both authorities, then show the new certificates, then drop the old authority.
+        for step in range(3):
+            for files, name in ((server_files, "server"), (client_files, "client")):
+                fresh = issue(theirs, f"{name}-{step}") if step else files
+                (tmp_path / "both.pem").write_bytes(both)
+                trusted = tmp_path / "both.pem" if step < 2 else fresh.authority
+                replace_files(files, replace(fresh, authority=trusted))
+            before = answers
+            await asyncio.sleep(1.1)
+            await eventually(lambda before=before: answers >= before + 4)
+        stop.set()
+        await asyncio.gather(*loads)
+        assert await client.info()
+        with pytest.raises(Unavailable):
+            await ask(port, replace(stranger, authority=theirs / "ca.pem"))
+        await client.aclose()
+
+
+async def test_the_end_of_a_certificate_is_told_again_when_it_is_replaced(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    told: list[float] = []
+    files = issue(ca, "pod", days=2)
+    task = asyncio.create_task(export_end(files, told.append, look_s=0.01))
+    await eventually(lambda: len(told) == 1)
+    files.certificate.write_text("half a certif")
+    await asyncio.sleep(0.03)
+    replace_files(files, issue(ca, "next", days=9))
+    await eventually(lambda: len(told) == 2)
+    assert told[1] - told[0] == pytest.approx(7 * 86400, abs=120)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(export_end(None, told.append), 5)
+
+
+def test_ends(tmp_path: Path) -> None:
+    folder = authority(tmp_path / "ca")
+    assert ends_at(issue(folder, "far", days=20_000).certificate.read_bytes()) > 2_600_000_000, "beyond 2049"
+    chain = issue(folder, "pod").certificate.read_bytes() + (folder / "ca.pem").read_bytes()
+    assert ends_at(b"some words before\n" + chain) == ends_at(chain)
+    for bad in (b"", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----", chain[:200], b"\xff"):
+        with pytest.raises(ConfigError, match="no certificate"):
+            ends_at(bad)
+
+
+def test_the_configuration_names_all_files_or_none(tmp_path: Path) -> None:
+    files = issue(authority(tmp_path / "ca"), "pod")
+    paths = {"certificate": str(files.certificate), "key": str(files.key), "authority": str(files.authority)}
+    assert tls_files(TlsSection(**paths)) == files and tls_files(TlsSection()) is None
+    named = tls_files(TlsSection(**paths, server_name="a", allowed_names=("b",)))
+    assert named == replace(files, server_name="a", allowed_names=("b",))
+    with pytest.raises(ValueError, match="give certificate, key and authority"):
+        TlsSection(certificate=paths["certificate"])
+    with pytest.raises(ValueError, match="allowed_names"):
+        TlsSection(allowed_names=("router",))
+
+
+def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
+    nowhere = tmp_path / "none.pem"
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        TlsFiles(nowhere, nowhere, nowhere).read()

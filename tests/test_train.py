@@ -1,0 +1,193 @@
+"""Making a head: what is trained is what is served, runs that are killed go on, and a short one learns something."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slipstream.drafters.checkpoint import read_head
+from slipstream.drafters.eagle import EagleNetwork
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.weights import load_tensors
+from slipstream.messages import Features
+from tests.tiny import write_tiny_model
+from train.collect import identity_of
+from train.distil import Distilled, Lesson
+from train.evaluate import evaluate, prompts_of
+from train.export import export
+from train.fit import Progress
+from train.generate import Limits
+from train.head import Head, warm_head
+from train.recipe import Recipe
+from train.shards import ANSWER, GIVEN, Conversation, Shards, Totals
+from train.stages import Job, make_head
+from train.unroll import Rows, rows_of, states_of
+
+DRAFT_VOCAB = 120
+DIRECT = torch.device("cpu")
+
+
+def conversation(config: ModelConfig, length: int, seed: int) -> Conversation:
+    """Random tokens with random states."""
+    dice = np.random.default_rng(seed)
+    states = torch.from_numpy(dice.standard_normal((length, 4 * config.hidden_size))).bfloat16()
+    roles = np.full(length, ANSWER, np.uint8)
+    roles[:4] = GIVEN
+    tokens, greedy = dice.integers(config.vocab_size, size=(2, length)).astype(np.int32)
+    return Conversation(seed, False, 0.0, tokens, roles, greedy, states.view(torch.uint16).numpy())
+
+
+def random_head(target: Path, seed: int = 0) -> Head:
+    config = ModelConfig.from_folder(target)
+    vocabulary = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(seed))[:DRAFT_VOCAB]
+    return warm_head(config, load_tensors(target), vocabulary.sort().values, seed, DIRECT)
+
+
+def head_logits(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
+    outs = states_of(head, rows, steps)
+    norm, eps = head.tensors["norm.weight"], head.config.norm_eps
+    return [torch.nn.functional.rms_norm(out, norm.shape, norm, eps) @ head.tensors["lm_head.weight"].T for out in outs]
+
+
+def test_unrolled_steps_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path) -> None:
+    """Step k of row r equals the served head's logits after k drafted tokens, when those are the true ones."""
+    steps, head = 4, random_head(tiny_folder)
+    export(head, tmp_path / "head", torch.float32)
+    network = EagleNetwork(read_head(tmp_path / "head", tiny_folder), "float32", DIRECT, 64)
+    talks = [conversation(head.config, length, seed) for seed, length in enumerate((17, 9, 23))]
+    rows = rows_of(talks, head, 20)
+    with torch.no_grad():
+        trained = head_logits(head, rows, steps)
+    for talk, first, stop in zip(talks, rows.bounds[:-1], rows.bounds[1:], strict=True):
+        for root in (0, 3, stop - first - steps):
+            for k, logits in enumerate(drafted(network, head, talk, root, steps)):
+                assert torch.allclose(logits, trained[k][first + root + k], atol=1e-4), (talk.number, root, k)
+
+
+def drafted(network: EagleNetwork, head: Head, talk: Conversation, root: int, steps: int) -> list[torch.Tensor]:
+    """Logits of a chain below the token of row ``root``, its tokens forced to be the conversation's."""
+    wide = torch.from_numpy(talk.states[:root + 1].copy()).view(torch.bfloat16)[:, :-head.target_hidden].float()
+    state = network.read([Features(1, 0, wide.contiguous().numpy().tobytes(), root + 1, "float32")])[0]
+    slots = network.slots.alloc(root + steps)
+    builder, found = BatchBuilder(), []
+    builder.add(talk.tokens[1:root + 2].tolist(), range(root + 1), slots[:root + 1].tolist(), np.zeros(0, np.int64),
+                logits="last")
+    for k in range(steps):
+        output = network.forward(builder.build(features=state))
+        assert output.states is not None
+        found.append(output.logits[0])
+        at, state = root + k + 1, output.states
+        if k < steps - 1:
+            builder = BatchBuilder()
+            builder.add([int(talk.tokens[at + 1])], [at], [int(slots[at])], slots[:at])
+    network.slots.free(slots)
+    return found
+
+
+def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
+    dice = torch.Generator().manual_seed(0)
+    states, lm_head, finals, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
+                                        for shape in ((3, 700, 8), (40, 8), (700, 8), (40, 8)))
+    weights = torch.rand(3, 700, generator=dice, dtype=torch.float64)
+    truth = (finals @ teacher.T).softmax(-1)
+    lesson = Lesson(finals, teacher, truth.argmax(-1), weights, torch.float64)
+    slopes = []
+    for fused in (False, True):
+        x, w = states.clone().requires_grad_(), lm_head.clone().requires_grad_()
+        losses = -((x @ w.T).log_softmax(-1) * truth).sum(-1)
+        loss = Distilled.of(x, w, lesson)[0] if fused else (losses * weights).sum()
+        (2 * loss).backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None and w.grad is not None
+        slopes.append((loss.detach(), x.grad, w.grad))
+    for ours, theirs in zip(*slopes, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def simple_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target whose next token mostly depends on the last one: something that a head can learn in seconds."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("simple") / "target", peaky=2.0)
+    tensors = load_tensors(folder)
+    quiet = {name: tensor * (0.2 if "o_proj" in name else 1.0) for name, tensor in tensors.items()}
+    save_file(quiet, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class Silent:
+    """A ``stages.Watcher`` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def collecting(self, totals: Totals, share: float) -> None:
+        pass
+
+    def training(self, progress: Progress, share: float) -> None:
+        self.losses.append(progress.loss)
+
+    def say(self, line: str) -> None:
+        pass
+
+
+def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(minutes=0, tokens=8000, steps=120, batch=48, limits=Limits(max_question=24, max_answer=64),
+                    draft_vocab=160, unroll=3, learning_rate=5e-3, rows_per_step=320, dtype="float32")
+    watcher = Silent()
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    chain, tree = make_head(job, watcher)
+    config = ModelConfig.from_folder(simple_folder)
+    held_out = list(Shards([job.work], identity_of(simple_folder, config)).conversations(held_out=True))
+    vocabulary = read_head(job.out, simple_folder).vocabulary
+    untrained = warm_head(config, load_tensors(simple_folder), vocabulary, recipe.seed, DIRECT)
+    export(untrained, tmp_path / "untrained", torch.float32)
+    before = evaluate(simple_folder, tmp_path / "untrained", prompts_of(held_out, 16), dtype="float32")
+    assert watcher.losses[-1] < 0.7 * watcher.losses[0]
+    assert chain.length > before[0].length + 0.5, (chain, before)
+    assert tree.length > before[1].length + 0.3, (tree, before)
+    assert (job.out / "training.svg").read_text().count("<polyline") == 7
+    assert f"| {chain.shape} | {chain.length:.2f} |" in (job.out / "README.md").read_text()
+
+
+def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
+    """The same command three times: killed while it generates, killed while it trains, and to its end."""
+    work, out = tmp_path / "work", tmp_path / "head"
+    command = [sys.executable, "-m", "slipstream", "train-head", "--target", str(simple_folder), "--minutes", "0",
+               "--tokens", "5000", "--steps", "60", "--batch", "16", "--max-answer", "48", "--draft-vocab", "100",
+               "--dtype", "float32", "--threads", "1", "--save-every", "0.2", "--work", str(work), "--out", str(out)]
+    kill_when(command, work, "shard-*[0-9]/index.json")
+    shards = {path: path.stat().st_mtime_ns for path in work.glob("shard-*[0-9]/index.json")}
+    assert shards and not out.exists()
+    kill_when(command, work, "checkpoints/step-*[0-9]/state.json")
+    assert all(path.stat().st_mtime_ns == written for path, written in shards.items())
+    step = newest_step(work)
+    assert 0 < step < 60 and not out.exists(), step
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"going on at step {step}" in done.stdout and newest_step(work) == 60, done.stdout
+    numbers = Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers()
+    assert len(numbers) == sum(path.read_text().count('"number"') for path in work.glob("shard-*[0-9]/index.json"))
+    assert "tokens a target step" in done.stdout and read_head(out, simple_folder).draft_vocab_size == 100
+
+
+def kill_when(command: list[str], folder: Path, pattern: str) -> None:
+    """Run ``command`` until a file of ``pattern`` is there, and kill it without a warning."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not list(folder.glob(pattern)):
+                assert process.poll() is None, process.stderr.read() if process.stderr else ""
+                time.sleep(0.01)
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def newest_step(work: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (work / "checkpoints").glob("step-*[0-9]"))

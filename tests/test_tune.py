@@ -1,0 +1,125 @@
+"""Rounds in one process, the sweep over tree shapes, and the command that writes the best one as a configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.__main__ import app
+from slipstream.config import Config, DraftSection, GrowthSection, ModelSection, load
+from slipstream.drafters import create
+from slipstream.drafters.neural import NeuralDrafter
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.errors import ConfigError
+from slipstream.rounds import Acceptance, Rounds, Tally, slots_needed
+from slipstream.sweep import Measured, Sweep, largest, shapes, sweep
+from slipstream.tuning import numbers, prompts_of, with_pair
+from tests.eagle_folder import eagle_config, write_eagle_folder
+
+PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]
+
+
+def runner(folder: Path) -> ModelRunner:
+    return ModelRunner(load_model(folder, "float64"), slots_needed(PROMPTS, 32))
+
+
+def drafter(folder: Path, model: Path, growth: GrowthSection, kind: str = "standalone") -> NeuralDrafter:
+    section = DraftSection(drafter=kind, model=str(model), dtype="float64", slots=1024, growth=growth)
+    made = create(section, ModelSection(path=str(folder), dtype="float64"))
+    assert isinstance(made, NeuralDrafter)
+    return made
+
+
+def test_acceptance_counts_by_depth() -> None:
+    acceptance = Acceptance()
+    for accepted in (2, 0, 3, 1):
+        acceptance.add(accepted)
+    assert acceptance.length == 2.5
+    assert acceptance.by_depth == [3 / 4, 2 / 3, 1 / 2]
+
+
+@pytest.mark.parametrize("kind", ["good", "head"])
+def test_rounds_answer_as_plain_decoding_does(kind: str, tiny_folder: Path, tiny_draft_folder: Path,
+                                              tmp_path: Path) -> None:
+    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
+    if kind == "good":
+        made = drafter(tiny_folder, tiny_draft_folder, growth)
+    else:
+        head = write_eagle_folder(tmp_path / "head", eagle_config(eagle_config={
+            "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
+        made = drafter(tiny_folder, head, growth, "eagle3")
+    target, plain, drafted = runner(tiny_folder), Tally(), Tally()
+    expected = Rounds(target, None, 32).answer(PROMPTS, 0, plain)
+    found = Rounds(target, made, 32).answer(PROMPTS, 8, drafted)
+    assert [answer[:32] for answer in found] == [answer[:32] for answer in expected]
+    assert plain.acceptance.length == 1.0 and len(plain.verify_s) == 31
+    if kind == "good":
+        assert drafted.acceptance.length > 2.0 and len(drafted.draft_s) < 31
+    assert target.slots.num_free == target.slots.num_slots and made.slots.num_free == made.slots.num_slots
+
+
+def test_shapes_are_chains_and_trees_that_can_be() -> None:
+    found = [(g.num_steps, g.topk, g.num_draft_tokens) for g in shapes([2, 5], [1, 2], [4, 8, 63])]
+    assert found == [(2, 1, 2), (5, 1, 5), (2, 2, 4), (5, 2, 8)]
+    assert largest(shapes([2, 5], [1, 2], [4, 8])) == GrowthSection(num_steps=5, topk=2, num_draft_tokens=8)
+
+
+def test_a_sweep_measures_each_shape_as_if_it_were_alone(tiny_folder: Path, tiny_draft_folder: Path) -> None:
+    wanted, reports = shapes([1, 4], [1, 2], [8]), list[int]()
+    made = drafter(tiny_folder, tiny_draft_folder, largest(wanted))
+    result = sweep(runner(tiny_folder), made, wanted, PROMPTS, 24, lambda: reports.append(1))
+    assert [m.growth for m in result.measured] == wanted and len(reports) == (1 + len(wanted)) * len(PROMPTS)
+    for measured in result.measured:
+        alone, tally = drafter(tiny_folder, tiny_draft_folder, measured.growth), Tally()
+        for prompt in PROMPTS:
+            Rounds(runner(tiny_folder), alone, 24).answer([prompt], measured.growth.num_draft_tokens, tally)
+        assert measured.acceptance_length == tally.acceptance.length
+    assert result.measured[0].acceptance_length <= 2.0 < result.measured[-1].acceptance_length
+
+
+def test_the_best_shape_depends_on_the_way_between_the_services() -> None:
+    quick = Measured(GrowthSection(num_steps=1, num_draft_tokens=1), 1.6, 0.001, 0.010)
+    long = Measured(GrowthSection(num_steps=5, num_draft_tokens=5), 3.0, 0.012, 0.015)
+    result = Sweep(0.010, (quick, long))
+    assert result.best(0.0) is quick and result.best(0.020) is long
+    assert result.gain(quick, 0.0) == pytest.approx(1.6 * 10 / 11)
+
+
+def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path) -> None:
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "tuned.yaml"
+    questions.write_text(json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"turns": ["one two"]}))
+    result = CliRunner().invoke(app, [
+        "tune", "--target", str(tiny_folder), "--head", str(tiny_draft_folder), "--drafter", "standalone", "--prompts",
+        str(questions), "--out", str(out), "--tokens", "16", "--steps", "1,3", "--topk", "1,2", "--nodes", "6",
+        "--set", "model.dtype=float32", "--set", "draft.dtype=float32", "--set", "model.threads=1"])
+    assert result.exit_code == 0, result.exception
+    assert "÷ plain" in result.output and "best:" in result.output
+    config = load(out)
+    assert config.draft.growth in shapes([1, 3], [1, 2], [6])
+    assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens
+    assert (config.model.path, config.draft.model, config.draft.drafter, config.draft.dtype) == (
+        str(tiny_folder), str(tiny_draft_folder), "standalone", "float32")
+
+
+@pytest.mark.parametrize(("wrong", "named"), [
+    (lambda: numbers("--steps", "1;2", 16), "--steps"), (lambda: numbers("--topk", "0,4", 16), "between 1 and 16"),
+    (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),
+    (lambda: with_pair(Config(), "", "x", "eagle9"), "eagle9"),
+])
+def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        wrong()  # type: ignore[operator]
+
+
+def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folder: Path) -> None:
+    from router.tokens import TextCodec
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"prompt": "fine"}\n["not"]\n')
+    with pytest.raises(ConfigError, match="line 2"):
+        prompts_of(file, TextCodec(tiny_folder))
+    assert len(prompts_of(None, TextCodec(tiny_folder))) == 6
