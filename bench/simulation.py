@@ -29,7 +29,7 @@ from slipstream.requests import Piece, Request
 from target_service.worker import TargetWorker
 
 SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
-RUN_AHEAD = 40  # nodes beyond those that are verified next
+RUN_AHEAD = 239  # nodes beyond those that are verified next
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SLOTS = 1 << 16
 ANSWER = 2000  # tokens; the next one begins when it is over

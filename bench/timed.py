@@ -35,7 +35,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.errors import ConfigError
 from slipstream.messages import Commit, Features, Growth, Open
-from slipstream.tree import MAX_NODES
+from slipstream.tree import MAX_HELD, MAX_NODES
 
 SYMBOLS, STREAMS = 8, 64
 VOCAB = SYMBOLS * STREAMS
@@ -239,7 +239,7 @@ class TimedDrafter:
             self.sessions.pop(number, None)
 
     def _expand(self, session: TimedSession) -> None:
-        tree = session.tree = session.tree or TreeGrowth(self.timing.width)
+        tree = session.tree = session.tree or TreeGrowth(self.timing.width, most=MAX_HELD)
         tokens = [tree.tokens[node] if node >= 0 else session.newest for node in tree.frontier]
         positions = [session.base - 1 + (tree.depths[node] if node >= 0 else 0) for node in tree.frontier]
         tree.expand(self.law.children(tokens, positions, self.timing.width))

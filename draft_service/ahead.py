@@ -15,11 +15,11 @@ from __future__ import annotations
 from math import log
 
 from slipstream.messages import Commit, Growth, Open
-from slipstream.tree import MAX_NODES, DraftTree
+from slipstream.tree import MAX_HELD, DraftTree
 
 THIN = 0.5  # share of a whole tree's promise
-PIECE = 4  # nodes sent for one further level
-LEAST = log(1 / 64)  # the score below which a node is not worth a level of the drafter's time
+PIECE = 16  # nodes sent for one further level
+LEAST = log(1 / 256)  # the score below which a node is not worth a level of the drafter's time
 
 
 class Ahead:
@@ -45,7 +45,7 @@ class Ahead:
         self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                      growth.scores.tolist())
         if whole and len(growth.ids):
-            promise = self.tree.promise(MAX_NODES)
+            promise = self.tree.promise(len(growth.ids))
             self._usual += 0.2 * (promise - self._usual) if self._usual else promise
         likely = len(growth.scores) and float(growth.scores.max()) >= LEAST
         self._barren = 0 if likely else self._barren + 1
@@ -56,7 +56,7 @@ class Ahead:
 
     def room(self, wanted: int) -> int:
         """Further nodes that it is to hold, when it would verify ``wanted``."""
-        return max(0, min(MAX_NODES - 1, wanted + self._extra) - (len(self.tree) - 1))
+        return max(0, min(MAX_HELD - 1, wanted + self._extra) - (len(self.tree) - 1))
 
     def budget(self, wanted: int) -> int:
         """Nodes of the next growth at most. A level's best are sent, and not all that it found: better ones may come

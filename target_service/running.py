@@ -74,7 +74,7 @@ class Running:
         if self.link is None or self.side.heard or now_s >= self.wait_until_s or not self.policy.wants_drafts(now_s):
             return False
         tree = self.side.tree
-        return len(tree) == 1 or tree.promise(len(tree)) < self.enough
+        return len(tree) == 1 or tree.promise(self.policy.nodes) < self.enough
 
     def waited(self, started_s: float) -> float:
         """Seconds that it stood still for its drafter before the step that began at ``started_s``."""

@@ -5,8 +5,10 @@ Rules:
    level. Each gets up to ``topk`` children; all of them stay candidates (EAGLE-2, arXiv 2406.16858). topk = 1: a chain.
 2. Scores are cumulative logs and never rise along a path, so the best n candidates are connected (``send``).
 3. A node costs a forward only when it is expanded: S levels cost S - 1 forwards beyond the root's.
-4. Growth goes on where it stopped: more levels and more ``send`` at the same base extend the same tree.
-5. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
+4. ``aim`` widens the frontier to ``AHEAD`` nodes of any level: a forward of few rows costs what one row costs, and what
+   the target will ask for next is not known.
+5. Growth goes on where it stopped: more levels and more ``send`` at the same base extend the same tree.
+6. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
 
 It knows nothing about logits, slots or sessions; it is plain Python on lists of at most a few hundred candidates.
 """
@@ -15,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from math import isfinite
 
 from slipstream.drafters.sent import Nodes, Proposal, SentTree, send
 from slipstream.tree import MAX_NODES
 
+AHEAD = 8
 ROOT = -1  # the root among candidates, which are counted from 0
 Children = tuple[Sequence[int], Sequence[float]]  # tokens of one node's children, best first, and their log scores
 
@@ -36,6 +40,7 @@ class TreeGrowth:
     ids: list[int] = field(default_factory=list)  # 0: the target does not have it
     frontier: list[int] = field(default_factory=lambda: [ROOT])
     computed: list[int] = field(default_factory=list)  # expanded candidates, the root not counted
+    most: int = MAX_NODES  # of them
 
     def expand(self, children: Sequence[Children]) -> None:
         """Give each frontier node its children (log scores relative to the node) and move the frontier down a level.
@@ -54,7 +59,7 @@ class TreeGrowth:
                     self.ids.append(0)
         self.computed.extend(node for node in self.frontier if node != ROOT)
         level = sorted(range(first, len(self.tokens)), key=lambda n: -self.scores[n])
-        room = MAX_NODES - len(self.computed)
+        room = max(0, self.most - len(self.computed))
         self.frontier = sorted(level[:min(self.topk, room)])
 
     def depth(self) -> int:
@@ -109,14 +114,14 @@ class TreeGrowth:
         return places
 
     def aim(self) -> None:
-        """Point the frontier at the ``topk`` best candidates of any level that have no children yet. Growth ahead of
+        """Point the frontier at the ``AHEAD`` best candidates of any level that have no children yet. Growth ahead of
         the target goes where it is likely to be needed, not only down the newest level."""
         if not self.tokens:
             return
         expanded = set(self.computed)
         waiting = [node for node in range(len(self.tokens)) if node not in expanded]
-        room = max(0, MAX_NODES - len(self.computed))
-        self.frontier = sorted(sorted(waiting, key=lambda n: -self.scores[n])[:min(self.topk, room)])
+        room = max(0, self.most - len(self.computed))
+        self.frontier = sorted(nlargest(min(AHEAD, room), waiting, key=self.scores.__getitem__))
 
     def reroot(self, tokens: Sequence[int]) -> tuple[list[int], list[int]] | None:
         """Keep what stands below committed ``tokens``. None, and nothing is changed, if the last of them was not
