@@ -26,6 +26,7 @@ from slipstream.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBo
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
 from slipstream.requests import Piece, Request
+from slipstream.trace import Trace
 from target_service.worker import TargetWorker
 
 SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
@@ -49,6 +50,7 @@ class Deployment:
     run_ahead: int = 0
     colocated: bool = False
     speculate: bool = True
+    traces: str = ""  # folder for a trace of the first target and the first draft; empty: none
     policy: PolicySection = field(default_factory=PolicySection)
 
 
@@ -162,7 +164,8 @@ class Draft:
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
         drafter = TimedDrafter(deployment.timing, device, deployment.run_ahead > 0)
-        self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock).worker
+        trace = Trace(f"{deployment.traces}/draft" if deployment.traces else "", "draft")
+        self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, trace, self.actor.clock).worker
         self.actor.act = self._act
 
     def _act(self) -> float | None:
@@ -182,7 +185,8 @@ class Target:
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=SLOTS, drafts=(), prefix_cache=False,
                                 max_sessions=max(64, deployment.batch), max_step_rows=4096)
-        self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock)
+        self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
+                                   Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"))
         self.actor.act = self._act
         self._numbers = itertools.count(1)
         for stream in range(deployment.batch):
@@ -260,6 +264,8 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> P
     world.run(warmup_s)
     busy = [device.busy_s for device in (*devices, *beside)]
     world.run(warmup_s + seconds)
+    for worker in (targets[0].worker, drafts[0].worker):
+        worker.stop()  # they have no thread; this writes their traces
     pieces = [piece for target in targets for at_s, piece in target.pieces if warmup_s <= at_s < warmup_s + seconds]
     rounds = max(1, len(pieces))
     shares = [(device.busy_s - before) / seconds for device, before in zip((*devices, *beside), busy, strict=True)]

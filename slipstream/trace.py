@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from slipstream.errors import ConfigError
 from slipstream.messages import Growth
@@ -32,6 +33,7 @@ class Trace:
     def __init__(self, path: str, name: str) -> None:
         self._path = path
         self._name = name
+        self._pid = crc32(f"{os.getpid()} {name}".encode())  # two of one process are two in the picture
         self._offset_s = time.time() - time.monotonic()
         self._rows: dict[str, int] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
@@ -56,7 +58,7 @@ class Trace:
         """Write what was kept. Raises ConfigError when the file cannot be written."""
         if not self._path:
             return
-        pid = os.getpid()
+        pid = self._pid
         names: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": self._name}}]
         names += [{"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
                   for row, tid in self._rows.items()]
@@ -67,7 +69,7 @@ class Trace:
 
     def _add(self, row: str, at_s: float, **event: Any) -> None:
         if self._path:
-            event.update(ts=round(1e6 * (at_s + self._offset_s), 1), pid=os.getpid(),
+            event.update(ts=round(1e6 * (at_s + self._offset_s), 1), pid=self._pid,
                          tid=self._rows.setdefault(row, len(self._rows)))
             self._events.append(event)
 

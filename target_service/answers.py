@@ -127,15 +127,19 @@ class Answers:
         """Its drafter sent something. Raises RemoteProtocolError for what cannot be."""
         self._pool.received(running, message, now_s)
         if isinstance(message, Drop):
-            self.drafter_lost(running, "draft_unavailable", now_s)
+            self.drafter_lost(running, "draft_unavailable", now_s, moves=message.reason == "draining")
             if now_s >= running.retry_at_s:
                 running.policy.drafter_ready(now_s)
 
-    def drafter_lost(self, running: Running, reason: Reason, now_s: float) -> None:
-        """Nobody follows it any more, through no wish of ours."""
+    def drafter_lost(self, running: Running, reason: Reason, now_s: float, moves: bool = False) -> None:
+        """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
+        commit, if one has room; else it decodes alone."""
         if running.link is not None:
             running.link = None
             running.side.lost()
+        if moves and self._pool.has_room:
+            self._metrics.moved()
+            return
         self._note(running, running.policy.drafter_lost(now_s, reason))
 
     def switch(self, running: Running, allowed: bool, now_s: float) -> None:
@@ -157,7 +161,7 @@ class Answers:
         waited_s = running.waited(started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
         if drafted:
-            self._pool.judge(running, verified.verdict.num_accepted)
+            self._pool.judge(running, drafted, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
                       running.policy.mode.value, lossy=verified.lossy)

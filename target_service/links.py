@@ -3,7 +3,8 @@
 Rules:
 1. All of it runs on the engine thread; links tell it of their fate through the worker's inbox.
 2. What one step has to say to a link leaves as one frame, when the step is over (``flush``).
-3. A lost or unwilling drafter costs its answers nothing but speed: they decode alone and ask again later.
+3. A lost or unwilling drafter costs its answers nothing but speed: another takes over, or they decode alone and ask
+   again later. What was accepted is counted by the drafter's name, so that pools of different heads can be compared.
 4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
    problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
 5. A drafter that leaves, by its own word or by discovery's, gets no new session.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
@@ -35,8 +37,9 @@ FEATURE_CHUNK = 256  # rows of one Features item: well below the message limit f
 class DraftPool:
     """The ready drafts of one target."""
 
-    def __init__(self, runner: ModelRunner, metrics: TargetMetrics) -> None:
+    def __init__(self, runner: ModelRunner, metrics: TargetMetrics, chance: Random | None = None) -> None:
         self._runner = runner
+        self._chance = chance or Random()
         self._metrics = metrics
         self._log = logger("target")
         self._ready: dict[Link, DraftHello] = {}
@@ -92,13 +95,23 @@ class DraftPool:
         elif not leaving:
             self._leaving.discard(link)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether some drafter would take one more session."""
+        return bool(self._open_links())
+
+    def _open_links(self) -> list[Link]:
+        return [link for link, hello in self._ready.items()
+                if self._sessions[link] < hello.max_sessions and link not in self._leaving]
+
     def attach(self, running: Running, now_s: float, wanted: int) -> bool:
-        """Let the least busy drafter follow ``running``, if there is one that has room."""
-        open_links = [link for link, hello in self._ready.items()
-                      if self._sessions[link] < hello.max_sessions and link not in self._leaving]
+        """Let a drafter follow ``running``, if there is one that has room: of two drawn at random the one that is less
+        busy for its size. Targets that do not know of each other spread their sessions so."""
+        open_links = self._open_links()
         if not open_links or now_s < running.retry_at_s:
             return False
-        link = min(open_links, key=lambda candidate: self._sessions[candidate])
+        link = min(self._chance.sample(open_links, min(2, len(open_links))),
+                   key=lambda candidate: self._sessions[candidate] / self._ready[candidate].max_sessions)
         hello = self._ready[link]
         running.link = link
         self._sessions[link] += 1
@@ -147,9 +160,11 @@ class DraftPool:
         if message is not None and running.link in self._ready:
             self._outbox[running.link].append(message)
 
-    def judge(self, running: Running, accepted: int) -> None:
+    def judge(self, running: Running, drafted: int, accepted: int) -> None:
         """A tree that ``running``'s drafter proposed was verified."""
         link = running.link
+        if link in self._ready:
+            self._metrics.judged(self._ready[link].drafter, drafted, accepted)
         agreement = self._agreement.get(link) if link is not None else None
         if link is None or agreement is None:
             return

@@ -153,7 +153,7 @@ class TargetWorker:
             self.pool.link_down(link, reason)
             for running in self._everyone():
                 if running.link is link:
-                    self.answers.drafter_lost(running, "draft_unavailable", self._clock())
+                    self.answers.drafter_lost(running, "draft_unavailable", self._clock(), moves=True)
 
         self.post(event)
 
@@ -173,7 +173,7 @@ class TargetWorker:
             self._refuse(followed.get(session), error)
         for item in items:
             running = followed.get(item.session)
-            if running is None:
+            if running is None or running.link is not link:  # an item before it in the frame may have parted them
                 self._metrics.stale_growth()
                 continue
             if isinstance(item, Growth):

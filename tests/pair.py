@@ -56,6 +56,7 @@ class FaultyEvents:
     events: LinkEvents
     delay_s: float = 0.0
     loss: float = 0.0
+    shuffle: bool = False  # the items of a frame
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     counts: Deliveries = field(default_factory=Deliveries)
     answered: set[tuple[int, int]] = field(default_factory=set)  # session and base of growths
@@ -71,6 +72,8 @@ class FaultyEvents:
         bases = {(item.session, item.base) for item in items if isinstance(item, Growth)}
         self.counts.further += len(bases & self.answered)
         self.answered |= bases
+        if self.shuffle:
+            items = [items[place] for place in self.rng.permutation(len(items))]
         if self.rng.random() < self.loss:
             self.counts.lost += 1
         elif self.delay_s:

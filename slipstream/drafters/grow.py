@@ -63,8 +63,8 @@ class TreeGrowth:
         self.frontier = sorted(level[:min(self.topk, room)])
 
     def depth(self) -> int:
-        """Of the frontier; 0 at the root. 0 too when nothing is left to expand."""
-        return self.depths[self.frontier[0]] if self.frontier and self.frontier[0] != ROOT else 0
+        """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
 
     def path(self, node: int) -> list[int]:
         """Draft tokens from below the root to ``node``, itself included."""
@@ -85,6 +85,14 @@ class TreeGrowth:
                 node = self.parents[node]
             words.append(word)
         return words
+
+    def above(self, node: int) -> list[int]:
+        """Places in ``computed`` of the nodes between the root and ``node``, both left out."""
+        places = {found: place for place, found in enumerate(self.computed)}
+        found: list[int] = []
+        while (node := self.parents[node]) != ROOT:
+            found.append(places[node])
+        return found[::-1]
 
     def proposals(self, sent: SentTree) -> Iterator[Proposal]:
         """The candidates that the target does not have, best first, which is parents first (see ``sent.send``)."""
@@ -130,8 +138,12 @@ class TreeGrowth:
         if len(path) < len(tokens):
             return None
         root = self.computed[path[-1]]
-        kept = [node for node in range(root + 1, len(self.tokens)) if self._below(node, root)]
-        places = [place for place, node in enumerate(self.computed) if node != root and self._below(node, root)]
+        inside = {root}
+        for node in range(root + 1, len(self.tokens)):  # a parent stands before its children
+            if self.parents[node] in inside:
+                inside.add(node)
+        kept = sorted(inside - {root})
+        places = [place for place, node in enumerate(self.computed) if node != root and node in inside]
         renumbered = {root: ROOT, **{node: number for number, node in enumerate(kept)}}
         score, depth = self.scores[root], self.depths[root]
         self.computed = [renumbered[self.computed[place]] for place in places]
@@ -143,9 +155,3 @@ class TreeGrowth:
         self.frontier = []
         self.aim()
         return path, places
-
-    def _below(self, node: int, root: int) -> bool:
-        # A parent stands before its children, so the search up ends at the root or passes it.
-        while node > root:
-            node = self.parents[node]
-        return node == root
