@@ -83,7 +83,8 @@ def picture(panels: Sequence[Panel]) -> str:
     foot = f'<text x="{LEFT}" y="{top}">{length}</text>'
     body = "\n".join([*legend, *parts, foot])
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDE + 20} {top + 14}" '
-            f'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>{body}\n</svg>\n')
+            'font-family="sans-serif" font-size="11">\n'
+            f'<rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>\n')
 
 
 def panel(file: Path, title: str, ms: float) -> Panel:

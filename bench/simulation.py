@@ -229,7 +229,7 @@ def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float
         chances = tuple(float(part) for part in acceptance.split(","))
     except ValueError as error:
         raise ConfigError(f"acceptance: {acceptance!r} is not a list of numbers") from error
-    timing = Timing(step_s=step_ms / 1e3, draft_s=draft_ms / 1e3, acceptance=chances)
+    timing = Timing(step_s=step_ms / 1e3, draft_s=draft_ms / 1e3, acceptance=chances, width=len(chances))
     deployment = Deployment(timing, targets, drafts, rtt_ms / 1e3, batch=batch)
     found = simulate(of_schedule(schedule, deployment), seconds)
     return {"schedule": schedule, "tokens/s": f"{found.tokens_per_s:.1f}", "tokens a round":
