@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
+from slipstream.config import TargetSection
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
 from slipstream.log import logger
@@ -37,8 +38,10 @@ FEATURE_CHUNK = 256  # rows of one Features item: well below the message limit f
 class DraftPool:
     """The ready drafts of one target."""
 
-    def __init__(self, runner: ModelRunner, metrics: TargetMetrics, chance: Random | None = None) -> None:
+    def __init__(self, runner: ModelRunner, metrics: TargetMetrics, config: TargetSection,
+                 chance: Random | None = None) -> None:
         self._runner = runner
+        self._config = config
         self._chance = chance or Random()
         self._metrics = metrics
         self._log = logger("target")
@@ -106,12 +109,12 @@ class DraftPool:
 
     def attach(self, running: Running, now_s: float, wanted: int) -> bool:
         """Let a drafter follow ``running``, if there is one that has room: of two drawn at random the one that is less
-        busy for its size. Targets that do not know of each other spread their sessions so."""
+        busy for its size. Targets that do not know of each other spread their sessions so. A drafter on trial gets its
+        share and no more."""
         open_links = self._open_links()
         if not open_links or now_s < running.retry_at_s:
             return False
-        link = min(self._chance.sample(open_links, min(2, len(open_links))),
-                   key=lambda candidate: self._sessions[candidate] / self._ready[candidate].max_sessions)
+        link = self._choose(open_links)
         hello = self._ready[link]
         running.link = link
         self._sessions[link] += 1
@@ -121,6 +124,14 @@ class DraftPool:
             running.features_sent = max(known, running.side.base - hello.max_context)
             self.send_features(running)
         return True
+
+    def _choose(self, open_links: list[Link]) -> Link:
+        trial = [link for link in open_links if self._ready[link].drafter == self._config.canary_drafter]
+        if trial and len(trial) < len(open_links):
+            tried = self._chance.random() < self._config.canary_share
+            open_links = trial if tried else [link for link in open_links if link not in trial]
+        return min(self._chance.sample(open_links, min(2, len(open_links))),
+                   key=lambda candidate: self._sessions[candidate] / self._ready[candidate].max_sessions)
 
     def detach(self, running: Running) -> None:
         """Nobody follows ``running`` any more; its drafter, if it had one, is told."""

@@ -55,7 +55,7 @@ class TargetWorker:
         self._log = logger("target")
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
-        self.pool = DraftPool(runner, metrics)
+        self.pool = DraftPool(runner, metrics, config)
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)

@@ -62,13 +62,13 @@ def test_running_ahead_beats_a_drafter_on_the_targets_own_device() -> None:
 
 def test_streams_that_wait_share_a_step() -> None:
     """Two groups that take turns would read the weights twice: eight streams make more than five times one's tokens."""
-    assert rate("serial", replace(SOME, batch=8), 6.0) > 6 * rate("serial")
+    assert rate("serial", replace(SOME, batch=8), 4.0) > 6 * rate("serial")
 
 
 def test_a_draft_serves_two_targets_and_a_target_two_drafts() -> None:
     one = rate("run-ahead")
-    assert rate("run-ahead", replace(SOME, targets=2)) > 1.6 * one
-    assert rate("run-ahead", replace(SOME, drafts=2, batch=4)) > 3 * one
+    assert rate("run-ahead", replace(SOME, targets=2), 4.0) > 1.6 * one
+    assert rate("run-ahead", replace(SOME, drafts=2, batch=4), 4.0) > 3 * one
 
 
 @pytest.mark.parametrize("rtt_s", [0.02, 0.1])
@@ -142,4 +142,4 @@ def test_running_ahead_is_never_much_worse_than_a_growth_a_commit(batch: int, dr
     """Also where the drafter is always busy, and where an exchange is so short that a moment decides who shares a
     step."""
     deployment = replace(SOME, batch=batch, timing=Timing(draft_s=draft_s))
-    assert rate("run-ahead", deployment, 5.0) > 0.95 * rate("serial", deployment, 5.0)
+    assert rate("run-ahead", deployment, 3.0) > 0.95 * rate("serial", deployment, 3.0)
