@@ -118,7 +118,7 @@ class TargetSection(Section):
     drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     canary_drafter: str = Field("", description="name of a drafter on trial, as its handshake says; empty: none")
-    canary_share: float = Field(0.05, ge=0, le=1, description="of answers that a drafter on trial follows, where others "
+    canary_share: float = Field(0.05, ge=0, le=1, description="of answers that it follows where others "
                                 "have room too")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
