@@ -15,7 +15,8 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long lint proto bench-smoke bench-exact bench-drafts bench-host demo-fallback docs chart k8s-tools image clean test-k8s \ k8s-cluster
+.PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host bench-network \
+	demo-fallback docs chart k8s-tools k8s-cluster image clean
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,6 +56,9 @@ bench-host: setup  ## what a round costs besides its forwards, part by part, in 
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
 	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
 		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
+
+bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full" for the whole sweep)
+	$(BIN)/python -m bench.network $(ARGS)
 
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)

@@ -35,16 +35,17 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Process:
-    """One service. ``module`` is run with ``settings`` (section.key=value)."""
+    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value)."""
 
     module: str
     settings: Sequence[str]
     metrics_port: int
     log: Path
+    arguments: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        arguments = [part for setting in self.settings for part in ("--set", setting)]
+        arguments = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments], stdout=log, stderr=log,
                                             stdin=subprocess.DEVNULL, env={**SHARED_CORES, **os.environ})

@@ -43,7 +43,7 @@ class RehearsedDrafter:
             base, done = self._at[commit.session]
             self._at[commit.session] = base + len(commit.tokens), done + len(commit.tokens)
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         return [self._chain(session, budget) for session, budget in zip(ids, budgets, strict=True)]
 
     def close(self, ids: Sequence[int]) -> None:

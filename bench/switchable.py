@@ -50,8 +50,8 @@ class SwitchableDrafter:
     def commit(self, commits: Sequence[Commit]) -> None:
         self._inner.commit(commits)
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
-        growths = self._inner.grow(ids, budgets)
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        growths = self._inner.grow(ids, budgets, steps)
         if not self.bad.is_set():
             return growths
         # All siblings move by the same amount, so they stay distinct.

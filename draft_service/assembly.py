@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ from slipstream.drafters.base import Drafter
 from slipstream.log import logger
 from slipstream.metrics import DraftMetrics
 from slipstream.models import resolve, tokenizer_hash
+from slipstream.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,13 @@ def build(config: Config) -> Draft:
     drafter = create(section, config.model)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
-    return assemble(drafter, digest, section.lease_s)
+    return assemble(drafter, digest, section.lease_s, section.run_ahead, Trace(config.log.trace, "draft"))
 
 
-def assemble(drafter: Drafter, digest: str, lease_s: float) -> Draft:
+def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0, trace: Trace | None = None,
+             clock: Callable[[], float] = time.monotonic) -> Draft:
     """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any."""
     metrics = DraftMetrics(drafter.name)
     logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
                          max_sessions=drafter.max_sessions)
-    return Draft(DraftWorker(drafter, digest, lease_s, metrics), metrics)
+    return Draft(DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace), metrics)

@@ -7,7 +7,9 @@ Rules:
    peer with one frame.
 3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it
    is freed.
-4. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
+4. With ``run_ahead``, sessions are grown on, a level at a time, whenever the inbox is empty and growing pays
+   (``ahead.Ahead``); what comes in is looked at between two levels.
+5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
 """
@@ -18,10 +20,12 @@ import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from draft_service.ahead import Ahead
+from draft_service.followed import Followed
+from draft_service.round import Round
 from slipstream.drafters.base import Drafter
 from slipstream.errors import RemoteProtocolError, SlipstreamError
 from slipstream.log import logger
@@ -34,49 +38,31 @@ from slipstream.messages import (
     Features,
     Growth,
     Open,
-    TargetBound,
     TargetHello,
 )
 from slipstream.metrics import DraftMetrics
 from slipstream.pairing import check_pair
 from slipstream.session import DraftEvent, DraftSide, DraftState
+from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
 Faults = Sequence[tuple[int, RemoteProtocolError]]
-
-
-@dataclass(slots=True)
-class Followed:
-    """A session that a peer opened here. ``number`` is ours: peers count on their own and may collide."""
-
-    number: int
-    peer: Peer
-    side: DraftSide
-    wanted: int = 0  # nodes to grow next; 0: none
-    stale: bool = False  # committed since the last growth
-
-
-@dataclass(slots=True)
-class Round:
-    """What one pass over the inbox collected for the drafter."""
-
-    opens: list[Open] = field(default_factory=list)
-    features: list[Features] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
-    closes: list[int] = field(default_factory=list)
-    answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
 
 
 class DraftWorker:
     """Serves one drafter to any number of targets. Implements ``wire.server.PeerEvents``."""
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
+                 trace: Trace | None = None) -> None:
+        """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit."""
         self._drafter = drafter
         self._tokenizer_hash = tokenizer_hash
         self._lease_s = lease_s
         self._metrics = metrics
         self._clock = clock
+        self._run_ahead = run_ahead
+        self._trace = trace or Trace("", "draft")
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
         self._sessions: dict[tuple[Peer, int], Followed] = {}
@@ -94,6 +80,7 @@ class DraftWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self._trace.write()
 
     def drain(self) -> None:
         """Give every session up, so that targets go on without us; new ones are refused."""
@@ -114,20 +101,28 @@ class DraftWorker:
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
         self._inbox.put(lambda round_: self._take(peer, items, faults, round_))
 
+    @property
+    def hungry(self) -> bool:
+        """Whether it would grow on if nothing came."""
+        return any(followed.hungry for followed in self._sessions.values())
+
     def _run(self) -> None:
         while self.turn():
             pass
 
     def turn(self, block: bool = True) -> bool:
-        """Wait for something to come (or for a lease to end), and do it. Returns False when told to stop."""
+        """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.
+        Returns False when told to stop."""
         events: list[Callable[[Round], None]] = []
+        wait_s = max(0.0, self._next_sweep_s - self._clock())
+        hungry = wait_s > 0 and self.hungry
         try:
-            event = self._inbox.get(block, max(0.0, self._next_sweep_s - self._clock()))
+            event = self._inbox.get(block and not hungry, wait_s)
             while event is not None:
                 events.append(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
-            if events:
+            if events or hungry:
                 self._step(events)
             else:
                 self.sweep()
@@ -190,12 +185,17 @@ class DraftWorker:
                 self._unsay(number, round_)
                 round_.opens.append(replace(item, session=number))
                 followed.wanted, followed.stale = item.wanted, True
+                if followed.ahead is not None:
+                    followed.ahead.opened(item)
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
+                self._trace.came("device", "commit", commit_key(item.session, item.base), self._clock())
                 features = None if item.features is None else replace(item.features, session=number)
                 round_.commits.append(replace(item, session=number, features=features))
                 followed.wanted, followed.stale = item.wanted, True
+                if followed.ahead is not None:
+                    followed.ahead.committed(item)
             case DraftEvent.GAP, _:
                 self._forget(followed, round_)
                 round_.answers[peer].append(Drop(item.session, "gap"))
@@ -206,7 +206,8 @@ class DraftWorker:
         if self._draining or len(self._sessions) >= self._drafter.max_sessions:
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
-        followed = Followed(next(self._numbers), peer, DraftSide(item.session))
+        followed = Followed(next(self._numbers), peer, DraftSide(item.session),
+                            ahead=Ahead(self._run_ahead) if self._run_ahead else None)
         self._sessions[(peer, item.session)] = followed
         self._by_number[followed.number] = followed
         return followed
@@ -226,25 +227,37 @@ class DraftWorker:
                 self._metrics.committed(len(commit.tokens))
 
     def _grow(self, round_: Round) -> None:
-        stale = [f for f in self._sessions.values() if f.stale]
-        for followed in stale:
+        wanting = [f for f in self._sessions.values() if f.wanted > 0 and (f.stale or f.hungry)]
+        answers = {f.number for f in wanting if f.stale}
+        for followed in self._sessions.values():
             followed.stale = False
-        wanting = [f for f in stale if f.wanted > 0]
         if not wanting:
             return
         started_s = self._clock()
-        growths = self._drafter.grow([f.number for f in wanting],
-                                     [min(f.wanted, self._drafter.max_nodes) for f in wanting])
+        budgets = [min(followed.budget, self._drafter.max_nodes) for followed in wanting]
+        steps = self._steps(wanting)
+        growths = self._drafter.grow([followed.number for followed in wanting], budgets, steps)
         draft_s = self._clock() - started_s
+        self._trace.span("device", "level" if steps else "tree", started_s, started_s + draft_s, sessions=len(wanting))
         self._metrics.grew(draft_s, sum(len(g.ids) for g in growths))
-        for growth in growths:
-            followed = self._by_number[growth.session]
-            round_.answers[followed.peer].append(replace(growth, session=followed.side.session, draft_s=draft_s))
-        answered = {growth.session for growth in growths}
+        by_number = {growth.session: growth for growth in growths}
         for followed in wanting:
-            if followed.number not in answered:
-                empty = Growth.empty(followed.side.session, followed.side.base, draft_s)
-                round_.answers[followed.peer].append(empty)
+            growth = by_number.get(followed.number, Growth.empty(followed.number, followed.side.base))
+            self._send_growth(followed, replace(growth, session=followed.side.session, draft_s=draft_s),
+                              followed.number in answers, round_)
+
+    def _steps(self, wanting: Sequence[Followed]) -> int:
+        # One whole tree for all costs little more than for those that wait for it.
+        whole = any(followed.ahead is None or followed.ahead.starving(followed.wanted) for followed in wanting)
+        return 0 if whole else 1
+
+    def _send_growth(self, followed: Followed, growth: Growth, answer: bool, round_: Round) -> None:
+        """``answer``: the target waits to hear of its newest commit, be it that there is nothing."""
+        if followed.ahead is not None:
+            followed.ahead.grew(growth)
+        if answer or len(growth.ids):
+            self._trace.left("device", "growth", growth_key(growth), self._clock())
+            round_.answers[followed.peer].append(growth)
 
     def _unsay(self, number: int, round_: Round) -> None:
         round_.opens = [o for o in round_.opens if o.session != number]

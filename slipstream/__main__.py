@@ -168,6 +168,33 @@ app.command()(tune)
 app.command(name="train-head")(train_head)
 
 
+@app.command()
+def simulate(
+    schedule: Annotated[str, typer.Option(help="plain, colocated, serial or run-ahead; all: one row each.")] = "all",
+    targets: Annotated[int, typer.Option(min=1)] = 1,
+    drafts: Annotated[int, typer.Option(min=1)] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Streams of each target.")] = 1,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, help="Network round trip between target and draft.")] = 1.0,
+    step_ms: Annotated[float, typer.Option(min=0.01, help="A target step of few rows.")] = 20.0,
+    draft_ms: Annotated[float, typer.Option(min=0.01, help="A whole tree of one batch.")] = 5.0,
+    acceptance: Annotated[str, typer.Option(help="Chance that a node's first, second, ... child is right.")] =
+    "0.75,0.12,0.05",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Simulated time.")] = 30.0,
+) -> None:
+    """Predict what a deployment would do: the real scheduler, policy and protocol in simulated time.
+
+    Example: `slipstream simulate --rtt-ms 5 --batch 8 --step-ms 25 --draft-ms 4`
+    """
+    from bench.simulation import SCHEDULES, describe
+    from slipstream.config import LogSection
+    from slipstream.log import configure
+
+    configure(LogSection(level="error"))
+    names = SCHEDULES if schedule == "all" else (schedule,)
+    rows = [describe(name, targets, drafts, batch, rtt_ms, step_ms, draft_ms, acceptance, seconds) for name in names]
+    Console().print(plain_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+
+
 @app.command(hidden=True)
 def docs(root: Annotated[Path, typer.Option(help="The checkout.")] = Path()) -> None:
     """Print the tables of docs/ from the code."""

@@ -78,6 +78,8 @@ class DraftSection(Section):
     max_sessions: int = Field(256, ge=1)
     max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
+    run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
+                                                       "verifies; 0: one growth a commit")
     lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
     drain_s: float = Field(2.0, ge=0, description="time to stop; short, as a target goes on without a draft at once")
     ngram: NgramSection = NgramSection()
@@ -115,6 +117,9 @@ class TargetSection(Section):
     metrics_listen: str = "127.0.0.1:9101"
     drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
+    canary_drafter: str = Field("", description="name of a drafter on trial, as its handshake says; empty: none")
+    canary_share: float = Field(0.05, ge=0, le=1, description="of answers that it follows where others "
+                                "have room too")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
@@ -182,6 +187,7 @@ class WireSection(Section):
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
+    trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
 
 
 class Config(Section):

@@ -151,6 +151,17 @@ class Goodput:
         return min(self._exchange.mean_s or 0.0, self._config.deadline_max_s)
 
     @property
+    def enough(self) -> float:
+        """Draft tokens from which a tree that is there is better than a whole one after an exchange; below, waiting
+        gains more tokens than the time would make. With others in the step a wait lasts until they are through, which
+        is too long for that: 0."""
+        if self._others or self._exchange.mean_s is None:
+            return 0.0
+        nodes = self.nodes
+        whole = self._acceptance.tokens(nodes)
+        return max(0.0, whole - (1 + whole) * self._exchange.mean_s / self._costs.cost(1 + nodes))
+
+    @property
     def wait_pays(self) -> bool:
         """Rule 3."""
         if self._exchange.mean_s is None or TRY_SHARE * self._unpaid_s >= self.usual_wait_s:

@@ -20,7 +20,7 @@ from slipstream.config import Config
 from slipstream.errors import STATUS
 from slipstream.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
 from slipstream.session import DRAFT_TABLE, TARGET_TABLE
-from slipstream.tree import MAX_NODES
+from slipstream.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.handshake import MAX_TAPS
 from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, PROJECTION_S, REFUSED_RETRY_S
 from slipstream.wire.outbox import MAX_BATCHES
@@ -140,7 +140,8 @@ def _limits() -> Rows:
     dtypes = ", ".join(f"{name} ({size} bytes)" for name, size in FEATURE_DTYPES.items())
     return (
         ("protocol version", str(PROTOCOL_VERSION), "the stream is refused, naming `protocol_version`"),
-        ("nodes of one tree, root included", str(MAX_NODES), "growth beyond it is cut; a longer item is invalid"),
+        ("nodes of one growth", str(MAX_NODES - 1), "the item is invalid; no more are verified in one step"),
+        ("nodes that a target holds of one answer", str(MAX_HELD - 1), "growth beyond it is cut"),
         ("bytes of one message", f"{wire.max_message_bytes} (`wire.max_message_bytes`)",
          "frames are split between items; a single item that is too large is given up for its session"),
         ("layers that a drafter reads", str(MAX_TAPS), "the handshake is refused, naming `features.layers`"),

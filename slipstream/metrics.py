@@ -167,6 +167,9 @@ class TargetMetrics:
         self._suspect = registry.gauge("pairing_suspect", "1: a drafter is right by chance at most.", "peer")
         self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
         self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
+        self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
+                                            "proposed them.", "drafter", "kind")
+        self._moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could take.")
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
         self.drafts_connected(0)  # one that never comes is missed too
 
@@ -226,6 +229,13 @@ class TargetMetrics:
 
     def draft_gone(self, peer: str) -> None:
         self._suspect.drop(peer)
+
+    def judged(self, drafter: str, drafted: int, accepted: int) -> None:
+        self._by_drafter.of(drafter, "drafted").inc(drafted)
+        self._by_drafter.of(drafter, "accepted").inc(accepted)
+
+    def moved(self) -> None:
+        self._moved.of().inc()
 
     def pairing_suspect(self, peer: str, suspect: bool) -> None:
         self._suspect.of(peer).set(suspect)

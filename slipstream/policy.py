@@ -20,7 +20,8 @@ Rules:
 5. A probe in which an answering drafter proposed nothing passes: an empty proposal never costs more than its wait.
 6. A session begins with the acceptance that others of its kind have seen (``estimates.Experience``), so that short
    answers need not pay for finding out.
-7. Every PLAIN_EVERY rounds one is plain, so that the cost of a plain step is measured and not remembered.
+7. One wait in vain is enough: until the drafter is heard again, no step waits for it.
+8. Every PLAIN_EVERY rounds one is plain, so that the cost of a plain step is measured and not remembered.
 
 It knows no clock, no session, no drafter, and keeps no logs. A target has one for each session. A router has one for
 each model and draft pool, and feeds it the pieces of all its answers, each as one round with ``plain_s`` set to what a
@@ -48,7 +49,7 @@ REPAY_S = 10.0
 PLAIN_EVERY = 64
 PROBE_LIMIT_S = 5.0  # a drafter that has not answered by then has failed the probe
 FAILED_PROBES = 3  # before shadow becomes plain
-SILENT_WAITS = 8  # waits in a row without growth before a drafter counts as silent
+SILENT_ROUNDS = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
 
 Reason = Literal["acceptance_low", "draft_unavailable", "draft_timeout", "overload", "incompatible", "probe_ok",
                  "probe_failed", "operator", "drafter_ready"]
@@ -139,15 +140,24 @@ class SpeculationPolicy:
         self._goodput.tell_others(batch_rows_of_others)
         return self._goodput.nodes if self._wants and not self._measures_plain else 0
 
+    @property
+    def nodes(self) -> int:
+        """Draft nodes of the highest expected gain, whatever the mode."""
+        return self._goodput.nodes
+
     def deadline_s(self) -> float:
         """Seconds after a commit that its growth may be awaited; 0: step at once."""
-        if not self._wants or self._measures_plain or self._idle:
+        if not self._wants or self._measures_plain or self._idle or self._silent:
             return 0.0
         usual_s = self._goodput.usual_wait_s
         if self._probe is None:
             return usual_s if self._goodput.wait_pays else 0.0
         left_s = self._probe.allowance_s - self._probe.ledger.loss_s
         return min(usual_s, max(left_s, self._config.deadline_min_s)) if left_s > 0 else 0.0
+
+    def enough(self) -> float:
+        """Draft tokens that a tree must promise for the step to begin at once, within ``deadline_s``."""
+        return self._goodput.enough if self._wants else 0.0
 
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
@@ -171,7 +181,7 @@ class SpeculationPolicy:
         answered = round_.drafted > 0 or round_.exchange_s is not None or (waited and not round_.late)
         if answered:
             self._silent = 0
-        elif waited:
+        elif waited or self._silent:
             self._silent += 1
         return answered
 
@@ -224,7 +234,7 @@ class SpeculationPolicy:
         if self._idle >= patience:
             return (self._leave(now_s, Mode.PLAIN, "overload") if self._goodput.overloaded
                     else self._leave(now_s, Mode.SHADOW, "acceptance_low"))
-        if self._silent >= SILENT_WAITS:
+        if self._silent >= SILENT_ROUNDS:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
         if self._risk_s > patience * self._goodput.plain_s:
             late = self._silent > 1 or self._goodput.too_slow

@@ -7,7 +7,8 @@ Rules:
 4. Ids are the drafter's and positive, stable while a session is open. The root's id is ``-base``, whatever it was
    before: both sides know it without being told.
 5. ``scores`` are cumulative log scores: a child's is at most its parent's, so the best n nodes are connected.
-6. At most ``MAX_NODES`` nodes, so that the ancestors of a node fit one 64-bit word.
+6. At most ``MAX_HELD`` nodes; what is verified is a selection of at most ``MAX_NODES`` of them (``best``), so that the
+   ancestors of a node fit one 64-bit word.
 
 It knows nothing about models, sessions or the network. Sources: tree drafting as in EAGLE-2 (arXiv 2406.16858);
 re-rooting as in SwiftSpec (arXiv 2506.11309).
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_NODES = 64
+MAX_NODES = 64  # of a selection that is verified, root included
+MAX_HELD = 256  # of a tree that grows ahead of what is verified, root included
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -60,7 +62,7 @@ class DraftTree:
         return depths
 
     def ancestor_words(self) -> Words:
-        """uint64 [N]: bit j of word i is set when node j is node i or one of its ancestors."""
+        """uint64 [N]: bit j of word i is set when node j is node i or one of its ancestors. N is at most MAX_NODES."""
         words = np.zeros(len(self), np.uint64)
         for node in range(len(self)):
             parent = self.parents[node]
@@ -82,15 +84,15 @@ class DraftTree:
     def append(self, ids: Sequence[int], parents: Sequence[int], tokens: Sequence[int],
                scores: Sequence[float]) -> DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
-        a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_NODES.
+        a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5); one that is not a number counts as the worst."""
-        where = {int(i): n for n, i in enumerate(self.ids)}
-        taken = {(int(p), int(t)) for p, t in zip(self.parents, self.tokens, strict=True)}
+        where = dict(zip(self.ids.tolist(), range(len(self)), strict=True))
+        taken = set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
         rows: list[tuple[int, int, int, float]] = []
-        known = [float(s) for s in self.scores]
+        known = self.scores.tolist()
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             parent = where.get(int(parent_id))
-            if parent is None or int(node_id) in where or (parent, int(token)) in taken or len(known) >= MAX_NODES:
+            if parent is None or int(node_id) in where or (parent, int(token)) in taken or len(known) >= MAX_HELD:
                 continue
             bounded = min(float(score), known[parent]) if score == score else -np.inf
             where[int(node_id)] = len(known)
@@ -116,6 +118,12 @@ class DraftTree:
         assert keep[0] == 0 and (renumbered[self.parents[keep[1:]]] >= 0).all(), "not connected"
         return DraftTree(self.base, self.tokens[keep], renumbered[self.parents[keep]], self.ids[keep],
                          self.scores[keep])
+
+    def promise(self, num_nodes: int) -> float:
+        """Tokens that the ``num_nodes`` best nodes, root not counted, would give if scores were true logarithms of the
+        chance of being accepted."""
+        best = -np.sort(-self.scores[1:])[:num_nodes]
+        return float(np.exp(best).sum())
 
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected because of rule 5 and a stable sort."""

@@ -26,16 +26,24 @@ from target_service.drafts import Drafts
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin."""
+    bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls))
+    known: list[Drafts] = []
+    loop = asyncio.get_running_loop()
+    target = await asyncio.to_thread(build, config, loop, lambda: [s for drafts in known for s in drafts.statuses()])
+    await host(config, target, known, stop, ready)
+
+
+async def host(config: Config, target: Target, known: list[Drafts], stop: asyncio.Event,
+               ready: Callable[[], None] | None = None) -> None:
+    """The same for a target that is put together already; its drafts join ``known``."""
     tls, counts = tls_files(config.wire.tls), WireCounts()
-    bind_guard(config.target.listen, config.wire, tls)
-    drafts: Drafts
-    target = await asyncio.to_thread(build, config, asyncio.get_running_loop(), lambda: drafts.statuses())
 
     def connect(address: str, name: str) -> DraftLink:
         return DraftLink(address, target.hello, target.worker, config.wire, check_pair, tls=dialling(tls, name),
                          counts=counts)
 
     drafts = Drafts(connect, target.worker)
+    known.append(drafts)
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls,
                         reflect=config.wire.reflection)
     await server.start()

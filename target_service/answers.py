@@ -11,7 +11,7 @@ Runs on the engine thread alone. It knows nothing about schedules, batches or so
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from target_service.links import DraftPool
 from target_service.running import Running, Sink
 from target_service.step import Verified
 
+ASKED = 4  # commits whose answers may still come
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
 
@@ -112,6 +113,13 @@ class Answers:
             return 1
         return 1 + min(len(running.side.tree) - 1, running.policy.budget(now_s, others))
 
+    def coming(self, waiting: Sequence[Running]) -> tuple[float, int]:
+        """When the growth that ``waiting`` wait for should be here, and how many rows they would verify then."""
+        # Generous: going a moment too early costs a whole step, a moment of patience costs that moment.
+        usual_s = max(self._exchange.usual_s(self._config.deadline_max_s), 1.5 * (self._exchange.mean_s or 0.0))
+        due_s = max(min(running.committed_s + usual_s, running.wait_until_s) for running in waiting)
+        return due_s, sum(1 + running.policy.nodes for running in waiting)
+
     def prefilled(self, running: Running, started_s: float) -> None:
         """A chunk of its prompt is computed."""
         running.first_step_s = running.first_step_s or started_s
@@ -121,15 +129,19 @@ class Answers:
         """Its drafter sent something. Raises RemoteProtocolError for what cannot be."""
         self._pool.received(running, message, now_s)
         if isinstance(message, Drop):
-            self.drafter_lost(running, "draft_unavailable", now_s)
+            self.drafter_lost(running, "draft_unavailable", now_s, moves=message.reason == "draining")
             if now_s >= running.retry_at_s:
                 running.policy.drafter_ready(now_s)
 
-    def drafter_lost(self, running: Running, reason: Reason, now_s: float) -> None:
-        """Nobody follows it any more, through no wish of ours."""
+    def drafter_lost(self, running: Running, reason: Reason, now_s: float, moves: bool = False) -> None:
+        """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
+        commit, if one has room; else it decodes alone."""
         if running.link is not None:
             running.link = None
             running.side.lost()
+        if moves and self._pool.has_room:
+            self._metrics.moved()
+            return
         self._note(running, running.policy.drafter_lost(now_s, reason))
 
     def switch(self, running: Running, allowed: bool, now_s: float) -> None:
@@ -148,10 +160,10 @@ class Answers:
         running.first_step_s = running.first_step_s or started_s
         first = running.side.num_output == running.request.answered
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
-        waited_s = self.waited(running, started_s)
+        waited_s = running.waited(started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
         if drafted:
-            self._pool.judge(running, verified.verdict.num_accepted)
+            self._pool.judge(running, drafted, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
                       running.policy.mode.value, lossy=verified.lossy)
@@ -168,8 +180,7 @@ class Answers:
             return True
         wanted = running.policy.budget(now_s, step.num_trees - 1) if running.policy.wants_drafts(now_s) else 0
         self._pool.commit(running, tokens, drafted, wanted)
-        running.committed_s, running.heard_s = now_s, None
-        running.wait_until_s = now_s + running.policy.deadline_s()
+        self._ask(running, now_s)
         self._follow(running, now_s)
         return False
 
@@ -185,8 +196,19 @@ class Answers:
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
         elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
-            running.committed_s, running.heard_s, running.first_round = now_s, None, True
-            running.wait_until_s = now_s + running.policy.deadline_s()
+            running.first_round = True
+            self._ask(running, now_s)
+
+    def _ask(self, running: Running, now_s: float) -> None:
+        """Its drafter hears of its newest token now; from here on it may wait."""
+        running.committed_s, running.heard_s, running.stood = now_s, None, False
+        running.wait_until_s = now_s + running.policy.deadline_s()
+        running.enough = running.policy.enough()
+        if len(running.side.tree) == 1 and running.link is not None and not running.first_round:
+            # What a drafter says to a target that holds nodes tells how it deepens, not how long an exchange takes.
+            running.asked[running.side.base] = now_s
+            if len(running.asked) > ASKED:
+                del running.asked[min(running.asked)]
 
     def _cut(self, running: Running, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
         stops = running.request.sampling.stop_token_ids
@@ -196,20 +218,12 @@ class Answers:
                 return tokens[:count], "stop"
         return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
 
-    def waited(self, running: Running, started_s: float) -> float:
-        """Seconds that it stood still for its drafter before the step that began at ``started_s``."""
-        if running.link is None or running.side.num_output == running.request.answered:
-            return 0.0
-        answered_s = running.heard_s if running.heard_s is not None else min(started_s, running.wait_until_s)
-        return max(0.0, answered_s - running.committed_s)
-
     def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step: Step,
                  now_s: float) -> None:
-        awaited = running.link is not None and running.wait_until_s > running.committed_s
+        exchange_s, running.exchange_s = running.exchange_s, None
         round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
-                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows, late=awaited and not running.side.heard,
-                       exchange_s=running.heard_s - running.committed_s if running.heard_s is not None else None,
-                       first=running.first_round)
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                       late=running.stood and not running.side.heard, exchange_s=exchange_s, first=running.first_round)
         # The first token comes with the prompt: nobody waits for a drafter there.
         running.first_round = running.first_round and running.side.num_output == 0
         self._note(running, running.policy.observe(now_s, round_))

@@ -23,6 +23,7 @@ from slipstream.metrics import TargetMetrics
 from slipstream.models import resolve, tokenizer_hash
 from slipstream.policy import StepCosts
 from slipstream.requests import DraftStatus
+from slipstream.trace import Trace
 from slipstream.tree import MAX_NODES
 from target_service.service import LoopDispatch, Served, TargetService
 from target_service.worker import TargetWorker
@@ -47,18 +48,25 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
     model = load_model(folder, section.dtype, section.device, section.engine, section.compile)
-    max_context = min(config.target.max_context or model.config.max_context, model.config.max_context)
+    name = config.router.model_name or folder.name
+    return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
+
+
+def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,
+             drafts: Callable[[], Sequence[DraftStatus]]) -> Target:
+    """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer."""
+    shape = model.config
+    max_context = min(config.target.max_context or shape.max_context, shape.max_context)
     runner = ModelRunner(model, slots_for(config.target, model, max_context))
     costs = StepCosts(runner.profile())
-    name = config.router.model_name or folder.name
     metrics = TargetMetrics(name)
-    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop))
-    digest = tokenizer_hash(folder)
+    trace = Trace(config.log.trace, "target")
+    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop), trace=trace)
     lossy = _warn_if_lossy(config.target)
-    served = Served(name, model.config.vocab_size, max_context, digest, runner.slots.num_slots, lossy)
-    hello = TargetHello(PROTOCOL_VERSION, 0, name, model.config.vocab_size, digest, model.config.hidden_size,
-                        model.config.num_layers, max_context)
-    logger("target").info("model ready", model=name, dtype=section.dtype, device=section.device,
+    served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, lossy)
+    hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
+                        max_context)
+    logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
                           threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)

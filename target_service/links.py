@@ -3,7 +3,8 @@
 Rules:
 1. All of it runs on the engine thread; links tell it of their fate through the worker's inbox.
 2. What one step has to say to a link leaves as one frame, when the step is over (``flush``).
-3. A lost or unwilling drafter costs its answers nothing but speed: they decode alone and ask again later.
+3. A lost or unwilling drafter costs its answers nothing but speed: another takes over, or they decode alone and ask
+   again later. What was accepted is counted by the drafter's name, so that pools of different heads can be compared.
 4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
    problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
 5. A drafter that leaves, by its own word or by discovery's, gets no new session.
@@ -17,7 +18,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
+from slipstream.config import TargetSection
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
 from slipstream.log import logger
@@ -35,8 +38,11 @@ FEATURE_CHUNK = 256  # rows of one Features item: well below the message limit f
 class DraftPool:
     """The ready drafts of one target."""
 
-    def __init__(self, runner: ModelRunner, metrics: TargetMetrics) -> None:
+    def __init__(self, runner: ModelRunner, metrics: TargetMetrics, config: TargetSection,
+                 chance: Random | None = None) -> None:
         self._runner = runner
+        self._config = config
+        self._chance = chance or Random()
         self._metrics = metrics
         self._log = logger("target")
         self._ready: dict[Link, DraftHello] = {}
@@ -92,13 +98,23 @@ class DraftPool:
         elif not leaving:
             self._leaving.discard(link)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether some drafter would take one more session."""
+        return bool(self._open_links())
+
+    def _open_links(self) -> list[Link]:
+        return [link for link, hello in self._ready.items()
+                if self._sessions[link] < hello.max_sessions and link not in self._leaving]
+
     def attach(self, running: Running, now_s: float, wanted: int) -> bool:
-        """Let the least busy drafter follow ``running``, if there is one that has room."""
-        open_links = [link for link, hello in self._ready.items()
-                      if self._sessions[link] < hello.max_sessions and link not in self._leaving]
+        """Let a drafter follow ``running``, if there is one that has room: of two drawn at random the one that is less
+        busy for its size. Targets that do not know of each other spread their sessions so. A drafter on trial gets its
+        share and no more."""
+        open_links = self._open_links()
         if not open_links or now_s < running.retry_at_s:
             return False
-        link = min(open_links, key=lambda candidate: self._sessions[candidate])
+        link = self._choose(open_links)
         hello = self._ready[link]
         running.link = link
         self._sessions[link] += 1
@@ -108,6 +124,14 @@ class DraftPool:
             running.features_sent = max(known, running.side.base - hello.max_context)
             self.send_features(running)
         return True
+
+    def _choose(self, open_links: list[Link]) -> Link:
+        trial = [link for link in open_links if self._ready[link].drafter == self._config.canary_drafter]
+        if trial and len(trial) < len(open_links):
+            tried = self._chance.random() < self._config.canary_share
+            open_links = trial if tried else [link for link in open_links if link not in trial]
+        return min(self._chance.sample(open_links, min(2, len(open_links))),
+                   key=lambda candidate: self._sessions[candidate] / self._ready[candidate].max_sessions)
 
     def detach(self, running: Running) -> None:
         """Nobody follows ``running`` any more; its drafter, if it had one, is told."""
@@ -147,9 +171,11 @@ class DraftPool:
         if message is not None and running.link in self._ready:
             self._outbox[running.link].append(message)
 
-    def judge(self, running: Running, accepted: int) -> None:
+    def judge(self, running: Running, drafted: int, accepted: int) -> None:
         """A tree that ``running``'s drafter proposed was verified."""
         link = running.link
+        if link in self._ready:
+            self._metrics.judged(self._ready[link].drafter, drafted, accepted)
         agreement = self._agreement.get(link) if link is not None else None
         if link is None or agreement is None:
             return
@@ -173,7 +199,8 @@ class DraftPool:
         return replace(status, problem=problem)
 
     def received(self, running: Running, message: Growth | Drop, now_s: float) -> None:
-        """Take what a drafter sent for ``running``. Raises RemoteProtocolError for what cannot be."""
+        """Take what a drafter sent for ``running``, which came at ``now_s``. Raises RemoteProtocolError for what cannot
+        be."""
         joined = running.side.receive(message)
         if isinstance(message, Drop):
             self._log.debug("drafter gave up", session=running.number, reason=message.reason)
@@ -184,10 +211,18 @@ class DraftPool:
             elif message.reason in ("capacity", "failed", "invalid"):
                 running.retry_at_s = now_s + RETRY_S
             running.link = None
-        elif joined < 0:
+            return
+        if joined < 0:
             self._metrics.stale_growth()
-        elif running.heard_s is None and running.side.heard:
+            return
+        if running.heard_s is None and running.side.heard:
             running.heard_s = now_s
+        if joined and message.base < running.side.base:
+            # It crossed the commit, so its drafter believes in a tree here: what comes next is one more level of it.
+            running.asked.pop(running.side.base, None)
+        asked_s = running.asked.pop(message.base, None)
+        if asked_s is not None:
+            running.exchange_s = max(0.0, now_s - asked_s)
 
     def flush(self) -> None:
         """Send what the step had to say."""

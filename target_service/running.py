@@ -47,8 +47,12 @@ class Running:
     retry_at_s: float = 0.0  # no drafter is asked again before
     first_round: bool = True  # the drafter that follows has not been awaited yet
     committed_s: float = 0.0  # when the newest token was committed
+    stood: bool = False  # a step was decided without it since then, because it waited for its drafter
     heard_s: float | None = None  # when the drafter answered for it
+    asked: dict[int, float] = field(default_factory=dict)  # base -> when, of commits that left nothing but the root
+    exchange_s: float | None = None  # what an answer to one of them took, if one came since the last round
     wait_until_s: float = 0.0  # the deadline of the drafter's answer
+    enough: float = 0.0  # draft tokens that a tree must promise for it to be taken at once
     features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
     first_step_s: float | None = None
 
@@ -67,8 +71,17 @@ class Running:
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
-        return (self.link is not None and not self.side.heard and len(self.side.tree) == 1
-                and now_s < self.wait_until_s and self.policy.wants_drafts(now_s))
+        if self.link is None or self.side.heard or now_s >= self.wait_until_s or not self.policy.wants_drafts(now_s):
+            return False
+        tree = self.side.tree
+        return len(tree) == 1 or tree.promise(self.policy.nodes) < self.enough
+
+    def waited(self, started_s: float) -> float:
+        """Seconds that it stood still for its drafter before the step that began at ``started_s``."""
+        if not self.stood or self.link is None or self.side.num_output == 0:
+            return 0.0
+        answered_s = self.heard_s if self.heard_s is not None else min(started_s, self.wait_until_s)
+        return max(0.0, answered_s - self.committed_s)
 
     def take_slots(self, slots: NDArray[np.int64]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""

@@ -5,14 +5,15 @@ Rules:
    so nobody starves; when slots run out, the youngest is put back and computed again later.
 2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
 3. Trees shrink before anyone is put back: draft nodes are a bet, answers are a promise.
-4. An answer that waits for its drafter is left out until growth comes or its deadline passes.
+4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step itself is held
+   for it where one step of all is sooner over than two.
 
 It knows nothing about tokens, devices or drafters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -78,6 +79,12 @@ def decide(running: Sequence[Facts], waiting: Sequence[Facts], free_slots: int, 
     promised = sum(facts.prefill for facts in kept) - sum(rows for _, rows in prefill)
     admit = () if put_back else _admit(waiting, len(kept), room - promised, limits)
     return Decision(tuple(put_back), admit, tuple(prefill), tuple(verify))
+
+
+def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float]) -> bool:
+    """Whether a step of ``ready`` rows should be held for ``missing_s``, until ``coming`` further rows are there: one
+    step of all, later, against two steps one after the other. A device that reads its weights once for all wins so."""
+    return missing_s + cost(ready + coming) < cost(ready) + cost(coming)
 
 
 def _share(ready: Sequence[Facts], rows: int) -> list[tuple[int, int]]:

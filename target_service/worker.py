@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import islice
 
 from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
@@ -26,15 +25,18 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.errors import Draining, RemoteProtocolError
 from slipstream.lenient import Thresholds
 from slipstream.log import logger
-from slipstream.messages import DraftHello, TargetBound
+from slipstream.messages import DraftHello, Growth, TargetBound
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
+from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch, Step
 from target_service.links import DraftPool
+from target_service.plan import Plan
 from target_service.running import Running
-from target_service.scheduler import Decision, Facts, Limits, decide
+from target_service.scheduler import Decision, Limits
 from target_service.step import run_step
+from target_service.tracing import trace_step
 
 Event = Callable[[], None]
 
@@ -43,19 +45,21 @@ class TargetWorker:
     """Turns requests into answers. Implements ``wire.link.LinkEvents``; requests come through ``Answers``."""
 
     def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
-                 dispatch: Dispatch, clock: Callable[[], float] = time.monotonic) -> None:
+                 dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
+                 trace: Trace | None = None) -> None:
         self._runner = runner
         self._config = config
         self._metrics = metrics
         self._clock = clock
+        self._trace = trace or Trace("", "target")
         self._log = logger("target")
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
-        self.pool = DraftPool(runner, metrics)
+        self.pool = DraftPool(runner, metrics, config)
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
-        self._limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
+        self._plan = Plan(self.answers, costs, Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk))
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
         self._costs = costs
@@ -70,6 +74,7 @@ class TargetWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self._trace.write()
 
     @property
     def alive(self) -> bool:
@@ -148,7 +153,7 @@ class TargetWorker:
             self.pool.link_down(link, reason)
             for running in self._everyone():
                 if running.link is link:
-                    self.answers.drafter_lost(running, "draft_unavailable", self._clock())
+                    self.answers.drafter_lost(running, "draft_unavailable", self._clock(), moves=True)
 
         self.post(event)
 
@@ -158,20 +163,23 @@ class TargetWorker:
 
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
-        self.post(lambda: self._take(link, items, faults))
+        came_s = self._clock()  # now: a step may be on the device until this is looked at
+        self.post(lambda: self._take(link, items, faults, came_s))
 
-    def _take(self, link: Link, items: Sequence[TargetBound],
-              faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+    def _take(self, link: Link, items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]],
+              came_s: float) -> None:
         followed = {running.number: running for running in self._running if running.link is link}
         for session, error in faults:
             self._refuse(followed.get(session), error)
         for item in items:
             running = followed.get(item.session)
-            if running is None:
+            if running is None or running.link is not link:  # an item before it in the frame may have parted them
                 self._metrics.stale_growth()
                 continue
+            if isinstance(item, Growth):
+                self._trace.came("device", "growth", growth_key(item), came_s)
             try:
-                self.answers.heard(running, item, self._clock())
+                self.answers.heard(running, item, came_s)
             except RemoteProtocolError as error:
                 self._refuse(running, error)
 
@@ -209,37 +217,28 @@ class TargetWorker:
             return True
         return False
 
+    def poll(self) -> float | None:
+        """Do what waits in the inbox, then a turn, for a caller that has the thread's place."""
+        self._drain(0.0)
+        return self.turn()
+
     def turn(self) -> float | None:
         """Decide and act once. Returns for how long there is nothing to do: 0.0 go on, None until something comes."""
         now_s = self._clock()
-        decision = self._decide(now_s)
+        decision = self._plan.decide(self._running, self._waiting, self.num_free_slots, now_s)
         if decision.empty:
             self.pool.flush()
             deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
             return max(1e-4, min(deadlines) - now_s) if deadlines else None
+        if held_s := self._plan.hold_s(decision, self._running, now_s):
+            self.pool.flush()
+            return held_s
         self._act(decision)
         self.pool.flush()
         self.answers.deliver()
         self._metrics.sessions(len(self._running), len(self._waiting))
         self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
         return 0.0
-
-    def _decide(self, now_s: float) -> Decision:
-        # What the others cost depends here on how many they are, not on the nodes they will get: one look is enough.
-        others = max(0, sum(not running.prefilling for running in self._running) - 1)
-        running = [self._facts(running, others, now_s) for running in self._running]
-        # Nobody behind the first that could be admitted matters, and the queue may be long.
-        first = islice(self._waiting, max(0, self._limits.max_running - len(self._running)))
-        waiting = [Facts(r.number, 0, r.side.base - 1, 1, False) for r in first]
-        return decide(running, waiting, self.num_free_slots, self._limits)
-
-    def _facts(self, running: Running, others: int, now_s: float) -> Facts:
-        held = running.computed - running.borrowed
-        if running.prefilling:
-            return Facts(running.number, held, running.num_prefill, 1, False)
-        if running.waits(now_s):
-            return Facts(running.number, held, 0, 1, True)
-        return Facts(running.number, held, 0, self.answers.nodes(running, others, now_s), False)
 
     def _act(self, decision: Decision) -> None:
         for number in decision.put_back:
@@ -275,9 +274,10 @@ class TargetWorker:
         step_s = self._clock() - started_s
         self._costs.observe(rows, step_s)
         step = Step(started_s, step_s, rows, len(trees))
+        trace_step(self._trace, step, results)
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
-        waited_s = max((self.answers.waited(v.running, started_s) for v in results), default=0.0)
+        waited_s = max((v.running.waited(started_s) for v in results), default=0.0)
         for verified in results:
             if self.answers.commit(verified, step):
                 self._running.remove(verified.running)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.messages import Growth
-from slipstream.tree import MAX_NODES, DraftTree
+from slipstream.tree import MAX_HELD, DraftTree
 
 
 class GrowthLedger:
@@ -45,7 +45,7 @@ class GrowthLedger:
             known.add(node)
             edges.add((parent, token))
             self.scores[node] = score
-        assert len(known) <= MAX_NODES
+        assert len(known) <= MAX_HELD
         self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                      growth.scores.tolist())
         assert len(self.tree) == len(known), "the target's tree leaves nodes out"

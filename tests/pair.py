@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from slipstream.drafters.base import Drafter
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import RemoteProtocolError
-from slipstream.messages import PROTOCOL_VERSION, DraftHello, TargetBound, TargetHello
+from slipstream.messages import PROTOCOL_VERSION, DraftHello, Growth, TargetBound, TargetHello
 from slipstream.metrics import TargetMetrics
 from slipstream.models import tokenizer_hash
 from slipstream.pairing import check_pair
@@ -46,6 +46,7 @@ class Deliveries:
     delivered: int = 0
     delayed: int = 0
     lost: int = 0
+    further: int = 0  # growths for a base that had one already
 
 
 @dataclass
@@ -55,8 +56,10 @@ class FaultyEvents:
     events: LinkEvents
     delay_s: float = 0.0
     loss: float = 0.0
+    shuffle: bool = False  # the items of a frame
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     counts: Deliveries = field(default_factory=Deliveries)
+    answered: set[tuple[int, int]] = field(default_factory=set)  # session and base of growths
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
         self.events.link_up(link, hello)
@@ -66,6 +69,11 @@ class FaultyEvents:
 
     def received(self, link: Link, items: list[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        bases = {(item.session, item.base) for item in items if isinstance(item, Growth)}
+        self.counts.further += len(bases & self.answered)
+        self.answered |= bases
+        if self.shuffle:
+            items = [items[place] for place in self.rng.permutation(len(items))]
         if self.rng.random() < self.loss:
             self.counts.lost += 1
         elif self.delay_s:
@@ -125,9 +133,9 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
 
 
 @asynccontextmanager
-async def drafting(drafter: Drafter) -> AsyncIterator[PeerEvents]:
+async def drafting(drafter: Drafter, run_ahead: int = 0) -> AsyncIterator[PeerEvents]:
     """A running draft worker around ``drafter``."""
-    worker = assemble(drafter, "", 30.0).worker
+    worker = assemble(drafter, "", 30.0, run_ahead).worker
     worker.start()
     try:
         yield worker
@@ -138,7 +146,14 @@ async def drafting(drafter: Drafter) -> AsyncIterator[PeerEvents]:
 @asynccontextmanager
 async def local_link(rig: Rig, peers: PeerEvents, events: LinkEvents | None = None) -> AsyncIterator[LocalLink]:
     """Join them in-process; ``events`` may stand in between."""
-    link = LocalLink("local", rig.hello, events or rig.worker, peers, WIRE, check_pair)
+    with local_link_to(rig.hello, events or rig.worker, peers) as link:
+        yield link
+
+
+@contextmanager
+def local_link_to(hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> Iterator[LocalLink]:
+    """The same for a target that is not a rig."""
+    link = LocalLink("local", hello, events, peers, WIRE, check_pair)
     link.restore()
     try:
         yield link

@@ -64,6 +64,8 @@ class Simulation:
         self._followed = True
         self._tree = 0  # nodes of the chain that wait at the target
         self._coming: tuple[float, int, int] | None = None  # growth: when it comes, for which commit, its depth
+        self._asked_s = 0.0  # when the drafter heard of that commit
+        self._took_s: float | None = None  # of growth that came too late for its commit, since the last round
         self._commits = 0
 
     def run(self, until_s: float) -> None:
@@ -104,9 +106,10 @@ class Simulation:
         self.now_s += verify_s
         self._reroot(drafted, accepted, chance)
         self.costs.observe(others + 1 + drafted, verify_s)
+        took_s, self._took_s = self._took_s, None
         self.rounds.append((self.now_s, wait_s + verify_s, (1 + accepted) * plain_s, drafted))
         self.note(policy.observe(self.now_s, Round(drafted, accepted, drafted, verify_s, wait_s, others + 1 + drafted,
-                                                   late)))
+                                                   late, exchange_s=took_s)))
 
     def _ask(self, asked: bool) -> None:
         world = self.world
@@ -114,6 +117,7 @@ class Simulation:
             delay_s = world.exchange_s(self.now_s) * (1 + world.noise * abs(self.rng.standard_normal()))
             delay_s += 0.0 if self._followed else world.restart_s
             depth = world.depth if self.rng.random() < world.matches(self.now_s) else 0
+            self._asked_s = self.now_s
             self._coming = (self.now_s + delay_s, self._commits, depth)
         self._followed = asked or self.policy.mode is Mode.SHADOW
 
@@ -133,8 +137,9 @@ class Simulation:
     def _land(self, chance: float) -> None:
         # Growth for an older commit keeps what lies below the tokens chosen since, if they were guessed right.
         assert self._coming is not None
-        _, commit, depth = self._coming
+        comes_s, commit, depth = self._coming
         missed = self._commits - commit
+        self._took_s = comes_s - self._asked_s if missed else None
         self._tree = max(0, depth - missed) if self.rng.random() < chance**missed else 0
         self._coming = None
 

@@ -51,11 +51,11 @@ class FailingDrafter(NgramDrafter):
 
     fails = False
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         if self.fails:
             self.fails = False
             raise CapacityError("no room")
-        return super().grow(ids, budgets)
+        return super().grow(ids, budgets, steps)
 
 
 class Bench:

@@ -42,7 +42,9 @@ SAMPLINGS = {
     "penalties": Sampling(temperature=0.8, seed=13, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.1,
                           min_tokens=8, stop_token_ids=(7, 32, 101, 116), logit_bias=((65, 2.0),)),
 }
-FATES = ("colocated", "grpc", "late", "lost", "killed")
+FATES = ("colocated", "grpc", "late", "lost", "killed", "ahead", "shuffled")
+RUN_AHEAD = 24
+DELAYS_S = {"late": 0.004, "ahead": 0.002}  # of growth that runs ahead, so that much of it crosses a commit
 PROMPTS = (b"the cat sat on the mat. the cat sat on the", b"one two three one two three one", b"zq")
 
 
@@ -99,12 +101,14 @@ async def joined(rig: Rig, kind: str, fate: str, folders: dict[str, Path]) -> As
         if kind == "hostile":
             peers = HostileDraft(seed=3)
         else:
-            peers = await stack.enter_async_context(drafting(drafter(kind, folders)))
+            peers = await stack.enter_async_context(drafting(drafter(kind, folders),
+                                                             RUN_AHEAD if fate in ("ahead", "shuffled") else 0))
         if fate == "grpc":
             await stack.enter_async_context(grpc_link(rig, peers))
             yield None
             return
-        faulty = FaultyEvents(rig.worker, delay_s=0.004 if fate == "late" else 0.0, loss=0.4 if fate == "lost" else 0.0)
+        faulty = FaultyEvents(rig.worker, delay_s=DELAYS_S.get(fate, 0.0), loss=0.4 if fate == "lost" else 0.0,
+                              shuffle=fate == "shuffled")
         link = await stack.enter_async_context(local_link(rig, peers, faulty))
         killer = asyncio.create_task(kill_often(link)) if fate == "killed" else None
         yield faulty
@@ -137,8 +141,10 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
                 np.testing.assert_allclose(probabilities, [p.logprob for e in expected for p in e.logprobs], atol=1e-9)
             accepted[name] = sum(piece.accepted for pieces in answers for piece in pieces)
         await rig.check()
-        if faulty is not None and fate == "late":
+        if faulty is not None and fate in DELAYS_S:
             assert faulty.counts.delayed > 0
+        if faulty is not None and fate == "ahead" and kind in ("standalone", "eagle3", "noisy"):
+            assert faulty.counts.further > 0, "nothing was grown ahead"
         if faulty is not None and fate == "lost" and kind != "hostile":
             assert faulty.counts.lost > 0
     if kind in ("eagle2", "mapped") and fate == "colocated":
@@ -159,6 +165,32 @@ async def test_switching_speculation_in_mid_answer_changes_nothing(folders: dict
         assert tokens_of(pieces) == tokens_of(plain["T1.0"][0])
         assert {"speculate", "plain"} <= {piece.state for piece in pieces}
         await rig.check()
+
+
+async def test_drafters_of_two_kinds_and_a_move_between_them_change_nothing(
+        folders: dict[str, Path], plain: dict[str, list[list[Piece]]]) -> None:
+    """One of them goes in mid-answer and comes back later: its answers go on with the other."""
+    async with (target(folders["target"]) as rig, drafting(drafter("noisy", folders)) as some,
+                drafting(drafter("eagle3", folders), RUN_AHEAD) as others, local_link(rig, some) as link,
+                local_link(rig, others) as second):
+        def upset(count: int) -> None:
+            for number, one in enumerate((link, second)):
+                if count % 8 == 2 + 4 * number:
+                    one.cut("killed")
+                elif count % 8 == 4 * number:
+                    one.restore()
+
+        for name in ("greedy", "T1.0", "penalties"):
+            answers = await asyncio.gather(*(rig.answer(request, upset) for request in requests(SAMPLINGS[name])))
+            for expected, pieces in zip(plain[name], answers, strict=True):
+                assert tokens_of(pieces) == tokens_of(expected), name
+            link.restore()
+            second.restore()
+        await rig.check()
+        assert rig.count("drafter_moves_total") > 0
+        used = rig.metrics.registry.page("")[1].decode()
+        assert len({line.split('drafter="')[1].split('"')[0] for line in used.splitlines()
+                    if line.startswith("slipstream_drafter_tokens_total{")}) == 2, "one of them never drafted"
 
 
 async def test_preemption_changes_nothing(folders: dict[str, Path], plain: dict[str, list[list[Piece]]]) -> None:

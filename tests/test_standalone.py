@@ -111,6 +111,34 @@ def test_accepted_rows_are_not_computed_again(tiny_draft_folder: Path) -> None:
     assert of.slots.num_free == free - 1  # the bonus token alone was computed
 
 
+def test_growth_ahead_is_kept_below_a_commit(tiny_draft_folder: Path) -> None:
+    """A level at a time, deeper than one ancestor word reaches; what survives a commit is what the model would say."""
+    plain, of = Plain(tiny_draft_folder), drafter(tiny_draft_folder, 1500, topk=2, num_steps=3, num_draft_tokens=63)
+    tokens = list(range(30, 42))
+    ledger = GrowthLedger(tokens)
+    of.open([opening(1, tokens)])
+    for turn in range(3):
+        for _ in range(12):
+            ledger.take(of.grow([1], [40], 1)[0], 40, VOCAB)
+            free = of.slots.num_free
+        assert len(ledger.tree) > 140, "64 computed nodes have no more than 129 children and a root"
+        for node in (3, len(ledger.tree) // 2, len(ledger.tree) - 1):
+            path = ledger.tree.tokens[ledger.tree.path(node)[1:]].tolist()
+            score = 0.0
+            for depth, token in enumerate(path):
+                ids, scores = plain.children(tuple(path[:depth]), tokens, 2, Sampling())
+                score += scores[ids.index(token)]
+            assert float(ledger.tree.scores[node]) == pytest.approx(score, abs=1e-5), (turn, node)
+        best = ledger.tree.best(3)
+        new = best.tokens[best.path(len(best) - 1)[1:]].tolist()
+        of.commit([commit(1, len(tokens), new)])
+        ledger.commit(new)
+        tokens += new
+        assert len(ledger.tree) > 1 and of.slots.num_free > free, "its siblings' slots came free"
+    of.close([1])
+    of.slots.check([])
+
+
 def test_growing_on_at_the_same_base(tiny_draft_folder: Path) -> None:
     of = drafter(tiny_draft_folder, num_steps=2, num_draft_tokens=6, topk=2)
     tokens = list(range(30, 42))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.tree import MAX_NODES, DraftTree
+from slipstream.tree import MAX_HELD, MAX_NODES, DraftTree
 from tests.trees import random_tree
 
 
@@ -76,8 +76,10 @@ def test_append_leaves_out_what_does_not_fit() -> None:
     assert tree.scores.tolist() == [0.0, -1.0, -1.0, -np.inf], "scores never rise, and nonsense counts as the worst"
 
 
-def test_append_stops_at_the_word_size() -> None:
+def test_append_stops_at_what_may_be_held_and_a_selection_fits_the_words() -> None:
     tree = DraftTree.root_only(1, 0)
-    tree = tree.append(range(1, 200), [-1] * 199, range(199), [-1.0] * 199)
-    assert len(tree) == MAX_NODES
-    assert int(tree.ancestor_words()[-1]) == 1 | 1 << 63
+    tree = tree.append(range(1, 400), [-1] * 399, range(399), [-1.0] * 399)
+    assert len(tree) == MAX_HELD
+    chosen = tree.best(MAX_NODES)
+    assert len(chosen) == MAX_NODES
+    assert int(chosen.ancestor_words()[-1]) == 1 | 1 << 63

@@ -62,8 +62,9 @@ class Drafter(Protocol):
         """Append committed tokens (and their features). Bases have been checked: they continue the session."""
         ...
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
-        """Propose up to ``budgets[i]`` nodes below the newest committed token of session ``ids[i]``."""
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """Propose up to ``budgets[i]`` further nodes below the newest committed token of session ``ids[i]``.
+        ``steps``: levels to add at most, where levels cost time (growth ahead of the target); 0: a whole tree."""
         ...
 
     def close(self, ids: Sequence[int]) -> None:

@@ -9,7 +9,8 @@ Rules:
 3. With features (lag 1) a row can be computed only when the target's state before it is here. States that leave a gap
    begin the context anew behind the gap; states that are known already are passed over.
 4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
-   from guessed states. The newest token always stays pending, because its row gives the logits to grow from.
+   from guessed states. The newest token stays pending, because its row gives the logits to grow from; unless it was
+   drafted and grown on ``ahead``: then the tree below it goes on.
 
 It knows nothing about networks, batches or other sessions. Slots that it gives up are returned, for the owner to free.
 """
@@ -48,6 +49,7 @@ class DraftContext:
     num_inputs: int = 0  # rows in them
     tree: TreeGrowth | None = None  # None: the newest token's row was not computed yet
     tree_slots: Indices = field(default_factory=lambda: NO_SLOTS)  # KV of tree.computed
+    ahead: bool = False  # it is grown on while the target verifies: what stands below a commit is kept
     states: dict[int, torch.Tensor] = field(default_factory=dict)  # candidate -> its output state; lag 1 only
 
     def __post_init__(self) -> None:
@@ -123,19 +125,26 @@ class DraftContext:
 
     def commit(self, tokens: list[int]) -> Indices:
         """Append committed tokens. Returns slots to free."""
-        kept = 0
-        if self.tree is not None and not self.lag:
-            places = self.tree.follow(tokens[:-1])
-            kept = len(places)
-            self.slots = np.concatenate([self.slots, self.tree_slots[places]])
-            self.tree_slots = np.delete(self.tree_slots, places)
-        assert kept < len(tokens)
+        freed = self._follow(self.tree, tokens) if self.tree is not None and not self.lag else self.prune()
         base = self.base
         self.tokens.extend(tokens)
         self.sent.commit(base, tokens)
         if self.history is not None:
             self.history.append(tokens)
-        return self.prune()
+        return freed
+
+    def _follow(self, tree: TreeGrowth, tokens: list[int]) -> Indices:
+        # The KV of drafted tokens that became true is kept, and of those below them if the tree goes on there.
+        rerooted = tree.reroot(tokens) if self.ahead else None
+        if rerooted is None:
+            places = tree.follow(tokens[:-1])
+            self.slots = np.concatenate([self.slots, self.tree_slots[places]])
+            self.tree_slots = np.delete(self.tree_slots, places)
+            return self.prune()
+        path, kept = rerooted
+        self.slots = np.concatenate([self.slots, self.tree_slots[path]])
+        freed, self.tree_slots = np.delete(self.tree_slots, [*path, *kept]), self.tree_slots[kept]
+        return freed
 
     def prune(self) -> Indices:
         """Forget the tree. Returns the slots of its nodes."""

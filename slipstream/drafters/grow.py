@@ -5,8 +5,10 @@ Rules:
    level. Each gets up to ``topk`` children; all of them stay candidates (EAGLE-2, arXiv 2406.16858). topk = 1: a chain.
 2. Scores are cumulative logs and never rise along a path, so the best n candidates are connected (``send``).
 3. A node costs a forward only when it is expanded: S levels cost S - 1 forwards beyond the root's.
-4. Growth goes on where it stopped: more levels and more ``send`` at the same base extend the same tree.
-5. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
+4. ``aim`` widens the frontier to ``AHEAD`` nodes of any level: a forward of few rows costs what one row costs, and what
+   the target will ask for next is not known.
+5. Growth goes on where it stopped: more levels and more ``send`` at the same base extend the same tree.
+6. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
 
 It knows nothing about logits, slots or sessions; it is plain Python on lists of at most a few hundred candidates.
 """
@@ -15,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from math import isfinite
 
 from slipstream.drafters.sent import Nodes, Proposal, SentTree, send
 from slipstream.tree import MAX_NODES
 
+AHEAD = 8
 ROOT = -1  # the root among candidates, which are counted from 0
 Children = tuple[Sequence[int], Sequence[float]]  # tokens of one node's children, best first, and their log scores
 
@@ -36,6 +40,7 @@ class TreeGrowth:
     ids: list[int] = field(default_factory=list)  # 0: the target does not have it
     frontier: list[int] = field(default_factory=lambda: [ROOT])
     computed: list[int] = field(default_factory=list)  # expanded candidates, the root not counted
+    most: int = MAX_NODES  # of them
 
     def expand(self, children: Sequence[Children]) -> None:
         """Give each frontier node its children (log scores relative to the node) and move the frontier down a level.
@@ -54,12 +59,12 @@ class TreeGrowth:
                     self.ids.append(0)
         self.computed.extend(node for node in self.frontier if node != ROOT)
         level = sorted(range(first, len(self.tokens)), key=lambda n: -self.scores[n])
-        room = MAX_NODES - len(self.computed)
+        room = max(0, self.most - len(self.computed))
         self.frontier = sorted(level[:min(self.topk, room)])
 
     def depth(self) -> int:
-        """Of the frontier; 0 at the root. 0 too when nothing is left to expand."""
-        return self.depths[self.frontier[0]] if self.frontier and self.frontier[0] != ROOT else 0
+        """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
 
     def path(self, node: int) -> list[int]:
         """Draft tokens from below the root to ``node``, itself included."""
@@ -80,6 +85,14 @@ class TreeGrowth:
                 node = self.parents[node]
             words.append(word)
         return words
+
+    def above(self, node: int) -> list[int]:
+        """Places in ``computed`` of the nodes between the root and ``node``, both left out."""
+        places = {found: place for place, found in enumerate(self.computed)}
+        found: list[int] = []
+        while (node := self.parents[node]) != ROOT:
+            found.append(places[node])
+        return found[::-1]
 
     def proposals(self, sent: SentTree) -> Iterator[Proposal]:
         """The candidates that the target does not have, best first, which is parents first (see ``sent.send``)."""
@@ -107,3 +120,38 @@ class TreeGrowth:
             places.append(found[0])
             node = found[1]
         return places
+
+    def aim(self) -> None:
+        """Point the frontier at the ``AHEAD`` best candidates of any level that have no children yet. Growth ahead of
+        the target goes where it is likely to be needed, not only down the newest level."""
+        if not self.tokens:
+            return
+        expanded = set(self.computed)
+        waiting = [node for node in range(len(self.tokens)) if node not in expanded]
+        room = max(0, self.most - len(self.computed))
+        self.frontier = sorted(nlargest(min(AHEAD, room), waiting, key=self.scores.__getitem__))
+
+    def reroot(self, tokens: Sequence[int]) -> tuple[list[int], list[int]] | None:
+        """Keep what stands below committed ``tokens``. None, and nothing is changed, if the last of them was not
+        expanded here; else places in ``computed`` as it was: of the committed nodes, and of the kept ones."""
+        path = self.follow(tokens)
+        if len(path) < len(tokens):
+            return None
+        root = self.computed[path[-1]]
+        inside = {root}
+        for node in range(root + 1, len(self.tokens)):  # a parent stands before its children
+            if self.parents[node] in inside:
+                inside.add(node)
+        kept = sorted(inside - {root})
+        places = [place for place, node in enumerate(self.computed) if node != root and node in inside]
+        renumbered = {root: ROOT, **{node: number for number, node in enumerate(kept)}}
+        score, depth = self.scores[root], self.depths[root]
+        self.computed = [renumbered[self.computed[place]] for place in places]
+        self.parents = [renumbered[self.parents[node]] for node in kept]
+        self.tokens = [self.tokens[node] for node in kept]
+        self.scores = [self.scores[node] - score for node in kept]
+        self.depths = [self.depths[node] - depth for node in kept]
+        self.ids = [self.ids[node] for node in kept]
+        self.frontier = []
+        self.aim()
+        return path, places

@@ -90,13 +90,13 @@ class MergedDrafter:
         self._ngram.commit(commits)
         self.neural.commit(commits)
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``budgets[i]`` further nodes for each known session, the best of both."""
         began_s = perf_counter()
         wanted = {session: budget for session, budget in zip(ids, budgets, strict=True) if session in self._trust}
         asked = [session for session in wanted if not self._alone(session)]
         if asked:
-            self.neural.deepen(asked, [wanted[session] for session in asked])
+            self.neural.deepen(asked, [wanted[session] for session in asked], steps)
         growths = []
         for session, budget in wanted.items():
             sent = self.neural.trees.of(session)

@@ -12,7 +12,7 @@ It knows nothing about the network's kind, links or verification.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 
 import numpy as np
@@ -28,7 +28,7 @@ from slipstream.engine.kv import Slots
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.errors import CapacityError, ConfigError
 from slipstream.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
-from slipstream.tree import MAX_NODES
+from slipstream.tree import MAX_HELD, MAX_NODES
 
 PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait for at most
 
@@ -112,10 +112,11 @@ class NeuralDrafter:
                 self.slots.free(context.close())
                 self.trees.close(session)
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
-        """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session."""
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session, ``steps`` levels deeper at
+        most (0: ``num_steps``)."""
         began_s = perf_counter()
-        self.deepen(ids, budgets)
+        self.deepen(ids, budgets, steps)
         growths = []
         for session, budget in zip(ids, budgets, strict=True):
             context = self._contexts.get(session)
@@ -137,20 +138,29 @@ class NeuralDrafter:
         context = self._contexts[session]
         return iter(()) if context.tree is None else context.tree.proposals(context.sent)
 
-    def deepen(self, ids: Sequence[int], budgets: Sequence[int]) -> None:
+    def deepen(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> None:
         """Compute the trees of known sessions as deep as ``grow`` needs them; nothing is sent."""
         wanted = {session: self.limit(budget)
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts}
         contexts = {session: self._contexts[session] for session in wanted}
+        if steps:
+            self._aim(contexts.values())
         fresh = self._catch_up([c for c in contexts.values() if c.tree is None])
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
-        left = {session: min(self._growth.num_steps, budget) - (session in fresh) for session, budget in wanted.items()}
+        most = min(self._growth.num_steps, steps or self._growth.num_steps)
+        left = {session: min(most, budget) - (session in fresh) for session, budget in wanted.items()}
         while True:
             level = [c for session, c in contexts.items() if left[session] > 0 and self._can_deepen(c)]
             if not level or not self._deepen(level):
                 break
             for session in left:
                 left[session] -= 1
+
+    def _aim(self, contexts: Iterable[DraftContext]) -> None:
+        for context in contexts:
+            context.ahead = True
+            if context.tree is not None:
+                context.tree.aim()
 
     def _catch_up(self, contexts: Sequence[DraftContext]) -> set[int]:
         """Compute pending rows. Returns the sessions that reached their newest token and have a new tree."""
@@ -177,7 +187,7 @@ class NeuralDrafter:
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
             if finished:
-                context.tree = TreeGrowth(self._growth.topk)
+                context.tree = TreeGrowth(self._growth.topk, most=MAX_HELD if context.ahead else MAX_NODES)
                 self._expand(context, output, range(place, place + 1))
                 fresh.add(context.session)
         return fresh
@@ -202,10 +212,7 @@ class NeuralDrafter:
             slots = self._alloc(len(tree.frontier)) if tree is not None else None
             if tree is None or slots is None:
                 continue
-            positions = [context.base - 1 - context.origin + tree.depths[node] for node in tree.frontier]
-            rows = builder.add([tree.tokens[node] for node in tree.frontier], positions, slots.tolist(),
-                               np.concatenate([context.slots, context.tree_slots]), tree.words(),
-                               len(tree.computed) + len(tree.frontier))
+            rows = _add_frontier(builder, context, tree, slots.tolist())
             context.tree_slots = np.concatenate([context.tree_slots, slots])
             if context.lag:
                 inputs.append(torch.stack([context.states[tree.parents[node]] for node in tree.frontier]))
@@ -241,6 +248,21 @@ class NeuralDrafter:
             return self.slots.alloc(count)
         except CapacityError:
             return None
+
+
+def _add_frontier(builder: BatchBuilder, context: DraftContext, tree: TreeGrowth, slots: list[int]) -> range:
+    tokens = [tree.tokens[node] for node in tree.frontier]
+    positions = [context.base - 1 - context.origin + tree.depths[node] for node in tree.frontier]
+    mask_len = len(tree.computed) + len(tree.frontier)
+    if mask_len <= MAX_NODES:
+        return builder.add(tokens, positions, slots, np.concatenate([context.slots, context.tree_slots]), tree.words(),
+                           mask_len)
+    # No word has so many bits: each node is a sequence of its own, with its ancestors before it.
+    first = len(builder.tokens)
+    for node, token, position, slot in zip(tree.frontier, tokens, positions, slots, strict=True):
+        builder.add([token], [position], [slot],
+                    np.concatenate([context.slots, context.tree_slots[tree.above(node)]]))
+    return range(first, len(builder.tokens))
 
 
 def _fits(features: Features, spec: FeatureSpec) -> bool:

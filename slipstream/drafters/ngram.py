@@ -176,8 +176,9 @@ class NgramDrafter:
             session.sent.commit(message.base, tokens)
             session.matches = None
 
-    def grow(self, ids: Sequence[int], budgets: Sequence[int]) -> list[Growth]:
-        """Up to ``budgets[i]`` further nodes for each known session, best first."""
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """Up to ``budgets[i]`` further nodes for each known session, best first. Levels cost no time: ``steps`` does
+        not matter."""
         growths = []
         for session_id, budget in zip(ids, budgets, strict=True):
             session = self._sessions.get(session_id)

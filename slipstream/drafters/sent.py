@@ -5,7 +5,7 @@ Rules:
    again at the new base is not sent again: its further children hang below the id that the target knows. (Sent anew, it
    would be left out as a second child with the same token, and everything below it with it.)
 2. Ids are positive and are not used twice, also when a session is opened again.
-3. At most MAX_NODES - 1 nodes, as the target's tree has.
+3. At most MAX_HELD - 1 nodes, as the target's tree has.
 4. Several sources may propose for one session: they share its tree (``SentTrees``), so that ids stay unique and the
    same child is not sent twice. Each tells the tree of every opening and commit; only the first of them counts.
 
@@ -22,7 +22,7 @@ from time import perf_counter
 import numpy as np
 
 from slipstream.messages import Growth
-from slipstream.tree import MAX_NODES
+from slipstream.tree import MAX_HELD
 
 Proposal = tuple[float, int, int]  # cumulative log score, id of the parent (``-base`` for the root), token
 
@@ -42,7 +42,7 @@ class SentTree:
     @property
     def full(self) -> bool:
         """Whether no further node fits the target's tree."""
-        return self._num_nodes >= MAX_NODES - 1
+        return self._num_nodes >= MAX_HELD - 1
 
     def find(self, parent: int, token: int) -> int | None:
         """The id of a child that the target holds. ``parent`` is an id, ``-base`` for the root."""

@@ -1,0 +1,33 @@
+"""Followed: a session that a peer opened here.
+
+It knows nothing about drafters or rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draft_service.ahead import Ahead
+from slipstream.session import DraftSide
+from slipstream.wire.peers import Peer
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """A session that a peer opened here. ``number`` is ours: peers count on their own and may collide."""
+
+    number: int
+    peer: Peer
+    side: DraftSide
+    wanted: int = 0  # nodes to grow next; 0: none
+    stale: bool = False  # committed since the last growth
+    ahead: Ahead | None = None  # None: one growth a commit
+
+    @property
+    def hungry(self) -> bool:
+        return self.ahead is not None and self.ahead.hungry(self.wanted)
+
+    @property
+    def budget(self) -> int:
+        """Nodes of its next growth at most."""
+        return self.wanted if self.ahead is None else self.ahead.budget(self.wanted)

@@ -1,0 +1,23 @@
+"""Round: what one pass over the inbox collects, for the drafter and for each peer.
+
+It knows nothing about sessions or drafters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from slipstream.messages import Commit, Features, Open, TargetBound
+from slipstream.wire.peers import Peer
+
+
+@dataclass(slots=True)
+class Round:
+    """What one pass over the inbox collected for the drafter."""
+
+    opens: list[Open] = field(default_factory=list)
+    features: list[Features] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    closes: list[int] = field(default_factory=list)
+    answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))

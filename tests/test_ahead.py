@@ -1,0 +1,141 @@
+"""Growth while the target verifies: what a draft worker sends of its own accord, and when it stops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bench.timed import SYMBOLS, Device, Law, TimedDrafter, Timing
+from draft_service.ahead import Ahead
+from draft_service.worker import DraftWorker
+from slipstream.drafters.grow import TreeGrowth
+from slipstream.drafters.sent import SentTree
+from slipstream.messages import Close, Commit, Growth, Open, Sampling, TargetBound
+from slipstream.metrics import DraftMetrics
+from slipstream.session import TargetSide
+from tests.test_draft_worker import Listener
+
+TIMING = Timing(draft_s=0.0, levels=3, width=2, acceptance=(0.7, 0.2))
+PROMPT = [SYMBOLS, SYMBOLS]
+
+
+class Bench:
+    """A worker that grows ahead, stepped by hand, and the target's side of one session."""
+
+    def __init__(self, run_ahead: int = 12, keep: bool = True) -> None:
+        drafter = TimedDrafter(TIMING, Device(), keep)
+        self.worker = DraftWorker(drafter, "", 30.0, DraftMetrics("timed"), run_ahead=run_ahead)
+        self.peer = Listener()
+        self.side = TargetSide(1, PROMPT, len(PROMPT), Sampling())
+
+    def deliver(self, *items: Open | Commit | Close | None) -> list[TargetBound]:
+        self.worker.received(self.peer, [item for item in items if item is not None], [])
+        return self.turn()
+
+    def turn(self) -> list[TargetBound]:
+        self.worker.turn(block=False)
+        heard = self.peer.take()
+        for item in heard:
+            if isinstance(item, Growth):
+                assert self.side.receive(item) == len(item.ids), "the target left nodes out"
+        return heard
+
+    def idle(self, limit: int = 60) -> int:
+        """Turns with an empty inbox until nothing more is sent; returns how many sent something."""
+        for turns in range(limit):
+            if not self.turn() and not self.turn() and not self.turn() and not self.turn():
+                return turns
+        raise AssertionError(f"still growing after {limit} turns")
+
+    def true_path(self, count: int) -> list[int]:
+        law, tokens, token = Law(TIMING), [], self.side.tokens[-1]
+        for position in range(self.side.base - 1, self.side.base - 1 + count):
+            token = int(law.following([token], [position])[0])
+            tokens.append(token)
+        return tokens
+
+
+def test_it_grows_on_while_nothing_comes_and_stops_at_its_bound() -> None:
+    bench = Bench(run_ahead=12)
+    (whole,) = bench.deliver(bench.side.attach(wanted=4))
+    assert isinstance(whole, Growth) and len(whole.ids) == 4, "first what the target would verify, at once"
+    assert bench.idle() > 0
+    assert len(bench.side.tree) - 1 <= 4 + 12
+    assert len(bench.side.tree) - 1 > 8
+
+
+def test_without_run_ahead_it_says_one_thing_for_a_commit() -> None:
+    bench = Bench(run_ahead=0)
+    assert len(bench.deliver(bench.side.attach(wanted=4))) == 1
+    assert bench.idle() == 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_survives_a_commit_is_there_before_the_drafter_says_a_word(keep: bool) -> None:
+    """The true path is followed for some commits. A drafter that keeps its tree and one that begins anew both get
+    below what the target holds."""
+    bench, hits = Bench(run_ahead=24, keep=keep), 0
+    bench.deliver(bench.side.attach(wanted=3))
+    for _ in range(12):
+        bench.idle()
+        tokens = bench.true_path(2)
+        message = bench.side.commit(tokens, wanted=3)
+        hits += len(bench.side.tree) > 1
+        before = len(bench.side.tree)
+        bench.deliver(message)
+        bench.idle()
+        assert len(bench.side.tree) > before or before > 24, "nothing was added below what survived"
+    assert hits >= 5
+
+
+def test_a_target_that_wants_nothing_gets_nothing() -> None:
+    bench = Bench()
+    bench.deliver(bench.side.attach(wanted=4))
+    bench.idle()
+    bench.deliver(bench.side.commit(bench.true_path(1), wanted=0))
+    assert bench.idle() == 0
+
+
+def test_a_closed_session_stops_growing() -> None:
+    bench = Bench()
+    bench.deliver(bench.side.attach(wanted=4))
+    bench.deliver(bench.side.detach())
+    assert bench.idle() == 0
+
+
+def test_hopeless_nodes_stop_it() -> None:
+    ahead = Ahead(40)
+    ahead.opened(Open(1, np.array([1, 2], np.int32), 2, Sampling()))
+    row = np.array([1], np.int32)
+    ahead.grew(Growth(1, 2, row, np.array([-2], np.int32), row, np.array([-0.1], np.float32)))
+    assert ahead.hungry(8)
+    for node in range(2, 5):
+        ahead.grew(Growth(1, 2, np.array([node], np.int32), row, np.array([node], np.int32),
+                          np.array([-9.0], np.float32)))
+    assert not ahead.hungry(8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_that_is_re_rooted_is_the_tree_below(seed: int) -> None:
+    """Against the definition: the candidates below the committed path, by their paths, scores and computed places."""
+    rng = np.random.default_rng(seed)
+    tree, sent = TreeGrowth(3), SentTree(10)
+    for _ in range(6):
+        tree.expand([(rng.permutation(50)[:3].tolist(), sorted((-rng.random(3)).tolist(), reverse=True))
+                     for _ in tree.frontier])
+        tree.send(int(rng.integers(0, 6)), sent)
+        if rng.random() < 0.5:
+            tree.aim()
+    before = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}
+    computed = [tuple(tree.path(node)) for node in tree.computed]
+    root = computed[int(rng.integers(len(computed)))]
+    kept = tree.reroot(root)
+    assert kept is not None, seed
+    path, places = kept
+    assert [computed[place] for place in path] == [root[: i + 1] for i in range(len(root))]
+    after = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}
+    below = {p[len(root):]: score - before[root] for p, score in before.items() if p[: len(root)] == root and p != root}
+    assert after.keys() == below.keys() and all(abs(after[p] - below[p]) < 1e-9 for p in below)
+    assert [tuple(tree.path(node)) for node in tree.computed] == [computed[place][len(root):] for place in places]
+    leaf = next(p for p in after if p not in [tuple(tree.path(node)) for node in tree.computed])
+    assert tree.reroot(leaf) is None, "a node that was never expanded has nothing below it"

@@ -1,0 +1,166 @@
+"""Several targets and several drafts: sessions spread, move and stay right; a draft that says nothing costs little.
+
+Timed devices, so that nothing is computed; workers, sessions, policies and wire are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+
+import pytest
+
+from bench.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
+from slipstream.config import Config, WireSection, load
+from slipstream.errors import RemoteProtocolError
+from slipstream.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling, TargetHello
+from slipstream.pairing import check_pair
+from slipstream.policy import PROBE_SHARE
+from slipstream.requests import Piece, Request
+from slipstream.wire.link import DraftLink
+from slipstream.wire.peers import Peer
+from target_service.assembly import Target, assemble
+from tests.pair import drafting, grpc_link, local_link_to
+from tests.test_timed import text
+
+QUICK = Timing(step_s=0.002, draft_s=0.0004, seed=3)
+STUBBORN = ("target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02")
+TOKENS = 90
+
+
+@asynccontextmanager
+async def timed_target(*settings: str) -> AsyncIterator[Target]:
+    config = load(None, ("target.slots=8192", "target.drafts=[]", *settings))
+    assert isinstance(config, Config)
+    target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, Device()), "timed", "",
+                                     asyncio.get_running_loop(), tuple)
+    target.worker.start()
+    try:
+        yield target
+    finally:
+        await asyncio.to_thread(target.worker.stop)
+
+
+async def answer(target: Target, stream: int, seen: Callable[[], None] = lambda: None) -> list[Piece]:
+    token, pieces = stream % STREAMS * SYMBOLS, []
+    async for piece in target.service.submit(Request(str(stream), (token, token), Sampling(), TOKENS)):
+        pieces.append(piece)
+        seen()
+    assert [t for piece in pieces for t in piece.tokens] == text(QUICK, token, 1, TOKENS), stream
+    return pieces
+
+
+def series(target: Target, name: str) -> dict[str, float]:
+    """Of one metric as a scrape would read it: labels -> value."""
+    lines = target.metrics.registry.page("")[1].decode().splitlines()
+    return {line.split("{")[1].split("}")[0]: float(line.rsplit(" ", 1)[1]) for line in lines
+            if line.startswith(f"slipstream_{name}{{")}
+
+
+async def test_drafts_die_drain_and_join_while_two_targets_answer_32_streams() -> None:
+    count = 0
+
+    def seen() -> None:
+        nonlocal count
+        count += 1
+
+    async def until(pieces: int) -> None:
+        while count < pieces:
+            await asyncio.sleep(0.001)
+
+    async with AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(timed_target(*STUBBORN)) for _ in range(2)]
+        drafts = [await stack.enter_async_context(drafting(TimedDrafter(QUICK, Device(), True, name=f"timed-{number}"),
+                                                           run_ahead=40)) for number in range(4)]
+        links = stack.enter_context(ExitStack())
+        joined = {number: [links.enter_context(local_link_to(target.hello, target.worker, drafts[number]))
+                           for target in targets] for number in range(3)}
+        answers = [asyncio.create_task(answer(targets[stream % 2], stream, seen)) for stream in range(32)]
+        await until(64)
+        for link in joined[0]:
+            link.cut("killed")
+        await until(192)
+        for target in targets:
+            links.enter_context(local_link_to(target.hello, target.worker, drafts[3]))
+        await until(256)
+        drafts[1].drain()
+        assert len(await asyncio.gather(*answers)) == 32
+        for target in targets:
+            moved = sum(series(target, "drafter_moves_total").values())
+            assert moved > 0, "nothing moved"
+            by_drafter = series(target, "drafter_tokens_total")
+            for number in range(4):
+                drafted = sum(v for labels, v in by_drafter.items() if f'"timed-{number}"' in labels)
+                assert drafted > 0, f"draft {number} was of no use: {by_drafter}"
+            assert not any("draft_unavailable" in labels for labels in series(target, "mode_transitions_total"))
+            await asyncio.wrap_future(target.worker.check())
+
+
+async def test_a_small_draft_gets_no_more_than_it_takes() -> None:
+    async with (timed_target(*STUBBORN) as target,
+                drafting(TimedDrafter(QUICK, Device(), max_sessions=2, name="small")) as small,
+                drafting(TimedDrafter(QUICK, Device(), name="large")) as large):
+        with (local_link_to(target.hello, target.worker, small), local_link_to(target.hello, target.worker, large)):
+            await asyncio.gather(*(answer(target, stream) for stream in range(12)))
+        drafted = series(target, "drafter_tokens_total")
+        assert all(any(f'"{name}"' in labels for labels in drafted) for name in ("small", "large")), drafted
+        assert not series(target, "mode_transitions_total"), "a draft had to refuse"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_drafter_on_trial_gets_its_share(share: float) -> None:
+    settings = (*STUBBORN, "target.canary_drafter=new", f"target.canary_share={share}")
+    async with (timed_target(*settings) as target, drafting(TimedDrafter(QUICK, Device(), name="new")) as new,
+                drafting(TimedDrafter(QUICK, Device(), name="old")) as old):
+        with local_link_to(target.hello, target.worker, new), local_link_to(target.hello, target.worker, old):
+            await asyncio.gather(*(answer(target, stream) for stream in range(4)))
+        used = [name for name in ("new", "old") if f'"{name}"' in " ".join(series(target, "drafter_tokens_total"))]
+        assert used == (["new"] if share else ["old"])
+
+
+class Mute:
+    """A draft that shakes hands and then says nothing."""
+
+    def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
+        return DraftHello(PROTOCOL_VERSION, hello.incarnation, "mute", 0, "", None, 0, 4096, 63, 64)
+
+    def peer_down(self, peer: Peer) -> None:
+        """It says nothing to that either."""
+
+    def received(self, peer: Peer, items: Sequence[DraftBound],
+                 faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        """Nor to this."""
+
+
+async def test_a_draft_that_says_nothing_costs_a_request_one_deadline_at_most() -> None:
+    """And then the share of its time that probes may lose."""
+    async with timed_target() as target, grpc_link(target, Mute()):
+        policy, longest = load(None, ()).target.policy, []
+        for turn in range(3):
+            began_s = time.perf_counter()
+            for pieces in await asyncio.gather(*(answer(target, 2 * turn + number) for number in range(2))):
+                waits = sorted(piece.wait_s for piece in pieces if piece.wait_s)
+                longest += waits[-1:]
+                spent_s = time.perf_counter() - began_s
+                assert sum(waits[:-1]) <= PROBE_SHARE * spent_s + len(waits) * policy.deadline_min_s, (turn, waits)
+        assert longest and max(longest) <= policy.deadline_max_s, "it was not asked, or waited for too long"
+
+
+async def test_an_address_that_takes_connections_and_says_nothing_costs_nothing() -> None:
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with timed_target() as target:
+        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker, WireSection(), check_pair)
+        dialling = asyncio.create_task(link.run())
+        for stream in range(2):
+            assert not any(piece.wait_s for piece in await answer(target, stream))
+        assert not link.status().connected
+        dialling.cancel()
+        await asyncio.gather(dialling, return_exceptions=True)
+    server.close()

@@ -1,0 +1,145 @@
+"""Deployments in simulated time: what the design promises of schedules, without the noise of a machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.picture import COLOURS, panel, picture
+from bench.simulation import Deployment, of_schedule, simulate
+from bench.timed import Timing
+from slipstream.errors import ConfigError
+from slipstream.messages import Growth
+from slipstream.trace import Trace, commit_key, growth_key, merge
+from slipstream.tree import DraftTree
+from target_service.scheduler import holds
+
+SOME = Deployment()
+
+
+def rate(schedule: str, deployment: Deployment = SOME, seconds: float = 6.0) -> float:
+    return simulate(of_schedule(schedule, deployment), seconds).tokens_per_s
+
+
+def test_a_run_depends_on_its_seed_alone() -> None:
+    ahead = of_schedule("run-ahead", SOME)
+    assert simulate(ahead, 3.0) == simulate(ahead, 3.0)
+    assert simulate(ahead, 3.0) != simulate(replace(ahead, timing=Timing(seed=1)), 3.0)
+
+
+def test_plain_decoding_takes_a_step_a_token() -> None:
+    found = simulate(of_schedule("plain", replace(SOME, host_s=0.0)), 5.0)
+    assert found.tokens_per_s == pytest.approx(50.0, rel=0.01) and found.waiting_share < 0.01
+    assert found.acceptance_length == 1.0
+
+
+def test_a_serial_round_is_a_step_a_tree_and_a_round_trip() -> None:
+    found = simulate(of_schedule("serial", replace(SOME, rtt_s=0.002, host_s=0.0)), 10.0)
+    round_s = found.acceptance_length / found.tokens_per_s
+    assert round_s == pytest.approx(0.020 + 0.005 + 0.002 + 2 * SOME.hop_s, rel=0.02)
+
+
+def test_running_ahead_beats_one_growth_a_commit() -> None:
+    for batch in (1, 4):
+        deployment = replace(SOME, batch=batch, rtt_s=0.005)
+        assert rate("run-ahead", deployment) > 1.03 * rate("serial", deployment), batch
+
+
+def test_running_ahead_hardly_feels_a_round_trip() -> None:
+    near, far = (rate("run-ahead", replace(SOME, rtt_s=rtt_s)) for rtt_s in (0.0, 0.001))
+    assert far > 0.95 * near
+
+
+def test_running_ahead_beats_a_drafter_on_the_targets_own_device() -> None:
+    """Where drafting takes a fifth of its round, and the bonus token is mostly among a node's first four children."""
+    good = replace(SOME, timing=Timing(acceptance=(0.8, 0.08, 0.05, 0.02), width=4))
+    assert rate("run-ahead", good) > 1.1 * rate("colocated", good)
+
+
+def test_streams_that_wait_share_a_step() -> None:
+    """Two groups that take turns would read the weights twice: eight streams make more than five times one's tokens."""
+    assert rate("serial", replace(SOME, batch=8), 4.0) > 6 * rate("serial")
+
+
+def test_a_draft_serves_two_targets_and_a_target_two_drafts() -> None:
+    one = rate("run-ahead")
+    assert rate("run-ahead", replace(SOME, targets=2), 4.0) > 1.6 * one
+    assert rate("run-ahead", replace(SOME, drafts=2, batch=4), 4.0) > 3 * one
+
+
+@pytest.mark.parametrize("rtt_s", [0.02, 0.1])
+def test_a_drafter_far_away_costs_little_against_plain(rtt_s: float) -> None:
+    """An exchange longer than a step: the policy may not lose what speculation does not bring."""
+    for schedule in ("serial", "run-ahead"):
+        assert rate(schedule, replace(SOME, rtt_s=rtt_s), 20.0) > 0.95 * rate("plain"), schedule
+
+
+def test_unknown_schedules_are_refused() -> None:
+    with pytest.raises(ConfigError, match="schedule"):
+        of_schedule("psychic", SOME)
+
+
+def test_a_step_is_held_where_one_is_sooner_over_than_two() -> None:
+    def flat(rows: int) -> float:
+        return 0.02 if rows else 0.0
+
+    assert holds(10, 10, 0.015, flat)
+    assert not holds(10, 10, 0.025, flat), "the others come later than a step of their own would take"
+    assert not holds(10, 10, 0.001, lambda rows: 0.001 * rows), "rows that cost what they cost gain nothing"
+
+
+def test_a_tree_promises_the_chances_of_its_best_nodes() -> None:
+    tree = DraftTree.root_only(3, 7).append([1, 2, 3], [-3, 1, -3], [5, 6, 8], [-0.1, -2.0, -1.0])
+    assert tree.promise(0) == 0.0
+    assert tree.promise(2) == pytest.approx(0.904837 + 0.367879, abs=1e-5)
+    assert tree.promise(9) == pytest.approx(0.904837 + 0.367879 + 0.135335, abs=1e-5)
+
+
+def test_traces_of_two_processes_become_one(tmp_path: Path) -> None:
+    target, draft = Trace(str(tmp_path / "target"), "target"), Trace(str(tmp_path / "draft"), "draft")
+    target.span("device", "verify", 1.0, 1.02, rows=4)
+    target.left("device", "commit", commit_key(1, 9), 1.02)
+    draft.came("device", "commit", commit_key(1, 9), 1.021)
+    draft.left("device", "growth", growth_key(Growth.empty(1, 10)), 1.03)
+    target.write()
+    draft.write()
+    merge([tmp_path / "target", tmp_path / "draft"], tmp_path / "both")
+    events = json.loads((tmp_path / "both").read_text())["traceEvents"]
+    (verify,) = [event for event in events if event["ph"] == "X"]
+    assert verify["dur"] == pytest.approx(20_000) and verify["args"] == {"rows": 4}
+    (left,), (came,) = ([e for e in events if e["ph"] == kind and e["name"] == "commit"] for kind in "sf")
+    assert left["id"] == came["id"] and came["ts"] - left["ts"] == pytest.approx(1000, abs=500)
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"target", "draft"}
+    with pytest.raises(ConfigError, match="not a trace"):
+        merge([tmp_path / "none"], tmp_path / "both")
+
+
+def test_a_trace_becomes_a_picture(tmp_path: Path) -> None:
+    simulate(of_schedule("run-ahead", replace(SOME, traces=str(tmp_path))), 0.3, 0.1)
+    merge([tmp_path / "target", tmp_path / "draft"], tmp_path / "both")
+    drawn = picture([panel(tmp_path / "both", "ahead & <apart>", 60.0)])
+    root = ElementTree.fromstring(drawn)
+    texts = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"ahead & <apart>", "target: device", "draft: device", "target: answer 1"} <= texts
+    bars = [bar.get("fill") for bar in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert bars.count(COLOURS["verify"]) > 2 and bars.count(COLOURS["level"]) > 4
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}line"))) > 4, "no message was drawn"
+
+
+def test_a_trace_without_a_path_keeps_nothing(tmp_path: Path) -> None:
+    trace = Trace("", "target")
+    trace.mark("device", "nothing", 0.0)
+    trace.write()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("batch", "draft_s"), [(1, 0.002), (8, 0.002), (8, 0.010)])
+def test_running_ahead_is_never_much_worse_than_a_growth_a_commit(batch: int, draft_s: float) -> None:
+    """Also where the drafter is always busy, and where an exchange is so short that a moment decides who shares a
+    step."""
+    deployment = replace(SOME, batch=batch, timing=Timing(draft_s=draft_s))
+    assert rate("run-ahead", deployment, 3.0) > 0.95 * rate("serial", deployment, 3.0)

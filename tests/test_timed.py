@@ -1,0 +1,145 @@
+"""The timed devices keep their law and their times, and the relay delays and swallows as it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.delayed import Delay, exact_loop, relay
+from bench.timed import SYMBOLS, Device, Law, TimedDrafter, TimedModel, Timing
+from slipstream.config import Config, load
+from slipstream.errors import ConfigError
+from slipstream.messages import Commit, Open, Sampling
+from slipstream.requests import Request
+from target_service.assembly import assemble
+from tests.growth_rules import GrowthLedger
+from tests.pair import drafting, local_link_to
+
+QUICK = Timing(step_s=0.002, draft_s=0.0004, acceptance=(0.75, 0.12, 0.05), seed=3)
+
+
+def text(timing: Timing, token: int, position: int, count: int) -> list[int]:
+    """The law written down once more: one token after the other."""
+    law, tokens = Law(timing), []
+    for place in range(position, position + count):
+        token = int(law.following([token], [place])[0])
+        tokens.append(token)
+    return tokens
+
+
+def test_streams_never_meet_and_the_seed_changes_them() -> None:
+    one, other = text(QUICK, 5 * SYMBOLS, 7, 50), text(QUICK, 6 * SYMBOLS, 7, 50)
+    assert {token // SYMBOLS for token in one} == {5} and {token // SYMBOLS for token in other} == {6}
+    assert one != text(Timing(seed=4), 5 * SYMBOLS, 7, 50)
+
+
+def test_children_are_right_as_often_as_they_are_said_to_be() -> None:
+    law, positions = Law(QUICK), list(range(1, 6001))
+    tokens = [2 * SYMBOLS] * len(positions)
+    truth = law.following(tokens, positions)
+    ranked = law.children(tokens, positions, 3)
+    for rank, chance in enumerate(QUICK.acceptance):
+        share = np.mean([children[rank] == true for (children, _), true in zip(ranked, truth.tolist(), strict=True)])
+        assert abs(share - chance) < 0.02, (rank, share)
+    assert all(len(set(children)) == 3 for children, _ in ranked)
+
+
+def test_a_step_is_flat_and_then_grows_with_its_rows() -> None:
+    assert QUICK.step_of(8) == pytest.approx(QUICK.step_s, rel=0.01)
+    assert QUICK.step_of(2000) == pytest.approx(10 * QUICK.step_s, rel=0.01)
+
+
+def test_timings_travel_in_a_file(tmp_path: Path) -> None:
+    assert Timing.load(QUICK.save(tmp_path / "timing.json")) == QUICK
+    with pytest.raises(ConfigError, match="acceptance"):
+        Timing(acceptance=(0.9, 0.2))
+    with pytest.raises(ConfigError, match="cannot read"):
+        Timing.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_timed_drafter_obeys_the_rules_of_growth(keep: bool) -> None:
+    """Whole trees and single levels in turn, against the law's own text."""
+    drafter, rng = TimedDrafter(Timing(draft_s=0.0), Device(), keep), np.random.default_rng(5)
+    tokens = [3 * SYMBOLS, 3 * SYMBOLS]
+    ledger = GrowthLedger(tokens)
+    drafter.open([Open(1, np.array(tokens, np.int32), 2, Sampling())])
+    truth = text(Timing(), tokens[-1], 1, 200)
+    done = accepted = 0
+    while done < 150:
+        for steps in (0, 1, 1):
+            (growth,) = drafter.grow([1], [8], steps)
+            ledger.take(growth, 8, 512)
+        node, count = 0, 0
+        while (child := ledger.tree.child(node, truth[done + count])) is not None:
+            node, count = child, count + 1
+        count = min(count, int(rng.integers(0, 9)))  # the target may have verified less than it holds
+        accepted += count
+        chunk = truth[done : done + count + 1]
+        drafter.commit([Commit(1, 2 + done, np.array(chunk, np.int32))])
+        ledger.commit(chunk)
+        done += len(chunk)
+    assert accepted > 50
+
+
+async def test_a_target_around_it_answers_by_the_law() -> None:
+    """Plain and with drafts: the same text, in fewer steps."""
+    device, loop = Device(), asyncio.get_running_loop()
+    config = load(None, ("target.slots=1024", "target.drafts=[]", "target.policy.leave_gain=0.01",
+                         "target.policy.enter_gain=0.02"))
+    assert isinstance(config, Config)
+    target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, device), "timed", "", loop, tuple)
+    target.worker.start()
+    prompt, expected = (8, 8), text(QUICK, 8, 1, 60)
+    rounds = {}
+    try:
+        async with drafting(TimedDrafter(QUICK, device, True), run_ahead=20) as peers:
+            with local_link_to(target.hello, target.worker, peers):
+                for speculate in (False, True):
+                    pieces = [piece async for piece in target.service.submit(
+                        Request("r", prompt, Sampling(), 60, None, speculate))]
+                    assert [token for piece in pieces for token in piece.tokens] == expected
+                    rounds[speculate] = len(pieces)
+    finally:
+        await asyncio.to_thread(target.worker.stop)
+    assert rounds[True] < rounds[False] == 60
+
+
+def test_the_relay_delays_both_ways_and_swallows_on_demand() -> None:
+    loop = exact_loop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(converse(), 20))
+    finally:
+        loop.close()
+
+
+async def converse() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1000):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    there = server.sockets[0].getsockname()
+    delay = Delay(0.02, 0.005, random.Random(1))
+    middle = await relay(("127.0.0.1", 0), (there[0], there[1]), delay)
+    reader, writer = await asyncio.open_connection(*middle.sockets[0].getsockname()[:2])
+    began_s = time.perf_counter()
+    for number in range(5):
+        writer.write(b"%d" % number)
+        assert await reader.read(1000) == b"%d" % number
+    assert time.perf_counter() - began_s >= 5 * 2 * 0.02
+    delay.toggle()
+    writer.write(b"swallowed")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(reader.read(1000), 0.2)
+    delay.toggle()
+    assert await reader.read(1000) == b"swallowed", "it comes late, but it comes"
+    writer.close()
+    middle.close()
+    server.close()
