@@ -126,7 +126,8 @@ class Rounds:
         states = self._features(session, 0, slots)
         if self._drafter is not None and states is not None:
             self._drafter.absorb([states])
-        return Answering(session, sampling, tokens, slots, len(prompt), over=tokens[-1] in self._eos or self._max_tokens <= 1)
+        over = tokens[-1] in self._eos or self._max_tokens <= 1
+        return Answering(session, sampling, tokens, slots, len(prompt), over)
 
     def _draft(self, running: Sequence[Answering], budget: int) -> list[DraftTree]:
         roots = {a.session: DraftTree.root_only(len(a.tokens), a.tokens[-1]) for a in running}
