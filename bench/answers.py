@@ -2,8 +2,8 @@
 
 Rules:
 1. Every answer is asked plain and with each drafter; one at a time, as a single user would.
-2. A given model is asked our own questions with its shipped head, with n-grams and with both; a random one, which has no
-   head, continues random text with itself as its draft.
+2. A given model is asked our own questions with its shipped head, with n-grams and with both; a random one, which
+   has no head, continues random text with itself as its draft.
 3. float32 must give the same tokens; bfloat16 may differ where two tokens are nearly as likely, and that is counted.
 
 It knows nothing about how drafters work.

@@ -3,7 +3,7 @@
 Rules:
 1. The reference is the same model in float64 on the CPU, its weights rounded to bfloat16 as in all that is compared, so
    that a difference is arithmetic alone.
-2. Differences are divided by the root mean square of the reference row: logits near zero would make any other ratio huge.
+2. Differences are divided by the root mean square of the reference row: near zero any other ratio would be huge.
 3. KV slots that nothing wrote hold NaN: what reads a foreign slot shows.
 
 It knows nothing about time.
@@ -107,7 +107,8 @@ def logits_stage(given: Given) -> Iterator[Finding]:
     weights = Weights.of(given)
     slots = 2 * (sum(LENGTHS) + sum(TREES))
     reference = weights.subject(torch.float64, REFERENCE, slots)
-    expected = [(kind, builder, reference.logits(builder)) for kind, builder in scripted(weights.config.vocab_size, slots)]
+    expected = [(kind, builder, reference.logits(builder))
+                for kind, builder in scripted(weights.config.vocab_size, slots)]
     for name, dtype in DTYPES.items():
         subject = weights.subject(dtype, given.device, slots)
         for kind, builder, right in expected:

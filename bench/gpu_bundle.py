@@ -1,9 +1,10 @@
 """``make gpu-bundle``: what a machine with torch but without a network lacks to run ``make gpu``, in one folder.
 
 Rules:
-1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they are
-   unpacked below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``.
-2. Everything else is expected there: torch, numpy, safetensors, tokenizers, psutil, PyYAML, rich, jinja2, pytest, scipy.
+1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
+   are unpacked below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``.
+2. Everything else is expected there: torch, numpy, safetensors, tokenizers, psutil, PyYAML, rich, jinja2, pytest,
+   scipy.
 3. The default model is 98 MB. ``--model`` cuts it into parts that can travel one by one; ``--join`` puts them together
    there and prepares the model.
 

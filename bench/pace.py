@@ -1,4 +1,4 @@
-"""Stages ``decode``, ``head`` and ``choose`` of ``make gpu``: what a step of an 8B model, of its head, of choosing takes.
+"""Stages ``decode``, ``head`` and ``choose`` of ``make gpu``: steps of an 8B model and of its head, and choosing.
 
 Rules:
 1. A time is what a service would see: from the host's lists to numbers on the host again.

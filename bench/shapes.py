@@ -24,10 +24,11 @@ Shapes = dict[str, tuple[int, ...]]
 Fields = dict[str, object]
 
 # What config.json of a model says that is large enough for every kernel's usual path and small enough for float64.
-SMALL: Fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024,
-         "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-         "vocab_size": 2048, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False}
+SMALL: Fields = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512,
+                 "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+                 "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 2048,
+                 "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 # Takes the place of any shape in a rehearsal.
 TINY = SMALL | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
                 "head_dim": 16, "vocab_size": 256}
@@ -56,9 +57,10 @@ def decoder_shapes(config: ModelConfig) -> Shapes:
 def head_shapes(config: ModelConfig, draft_vocab: int) -> Shapes:
     """Names and shapes of an EAGLE-3 head's tensors that reads three states of its own width."""
     hidden = config.hidden_size
-    return {"fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,), "embed_tokens.weight": (config.vocab_size, hidden),
-            "lm_head.weight": (draft_vocab, hidden), f"{LAYER}.hidden_norm.weight": (hidden,),
-            f"{LAYER}.input_layernorm.weight": (hidden,), **layer_shapes(config, 2 * hidden)}
+    return {"fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,),
+            "embed_tokens.weight": (config.vocab_size, hidden), "lm_head.weight": (draft_vocab, hidden),
+            f"{LAYER}.hidden_norm.weight": (hidden,), f"{LAYER}.input_layernorm.weight": (hidden,),
+            **layer_shapes(config, 2 * hidden)}
 
 
 def random_tensors(shapes: Shapes, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -81,9 +83,10 @@ def _random(shapes: Shapes, dtype: torch.dtype, device: torch.device,
 
 def random_head(config: ModelConfig, draft_vocab: int, dtype: torch.dtype, device: torch.device) -> EagleHead:
     """An EAGLE-3 head for a target of ``config``, whose layer has the target's measures."""
-    stride = config.vocab_size // draft_vocab
-    return EagleHead(config, config.hidden_size, draft_vocab, (2, config.num_layers // 2, max(0, config.num_layers - 3)),
-                     random_tensors(head_shapes(config, draft_vocab), dtype, device), torch.arange(draft_vocab) * stride)
+    taps = (2, config.num_layers // 2, max(0, config.num_layers - 3))
+    tensors = random_tensors(head_shapes(config, draft_vocab), dtype, device)
+    vocabulary = torch.arange(draft_vocab) * (config.vocab_size // draft_vocab)
+    return EagleHead(config, config.hidden_size, draft_vocab, taps, tensors, vocabulary)
 
 
 def write_folder(folder: Path, fields: Fields) -> Path:
