@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -64,13 +65,14 @@ def device_work(run: Callable[[], object], device: torch.device) -> tuple[float,
         return 0.0, 0
     run()
     wait(device)
+    watch: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
     try:
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        with watch:
             run()
             wait(device)
     except RuntimeError:  # not every driver lets a user look
         return 0.0, 0
-    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in watch.events() if event.device_type.name == "CUDA"]
     return sum(event.time_range.elapsed_us() for event in events) / 1e6, len(events)
 
 
