@@ -53,7 +53,7 @@ def unpack(wheels: Path, site: Path) -> None:
 def split(file: Path, folder: Path, part_bytes: int = PART_BYTES) -> list[Path]:
     """The parts of a file, in order: ``NAME.00``, ``NAME.01``, …"""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = []
+    parts: list[Path] = []
     with file.open("rb") as source:
         while content := source.read(part_bytes):
             parts.append(folder / f"{file.name}.{len(parts):02}")
