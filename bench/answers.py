@@ -12,7 +12,7 @@ It knows nothing about how drafters work.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -40,14 +40,14 @@ class Subject:
 
     folder: Path
     prompts: list[list[int]]
-    drafters: list[tuple[str, dict[str, object]]]
+    drafters: list[tuple[str, Mapping[str, object]]]
     max_tokens: int
 
     @staticmethod
     def real(folder: Path) -> Subject:
         codec, head = TextCodec(folder), head_for(str(folder))
         prompts = [codec.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-        drafters: list[tuple[str, dict[str, object]]] = [("ngram", {"drafter": "ngram"})]
+        drafters: list[tuple[str, Mapping[str, object]]] = [("ngram", {"drafter": "ngram"})]
         if head is not None:
             eagle = {"drafter": "eagle3", "model": head.name}
             drafters += [("head", eagle), ("head and ngram", {**eagle, "combine_ngram": True})]
@@ -58,7 +58,7 @@ class Subject:
         write_folder(folder, SMALL if full else TINY)
         dice = np.random.default_rng(0)
         prompts = [dice.integers(2, 100, size=24).tolist() for _ in range(4 if full else 2)]
-        drafters: list[tuple[str, dict[str, object]]] = [
+        drafters: list[tuple[str, Mapping[str, object]]] = [
             ("ngram", {"drafter": "ngram"}), ("itself", {"drafter": "standalone", "model": str(folder)})]
         return Subject(folder, prompts, drafters, 64 if full else 12)
 
