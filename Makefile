@@ -16,7 +16,7 @@ PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host bench-network \
-	demo-fallback docs chart k8s-tools k8s-cluster image clean
+	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image clean
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -59,6 +59,15 @@ bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PR
 
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full" for the whole sweep)
 	$(BIN)/python -m bench.network $(ARGS)
+
+# On a machine without .venv: its own python3, and what gpu-bundle brought.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=build/gpu-bundle/site python3)
+
+gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode" ARGS="--out folder --model folder"; no network)
+	$(GPU_PYTHON) -m bench.gpu $(if $(STAGES),--stages "$(STAGES)") $(ARGS)
+
+gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, into build/gpu-bundle (ARGS=--model: the model too)
+	$(BIN)/python -m bench.gpu_bundle $(ARGS)
 
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)

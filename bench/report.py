@@ -8,12 +8,14 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+FOLDER = Path("build/bench")
 SHOWN = 5  # numbers of a list in the table
 
 Cell = str | float | int | bool | Sequence[float]
@@ -39,7 +41,7 @@ def commit() -> str:
     return head + ("+" if dirty.stdout.strip() else "")
 
 
-def write(name: str, rows: Sequence[Row], title: str) -> Path:
+def write(name: str, rows: Sequence[Row], title: str, folder: Path = FOLDER) -> Path:
     """Print ``rows`` as a table and write them; returns the file."""
     table = Table(title=title)
     for column in rows[0]:
@@ -47,17 +49,18 @@ def write(name: str, rows: Sequence[Row], title: str) -> Path:
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    path = save(name, rows)
+    path = save(name, rows, folder)
     print(f"rows in {path}; {device()}, commit {commit()}")
     return path
 
 
-def save(name: str, rows: Sequence[Row]) -> Path:
+def save(name: str, rows: Sequence[Row], folder: Path = FOLDER) -> Path:
     """Write ``rows`` alone; returns the file, which is whole at any time."""
-    path = Path("build/bench") / f"{name}.json"
+    path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".part")
     fresh.write_text(json.dumps({"device": device(), "commit": commit(), "command": " ".join(sys.argv),
+                                 "torch": torch.__version__, "date": datetime.now(UTC).isoformat(timespec="seconds"),
                                  "rows": list(rows)}, indent=1))
     fresh.replace(path)
     return path

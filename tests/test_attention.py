@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -58,15 +60,23 @@ def poisoned(rng: np.random.Generator, batch: ForwardBatch) -> KVPool:
     return pool
 
 
+def attended(q: torch.Tensor, pool: KVPool, batch: ForwardBatch, group: int, window: int,
+             device: torch.device) -> torch.Tensor:
+    """What ``attend`` gives on ``device``, on the CPU."""
+    placed = replace(batch, kv_slots=batch.kv_slots.to(device), words=batch.words.to(device))
+    return attend(q.to(device), pool.kv[0].to(device), plan_attention(placed, group, q.dtype, window), 0.4).cpu()
+
+
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(("segments", "group", "window"), [(1, 1, 0), (1, 3, 0), (3, 2, 0), (12, 3, 0), (12, 1, 64)])
-def test_ragged_segments_equal_dense_softmax(segments: int, group: int, window: int, scattered: bool) -> None:
+def test_ragged_segments_equal_dense_softmax(segments: int, group: int, window: int, scattered: bool,
+                                             device: torch.device) -> None:
     for seed in range(4):
         rng = np.random.default_rng(seed)
         batch = random_batch(rng, segments, scattered)
         pool = poisoned(rng, batch)
         q = torch.from_numpy(rng.normal(size=(batch.num_rows, HEADS * group, SIZE)))
-        got = attend(q, pool.kv[0], plan_attention(batch, group, q.dtype, window), 0.4)
+        got = attended(q, pool, batch, group, window, device)
         error = float((got - dense(q, pool, batch, 0.4, window)).abs().max())
         assert error < 1e-12, f"seed {seed}: {error}"
 
@@ -90,7 +100,7 @@ def test_many_plain_steps_share_a_call_and_keep_apart() -> None:
     assert torch.equal(before[others], after[others]) and bool(after[3].isnan().all())
 
 
-def test_the_64th_node_uses_the_sign_bit() -> None:
+def test_the_64th_node_uses_the_sign_bit(device: torch.device) -> None:
     rng = np.random.default_rng(1)
     builder = BatchBuilder()
     words = [(2 << i) - 1 for i in range(64)]  # a chain of 64 nodes
@@ -98,7 +108,7 @@ def test_the_64th_node_uses_the_sign_bit() -> None:
     batch = builder.build()
     pool = poisoned(rng, batch)
     q = torch.from_numpy(rng.normal(size=(64, HEADS, SIZE)))
-    got = attend(q, pool.kv[0], plan_attention(batch, 1, q.dtype), 0.4)
+    got = attended(q, pool, batch, 1, 0, device)
     assert float((got - dense(q, pool, batch, 0.4, 0)).abs().max()) < 1e-12
 
 

@@ -16,6 +16,7 @@ from slipstream.engine.sampling import ChoiceRows, TokenHistory, adjusted, choos
 from slipstream.messages import Sampling
 
 WORD = (1 << 64) - 1
+CPU = torch.device("cpu")
 Doubles = NDArray[np.float64]
 
 
@@ -103,16 +104,17 @@ def random_session(rng: np.random.Generator, vocab: int, first: int) -> tuple[Ch
     return rows_of(sampling, range(first, first + len(paths)), 30, prompt, answer, paths), prompt, answer
 
 
-def noise_at(seed: int, positions: list[int], tokens: torch.Tensor) -> torch.Tensor:
-    return noise(row_keys(seed, positions, torch.device("cpu")), tokens)
+def noise_at(seed: int, positions: list[int], tokens: torch.Tensor,
+             device: torch.device = CPU) -> torch.Tensor:
+    return noise(row_keys(seed, positions, device), tokens.to(device)).cpu()
 
 
-def test_noise_is_the_hash_that_it_says() -> None:
+def test_noise_is_the_hash_that_it_says(device: torch.device) -> None:
     rng = np.random.default_rng(1)
     seeds = [0, 1, WORD, *(int(s) for s in rng.integers(0, 1 << 63, 5))]
     positions, tokens = rng.integers(0, 1 << 20, 4), rng.integers(0, 1 << 18, (4, 70))
     for seed in seeds:
-        ours = noise_at(seed, positions.tolist(), torch.from_numpy(tokens)).numpy()
+        ours = noise_at(seed, positions.tolist(), torch.from_numpy(tokens), device).numpy()
         theirs = [[gumbel(seed, int(p), int(t)) for t in row] for p, row in zip(positions, tokens, strict=True)]
         np.testing.assert_allclose(ours, theirs, rtol=1e-13, atol=1e-13)
 
@@ -141,7 +143,7 @@ def test_noise_is_gumbel_and_uncorrelated_along(axis: str) -> None:
         assert abs(correlation) < 4.5 / math.sqrt(len(sample)), (lag, correlation)
 
 
-def test_the_whole_chain_equals_the_oracle() -> None:
+def test_the_whole_chain_equals_the_oracle(device: torch.device) -> None:
     rng = np.random.default_rng(2)
     for case in range(150):
         vocab = int(rng.integers(8, 200))
@@ -154,18 +156,18 @@ def test_the_whole_chain_equals_the_oracle() -> None:
                 wanted.append(oracle(logits[row], session.sampling, position, num, prompt, [*answer, *path])[0])
             sessions.append(session)
             first = session.rows.stop
-        assert choose(torch.from_numpy(logits[:first]), sessions) == wanted, (case, sessions)
+        assert choose(torch.from_numpy(logits[:first]).to(device), sessions) == wanted, (case, sessions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype, device: torch.device) -> None:
     rng = np.random.default_rng(3)
     vocab, sessions, first = 5000, [], 0
     for _ in range(24):
         session, _, _ = random_session(rng, vocab, first)
         sessions.append(session)
         first = session.rows.stop
-    logits = torch.from_numpy(rng.normal(0, 2, (first, vocab))).to(dtype)
+    logits = torch.from_numpy(rng.normal(0, 2, (first, vocab))).to(device, dtype)
     together = choose(logits, sessions)
     scores = [adjusted(logits, session) for session in sessions]
     for session, score in zip(sessions, scores, strict=True):

@@ -26,7 +26,8 @@ from slipstream.tree import MAX_NODES
 
 Indices = NDArray[np.int64]
 
-PADDED_ENTRIES = 8192  # KV entries of one padded call, about: bounds what is gathered at a time
+# KV entries of one padded call, about: bounds what is gathered at a time. A GPU likes few launches.
+PADDED_ENTRIES, PADDED_ENTRIES_CUDA = 8192, 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, group: int, scale: floa
     out = F.scaled_dot_product_attention(folded, entries[:, :, 0].transpose(1, 2), entries[:, :, 1].transpose(1, 2),
                                          attn_mask=part.mask, scale=scale)
     if rows == 1:
-        return out.view(b, heads * group * size)
+        return out.reshape(b, heads * group * size)  # CUDA kernels leave heads and rows the other way round
     return out.view(b, heads, rows, group, size).transpose(1, 2).reshape(b * rows, heads * group * size)
 
 
@@ -105,11 +106,12 @@ class _Host:
     def likes(self) -> Iterator[list[int]]:
         """Segments that go together."""
         open_groups: dict[tuple[int, int], list[int]] = {}
+        most = PADDED_ENTRIES_CUDA if self.device.type == "cuda" else PADDED_ENTRIES
         for segment in range(len(self.batch.mask_lens)):
             n = self.kv_len(segment).bit_length()
             group = open_groups.setdefault((self.q_len(segment).bit_length(), n), [])
             group.append(segment)
-            if len(group) << n >= PADDED_ENTRIES:
+            if len(group) << n >= most:
                 yield open_groups.pop((self.q_len(segment).bit_length(), n))
         yield from open_groups.values()
 

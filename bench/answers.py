@@ -1,0 +1,109 @@
+"""Stage ``answers`` of ``make gpu``: speculation against plain decoding on one device, without services between.
+
+Rules:
+1. Every answer is asked plain and with each drafter; one at a time, as a single user would.
+2. A given model is asked our own questions with its shipped head, with n-grams and with both; a random one, which
+   has no head, continues random text with itself as its draft.
+3. float32 must give the same tokens; bfloat16 may differ where two tokens are nearly as likely, and that is counted.
+
+It knows nothing about how drafters work.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from bench.shapes import SMALL, TINY, write_folder
+from bench.stage import Finding, Given, free
+from router.tokens import TextCodec
+from slipstream.config import DraftSection, Dtype, ModelSection
+from slipstream.drafters import create
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.questions import QUESTIONS
+from slipstream.rounds import Rounds, Tally, slots_needed
+from slipstream.shipped import head_for
+
+DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
+TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model folder, what it is asked, and who drafts: (name, fields of ``DraftSection``)."""
+
+    folder: Path
+    prompts: list[list[int]]
+    drafters: list[tuple[str, Mapping[str, object]]]
+    max_tokens: int
+
+    @staticmethod
+    def real(folder: Path) -> Subject:
+        codec, head = TextCodec(folder), head_for(str(folder))
+        prompts = [codec.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+        drafters: list[tuple[str, Mapping[str, object]]] = [("ngram", {"drafter": "ngram"})]
+        if head is not None:
+            eagle = {"drafter": "eagle3", "model": head.name}
+            drafters += [("head", eagle), ("head and ngram", {**eagle, "combine_ngram": True})]
+        return Subject(folder, prompts, drafters, 128)
+
+    @staticmethod
+    def random(folder: Path, full: bool) -> Subject:
+        write_folder(folder, SMALL if full else TINY)
+        dice = np.random.default_rng(0)
+        prompts = [dice.integers(2, 100, size=24).tolist() for _ in range(4 if full else 2)]
+        drafters: list[tuple[str, Mapping[str, object]]] = [
+            ("ngram", {"drafter": "ngram"}), ("itself", {"drafter": "standalone", "model": str(folder)})]
+        return Subject(folder, prompts, drafters, 64 if full else 12)
+
+
+def answers_stage(given: Given) -> Iterator[Finding]:
+    with tempfile.TemporaryDirectory() as scratch:
+        subject = (Subject.random(Path(scratch) / "random", given.full) if given.model is None
+                   else Subject.real(given.model))
+        for dtype in DTYPES:
+            yield from _in(dtype, subject, str(given.device))
+            free()
+
+
+def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
+    slots = max(slots_needed([prompt], subject.max_tokens) for prompt in subject.prompts)
+    runner = ModelRunner(load_model(subject.folder, dtype, device), slots)
+    model = ModelSection(path=str(subject.folder), dtype=dtype, device=device)
+    for mode, temperature in TEMPERATURES.items():
+        plain = Rounds(runner, None, subject.max_tokens, temperature)
+        plain.answer(subject.prompts[:1], 0, Tally())
+        right, plain_rate = _asked(plain, subject.prompts, 0, Tally())
+        yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
+        for name, fields in subject.drafters:
+            section = DraftSection.model_validate({"dtype": dtype, "device": device, "slots": 2 * slots, **fields})
+            rounds, tally = Rounds(runner, create(section, model), subject.max_tokens, temperature), Tally()
+            nodes = section.growth.num_draft_tokens
+            rounds.answer(subject.prompts[:1], nodes, Tally())
+            found, rate = _asked(rounds, subject.prompts, nodes, tally)
+            what = f"{dtype} {mode}, {name}"
+            same = sum(_alike(a, b) for a, b in zip(right, found, strict=True))
+            yield Finding(f"{what}: same as plain", same, f"of {len(right)}",
+                          str(len(right)) if dtype == "float32" else "")
+            yield Finding(f"{what}: acceptance length", tally.acceptance.length, "tokens")
+            yield Finding(f"{what}: speed", rate, "tokens/s")
+            yield Finding(f"{what}: by plain", rate / plain_rate, "ratio")
+
+
+def _alike(a: Sequence[int], b: Sequence[int]) -> bool:
+    # The last round of an answer may run past the limit: only what both have counts.
+    return list(a[:len(b)]) == list(b[:len(a)])
+
+
+def _asked(rounds: Rounds, prompts: Sequence[Sequence[int]], nodes: int,
+           tally: Tally) -> tuple[list[list[int]], float]:
+    """The answers, one at a time, and tokens a second, prefill included."""
+    began = perf_counter()
+    answers = [rounds.answer([prompt], nodes, tally)[0] for prompt in prompts]
+    return answers, sum(map(len, answers)) / (perf_counter() - began)

@@ -1,0 +1,90 @@
+"""What the stages of ``make gpu`` share: what they are given, what they find, and a clock for devices that run apart.
+
+It knows nothing about any one stage.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a prepared folder or None."""
+
+    device: torch.device
+    full: bool = True
+    model: Path | None = None
+    repeats: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One number. ``expected``: what it should be, in words; empty where nothing is expected."""
+
+    what: str
+    value: float | str
+    unit: str = ""
+    expected: str = ""
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The median of ``repeats`` runs, each until the device is done, after a few that do not count."""
+    times = []
+    for turn in range(-3, repeats):
+        wait(device)
+        began = time.perf_counter()
+        run()
+        wait(device)
+        if turn >= 0:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def device_work(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Seconds in which the device computed during one run, and how many kernels and copies that were; (0, 0) on a CPU
+    and where the driver does not tell.
+
+    What ``seconds`` says above it is time in which the device waited for the host.
+    """
+    if device.type != "cuda":
+        return 0.0, 0
+    run()
+    wait(device)
+    watch: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+    try:
+        with watch:
+            run()
+            wait(device)
+    except RuntimeError:  # not every driver lets a user look
+        return 0.0, 0
+    events = [event for event in watch.events() if event.device_type.name == "CUDA"]
+    return sum(event.time_range.elapsed_us() for event in events) / 1e6, len(events)
+
+
+def copy_rate(given: Given) -> float:
+    """Bytes a second of a copy on the device, those read and those written: the roof of what memory allows."""
+    size = 1 << (32 if given.full and given.device.type == "cuda" else 24)
+    source = torch.ones(size, dtype=torch.uint8, device=given.device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), given.device, 10)
+
+
+def free() -> None:
+    """Give back what a stage held on the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
