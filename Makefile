@@ -15,8 +15,8 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts demo-fallback docs chart k8s-tools \
-	k8s-cluster image clean
+.PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host demo-fallback docs chart \
+	k8s-tools k8s-cluster image clean
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -49,6 +49,9 @@ bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and st
 
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+
+bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
+	$(BIN)/python -m bench.host $(ARGS)
 
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
 	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \

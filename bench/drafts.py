@@ -213,8 +213,8 @@ def _names(text: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", required=True, help="folder with JSONL question sets, such as mt_bench.jsonl")
-    parser.add_argument("--count", type=int, default=3, help="questions of each set")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--count", type=int, default=3, help="questions of each set, evenly over it")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--drafters", type=_names, default=usual(), help=f"some of {', '.join(NAMES)}")
     parser.add_argument("--sets", type=_names, default=list(SETS), help="names of sets in the folder")
     parser.add_argument("--target", default=ModelSection().path, help="name or folder of the target")

@@ -50,14 +50,17 @@ def own() -> list[Question]:
 
 
 def read(folder: str | Path, name: str, count: int) -> list[Question]:
-    """The first ``count`` questions of ``folder/name.jsonl``. Raises ConfigError naming the file and line."""
+    """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError
+    naming the file and line.
+    """
     path = Path(folder) / f"{name}.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}; PROMPTS=folder names a folder of JSONL sets") from error
     questions = []
-    for number, line in enumerate(lines[:count], start=1):
+    chosen = [place * len(lines) // count for place in range(count)] if count < len(lines) else range(len(lines))
+    for number, line in ((place + 1, lines[place]) for place in chosen):
         try:
             questions.append(Question(name, str(json.loads(line)["turns"][0])))
         except (ValueError, KeyError, IndexError, TypeError) as error:

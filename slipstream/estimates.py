@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
@@ -21,7 +21,9 @@ SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
 PRIOR_TRIALS = 2.0
-KEEP = 0.95  # of the trials at a depth, for each new one
+TOLD_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
+KEEP, KEEP_LONG = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
+UNTOLD_EVERY = 16  # sessions: one begins with a guess, so that a changed world is seen
 
 
 class StepCosts:
@@ -77,18 +79,25 @@ class StepCosts:
 class Acceptance:
     """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
 
-    __slots__ = ("_hits", "_per_level", "_reach", "_trials")
+    __slots__ = ("_hits", "_keep", "_per_level", "_reach", "_told", "_trials")
 
-    def __init__(self, nodes_per_level: float = 1.0) -> None:
+    def __init__(self, nodes_per_level: float = 1.0, told: Sequence[float] = (), keep: float = KEEP) -> None:
+        """``told``: the chance of each depth as others have seen it; without it a guess."""
         self._hits = [0.0] * DEPTHS
         self._trials = [0.0] * DEPTHS
         self._per_level = nodes_per_level
+        self._told = told
+        self._keep = keep
         self._reach: list[float] = []
         self._update()
 
     def fresh(self) -> Acceptance:
         """A belief without experience, in trees of the same shape."""
         return Acceptance(self._per_level)
+
+    def heir(self) -> Acceptance:
+        """A belief that begins where this one stands."""
+        return Acceptance(self._per_level, self._chances())
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
         """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
@@ -97,8 +106,8 @@ class Acceptance:
         depth = min(max(depth, accepted, 1), DEPTHS)
         self._per_level += 0.1 * (drafted / depth - self._per_level)
         for level in range(min(accepted + 1, depth)):
-            self._trials[level] = self._trials[level] * KEEP + 1.0
-            self._hits[level] = self._hits[level] * KEEP + float(level < accepted)
+            self._trials[level] = self._trials[level] * self._keep + 1.0
+            self._hits[level] = self._hits[level] * self._keep + float(level < accepted)
         self._update()
 
     def tokens(self, nodes: int) -> float:
@@ -109,15 +118,41 @@ class Acceptance:
             return self._reach[DEPTHS]
         return self._reach[whole] + (levels - whole) * (self._reach[whole + 1] - self._reach[whole])
 
+    def _chances(self) -> list[float]:
+        chance, chances = PRIOR, []
+        for level, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
+            # A depth that was seldom reached is believed to be as others say, or like the one above it.
+            before, weight = (self._told[level], TOLD_TRIALS) if self._told else (chance, PRIOR_TRIALS)
+            chance = (hits + weight * before) / (trials + weight)
+            chances.append(chance)
+        return chances
+
     def _update(self) -> None:
-        chance, alive, total = PRIOR, 1.0, 0.0
+        alive, total = 1.0, 0.0
         self._reach = [0.0]
-        for hits, trials in zip(self._hits, self._trials, strict=True):
-            # A depth that was seldom reached is believed to be like the one above it.
-            chance = (hits + PRIOR_TRIALS * chance) / (trials + PRIOR_TRIALS)
+        for chance in self._chances():
             alive *= chance
             total += alive
             self._reach.append(total)
+
+
+class Experience:
+    """Acceptance as all sessions of one kind have seen it: a new one need not find out that its drafter is poor."""
+
+    __slots__ = ("_begun", "_seen")
+
+    def __init__(self) -> None:
+        self._seen = Acceptance(keep=KEEP_LONG)
+        self._begun = 0
+
+    def observe(self, drafted: int, accepted: int, depth: int) -> None:
+        """A round of any session (see ``Acceptance.observe``)."""
+        self._seen.observe(drafted, accepted, depth)
+
+    def begin(self) -> Acceptance:
+        """What a new session believes. Every UNTOLD_EVERY-th is told nothing, the first of all among them."""
+        self._begun += 1
+        return self._seen.fresh() if self._begun % UNTOLD_EVERY == 1 else self._seen.heir()
 
 
 class ExchangeTimes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import PolicySection
-from slipstream.estimates import Acceptance, ExchangeTimes, Ledger, StepCosts
+from slipstream.estimates import Acceptance, ExchangeTimes, Experience, Ledger, StepCosts
 
 TRY_SHARE = 0.01
 RECENT = 10  # rounds that the recent gain looks back on, or so
@@ -42,13 +42,15 @@ class Round:
 class Goodput:
     """The estimates of one policy."""
 
-    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes) -> None:
+    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes,
+                 experience: Experience) -> None:
         self.recent = Ledger(keep=1 - 1 / RECENT)
         self.plain_s = costs.cost(1)  # of the latest round
         self._config = config
         self._costs = costs
         self._exchange = exchange
-        self._acceptance = Acceptance()
+        self._experience = experience
+        self._acceptance = experience.begin()
         self._others = 0
         self._told_others: int | None = None  # by the caller, since the last round
         self._share = 1.0  # of waits and trees that had something to verify
@@ -77,6 +79,7 @@ class Goodput:
             cost_s = self.plain_s
         earned_s, spent_s = (1 + round_.accepted) * self.plain_s, cost_s + round_.wait_s
         self._acceptance.observe(round_.drafted, round_.accepted, round_.depth)
+        self._experience.observe(round_.drafted, round_.accepted, round_.depth)
         self._nodes = None
         self._unpaid_s = 0.0 if round_.wait_s > 0 else self._unpaid_s + spent_s
         self._learn_exchange(round_)

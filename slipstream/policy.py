@@ -18,7 +18,9 @@ Rules:
 4. Waits between probes double, up to ``probe_max_s``. They start anew only after a spell of speculation that won more
    than leaving can lose; what hovers at the threshold therefore probes ever more rarely.
 5. A probe in which an answering drafter proposed nothing passes: an empty proposal never costs more than its wait.
-6. Every PLAIN_EVERY rounds one is plain, so that the cost of a plain step is measured and not remembered.
+6. A session begins with the acceptance that others of its kind have seen (``estimates.Experience``), so that short
+   answers need not pay for finding out.
+7. Every PLAIN_EVERY rounds one is plain, so that the cost of a plain step is measured and not remembered.
 
 It knows no clock, no session, no drafter, and keeps no logs. A target has one for each session. A router has one for
 each model and draft pool, and feeds it the pieces of all its answers, each as one round with ``plain_s`` set to what a
@@ -36,10 +38,10 @@ from enum import StrEnum
 from typing import Literal
 
 from slipstream.config import PolicySection
-from slipstream.estimates import ExchangeTimes, Ledger, StepCosts
+from slipstream.estimates import ExchangeTimes, Experience, Ledger, StepCosts
 from slipstream.goodput import Goodput, Round
 
-__all__ = ["ExchangeTimes", "Mode", "Reason", "Round", "SpeculationPolicy", "StepCosts", "Transition"]
+__all__ = ["ExchangeTimes", "Experience", "Mode", "Reason", "Round", "SpeculationPolicy", "StepCosts", "Transition"]
 
 PROBE_SHARE = 0.02
 REPAY_S = 10.0
@@ -93,12 +95,13 @@ class SpeculationPolicy:
     """See the module. Times are seconds of any monotone clock, never decreasing from call to call."""
 
     def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes | None = None,
-                 now_s: float = 0.0) -> None:
-        """``costs`` are the target's, shared by its sessions; ``exchange`` may be shared by those of one drafter."""
+                 now_s: float = 0.0, experience: Experience | None = None) -> None:
+        """``costs`` are the target's, shared by its sessions; ``exchange`` may be shared by those of one drafter,
+        ``experience`` by those that are drafted for alike."""
         self.mode = Mode.SPECULATE if config.enabled and config.max_nodes else Mode.PLAIN
         self.num_probes = 0
         self._config = config
-        self._goodput = Goodput(config, costs, exchange or ExchangeTimes())
+        self._goodput = Goodput(config, costs, exchange or ExchangeTimes(), experience or Experience())
         self._allowed = config.enabled and config.max_nodes > 0
         self._since_s = self._quiet_since_s = self._next_probe_s = now_s
         self._backoff_s = config.probe_after_s

@@ -2,7 +2,7 @@
 
 Rules:
 1. The drafter and the engine are those that serve: what is wrong in either shows here.
-2. Every tree is verified whole, greedily, and no policy looks on.
+2. Every tree is verified whole, greedily or at a temperature with keyed noise, and no policy looks on.
 3. The token that comes with the prompt is no round: nothing could be drafted for it.
 
 It knows nothing about services, or about how a drafter works.
@@ -21,6 +21,7 @@ from slipstream.drafters.base import Drafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
+from slipstream.engine.sampling import ChoiceRows, choose
 from slipstream.messages import Commit, Features, Growth, Open, Sampling
 from slipstream.tree import MAX_NODES, DraftTree
 from slipstream.verify import walk
@@ -68,6 +69,7 @@ class Answering:
     """One prompt that is being answered."""
 
     session: int
+    sampling: Sampling
     tokens: list[int]
     slots: Indices  # KV of all tokens but the newest
     first: int  # the answer begins here
@@ -82,8 +84,10 @@ def slots_needed(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
 class Rounds:
     """Answers prompts together. Without a drafter, or with a budget of 0, it decodes plain."""
 
-    def __init__(self, runner: ModelRunner, drafter: Drafter | None, max_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: Drafter | None, max_tokens: int,
+                 temperature: float = 0.0) -> None:
         self._runner = runner
+        self._temperature = temperature
         self._drafter = drafter
         self._spec = drafter.features if drafter is not None else None
         self._rows = FeatureRows(self._spec, runner.model.device) if self._spec is not None else None
@@ -115,13 +119,14 @@ class Rounds:
         builder = BatchBuilder()
         builder.add(prompt, range(len(prompt)), slots.tolist(), np.zeros(0, np.int64), logits="last")
         logits = self._runner.forward(builder.build(self._runner.model.device))
-        tokens = [*prompt, int(logits[0].argmax())]
+        sampling = Sampling(temperature=self._temperature, seed=session)
+        tokens = [*prompt, *choose(logits, [ChoiceRows(sampling, range(1), [len(prompt)], [0], None, [()])])]
         if self._drafter is not None:
-            self._drafter.open([Open(session, np.array(tokens, np.int32), len(prompt), Sampling())])
+            self._drafter.open([Open(session, np.array(tokens, np.int32), len(prompt), sampling)])
         states = self._features(session, 0, slots)
         if self._drafter is not None and states is not None:
             self._drafter.absorb([states])
-        return Answering(session, tokens, slots, len(prompt), over=tokens[-1] in self._eos or self._max_tokens <= 1)
+        return Answering(session, sampling, tokens, slots, len(prompt), over=tokens[-1] in self._eos or self._max_tokens <= 1)
 
     def _draft(self, running: Sequence[Answering], budget: int) -> list[DraftTree]:
         roots = {a.session: DraftTree.root_only(len(a.tokens), a.tokens[-1]) for a in running}
@@ -140,7 +145,9 @@ class Rounds:
                                answering.slots, None if plain else tree.ancestor_words().tolist(),
                                0 if plain else len(tree))
             placed.append((rows, slots))
-        choices = self._runner.forward(builder.build(self._runner.model.device)).argmax(-1).cpu().numpy()
+        logits = self._runner.forward(builder.build(self._runner.model.device))
+        choices = choose(logits, [_choice_rows(answering, tree, rows)
+                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)])
         commits = []
         for answering, tree, (rows, slots) in zip(running, trees, placed, strict=True):
             verdict = walk(tree, choices[rows.start:rows.stop])
@@ -165,6 +172,12 @@ class Rounds:
         if self._drafter is not None:
             self._drafter.close([answering.session])
         self._runner.slots.free(answering.slots)
+
+
+def _choice_rows(answering: Answering, tree: DraftTree, rows: range) -> ChoiceRows:
+    positions = (tree.base + tree.depths()).tolist()
+    outputs = [position - answering.first for position in positions]
+    return ChoiceRows(answering.sampling, rows, positions, outputs, None, [()] * len(tree))
 
 
 def _with(root: DraftTree, growth: Growth) -> DraftTree:

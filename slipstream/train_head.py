@@ -33,7 +33,7 @@ LearningRate = Annotated[float, typer.Option(min=0.0, help="At its peak.")]
 Questions = Annotated[bool, typer.Option(help="Learn from what the target asks too, not from its answers alone.")]
 Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and of the head as it is saved.")]
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. Training takes as many processes, up to four.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
 SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
 MOST_PROCESSES = 4  # a step has about 2,000 rows; a part below 500 would be mostly overhead

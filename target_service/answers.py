@@ -23,7 +23,7 @@ from slipstream.engine.sampling import TokenHistory
 from slipstream.log import logger
 from slipstream.messages import Drop, Growth
 from slipstream.metrics import TargetMetrics
-from slipstream.policy import ExchangeTimes, Mode, Reason, Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.policy import ExchangeTimes, Experience, Mode, Reason, Round, SpeculationPolicy, StepCosts, Transition
 from slipstream.requests import Finish, Piece, Request
 from slipstream.session import TargetSide
 from slipstream.tree import MAX_NODES
@@ -56,6 +56,7 @@ class Answers:
         self._costs = costs
         self._metrics = metrics
         self._exchange = ExchangeTimes()  # one for all: a new answer need not learn how far the drafts are
+        self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
         self._dispatch = dispatch
         self._log = logger("target")
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
@@ -64,7 +65,8 @@ class Answers:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
         side = TargetSide(number, request.tokens, prompt, request.sampling)
-        policy = SpeculationPolicy(self._config, self._costs, self._exchange, now_s)
+        policy = SpeculationPolicy(self._config, self._costs, self._exchange, now_s,
+                                   self._experience[request.sampling.greedy])
         if not request.speculate:
             policy.forbid(now_s)
         history = TokenHistory.of(request.sampling, request.tokens[:prompt])

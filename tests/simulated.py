@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.config import PolicySection
-from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.policy import ExchangeTimes, Experience, Mode, Round, SpeculationPolicy, StepCosts, Transition
 
 PROFILE = {1: 0.010, 2: 0.0102, 4: 0.0106, 8: 0.0115, 16: 0.0135, 32: 0.018, 64: 0.030, 128: 0.055}
 
@@ -54,10 +54,12 @@ class Simulation:
     now_s: float = 0.0
     transitions: list[Transition] = field(default_factory=list)
     rounds: list[tuple[float, float, float, int]] = field(default_factory=list)  # end, took, plain would, drafted
+    experience: Experience | None = None  # of the sessions before
+    exchange: ExchangeTimes | None = None
 
     def __post_init__(self) -> None:
         self.costs = StepCosts(PROFILE)
-        self.policy = SpeculationPolicy(self.config, self.costs)
+        self.policy = SpeculationPolicy(self.config, self.costs, self.exchange, self.now_s, self.experience)
         self.rng = np.random.default_rng(self.seed)
         self._followed = True
         self._tree = 0  # nodes of the chain that wait at the target

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from slipstream.engine.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, noise, rank
+from slipstream.engine.noise import leaders, noise, row_keys
+from slipstream.engine.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank
 from slipstream.messages import Sampling
 
 WORD = (1 << 64) - 1
@@ -28,8 +29,12 @@ def gumbel(seed: int, position: int, token: int) -> float:
     """The noise in plain Python, with 64-bit masks."""
     golden = 0x9E3779B97F4A7C15
     key = mix((mix((seed + golden) & WORD) + position * golden) & WORD)
-    bits = mix((key + token * 0xD1342543DE82EF95) & WORD) >> 12
-    return -math.log(-math.log((2 * bits + 1) / 2**53))
+    block = mix((key + golden + token // 64 * 0xA0761D6478BD642F) & WORD)
+    exponential = -math.log((2 * (block >> 12) + 1) / 2**53) / 64
+    if token % 64 != block % 64:
+        own = mix((key + token * 0xD1342543DE82EF95) & WORD)
+        exponential -= math.log((2 * (own >> 12) + 1) / 2**53)
+    return -math.log(exponential)
 
 
 def oracle(logits: Doubles, sampling: Sampling, position: int, num_output: int, prompt: list[int],
@@ -98,37 +103,40 @@ def random_session(rng: np.random.Generator, vocab: int, first: int) -> tuple[Ch
     return rows_of(sampling, range(first, first + len(paths)), 30, prompt, answer, paths), prompt, answer
 
 
+def noise_at(seed: int, positions: list[int], tokens: torch.Tensor) -> torch.Tensor:
+    return noise(row_keys(seed, positions, torch.device("cpu")), tokens)
+
+
 def test_noise_is_the_hash_that_it_says() -> None:
     rng = np.random.default_rng(1)
     seeds = [0, 1, WORD, *(int(s) for s in rng.integers(0, 1 << 63, 5))]
-    positions, tokens = rng.integers(0, 1 << 20, 4), rng.integers(0, 1 << 18, (4, 7))
+    positions, tokens = rng.integers(0, 1 << 20, 4), rng.integers(0, 1 << 18, (4, 70))
     for seed in seeds:
-        ours = noise(seed, torch.from_numpy(positions), torch.from_numpy(tokens)).numpy()
+        ours = noise_at(seed, positions.tolist(), torch.from_numpy(tokens)).numpy()
         theirs = [[gumbel(seed, int(p), int(t)) for t in row] for p, row in zip(positions, tokens, strict=True)]
-        np.testing.assert_allclose(ours, theirs, rtol=1e-14, atol=1e-14)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
 def test_noise_does_not_depend_on_the_shape_it_is_asked_in() -> None:
     tokens = torch.arange(1000)
-    whole = noise(9, torch.arange(5), tokens[None])
-    assert torch.equal(whole, noise(9, torch.arange(5), tokens.expand(5, -1)))
+    whole = noise_at(9, list(range(5)), tokens[None])
+    assert torch.equal(whole, noise_at(9, list(range(5)), tokens.expand(5, -1)))
     for row, start, stop in ((0, 0, 1), (3, 17, 48), (4, 999, 1000)):
-        assert torch.equal(whole[row, start:stop], noise(9, torch.tensor([row]), tokens[None, start:stop])[0])
+        assert torch.equal(whole[row, start:stop], noise_at(9, [row], tokens[None, start:stop])[0])
 
 
 @pytest.mark.parametrize("axis", ["token", "position", "seed"])
 def test_noise_is_gumbel_and_uncorrelated_along(axis: str) -> None:
     many = torch.arange(40_000)
-    one = torch.tensor([5])
     if axis == "token":
-        values = noise(1, one, many[None])[0]
+        values = noise_at(1, [5], many[None])[0]
     elif axis == "position":
-        values = noise(1, many, one[None])[:, 0]
+        values = noise_at(1, many.tolist(), torch.tensor([[5]]))[:, 0]
     else:
-        values = torch.cat([noise(seed, one, torch.arange(20)[None])[0] for seed in range(2000)])
+        values = torch.cat([noise_at(seed, [5], torch.arange(20)[None])[0] for seed in range(2000)])
     sample = values.numpy()
     assert stats.kstest(sample, "gumbel_r").pvalue > 1e-3
-    for lag in (1, 2, 20):
+    for lag in (1, 2, 20, 64):
         correlation = np.corrcoef(sample[lag:], sample[:-lag])[0, 1]
         assert abs(correlation) < 4.5 / math.sqrt(len(sample)), (lag, correlation)
 
@@ -166,6 +174,36 @@ def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
                                session.num_output[offset:][:1], session.history, session.paths[offset:][:1])
             assert choose(logits[row : row + 1], [alone]) == together[row : row + 1]
             assert torch.equal(adjusted(logits[row : row + 1], alone)[0], score[offset])
+
+
+def test_the_least_of_a_block_falls_to_each_of_its_tokens_alike() -> None:
+    """The largest noise of 64 tokens has the law of the largest of 64, and any of them has it."""
+    values = noise_at(3, list(range(6400)), torch.arange(64)[None])
+    assert stats.kstest(values.amax(1).numpy() - math.log(64), "gumbel_r").pvalue > 1e-3
+    assert stats.chisquare(np.bincount(values.argmax(1).numpy(), minlength=64)).pvalue > 1e-3
+    rest = values.sort(1).values
+    assert stats.kstest(np.exp(-rest[:, -2].numpy()) - np.exp(-rest[:, -1].numpy()), "expon",
+                        args=(0, 1 / 63)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 640, 5000, 49_152])
+def test_leaders_are_the_best_of_all(vocab: int) -> None:
+    dice = torch.Generator().manual_seed(vocab)
+    for spread, most in ((0.0, 1), (1.0, 4), (4.0, 1), (4.0, 12), (40.0, 3)):
+        most = min(most, vocab)
+        logits = torch.randn(5, vocab, generator=dice) * spread
+        logits[1, torch.rand(vocab, generator=dice) < 0.9] = -math.inf
+        logits[1, vocab // 2] = 0.0
+        heat = torch.tensor([1.0, 0.3, 1e-300, 2.0, 50.0], dtype=torch.float64)
+        keys = row_keys(vocab, [3, 9, 4, 1, 7], torch.device("cpu"))
+        whole = logits.to(torch.float64) / heat[:, None] + noise(keys, torch.arange(vocab)[None])
+        ids, scores = leaders(logits, heat, keys, most)
+        assert ids.max() < vocab
+        best, where = scores.topk(most, 1)
+        truth = whole.topk(most, 1).values
+        assert torch.equal(best, truth), (vocab, spread, most)
+        finite = best.isfinite()
+        assert torch.equal(whole.gather(1, ids.gather(1, where))[finite], truth[finite])
 
 
 def test_choice_is_the_argmax_of_adjusted() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -20,7 +22,8 @@ from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import load_tensors
 from slipstream.messages import Features
 from tests.tiny import write_tiny_model
-from train.collect import identity_of
+from train.collect import collect, identity_of
+from train.dialogue import plan_of
 from train.distil import Distilled, Lesson
 from train.evaluate import evaluate, prompts_of
 from train.export import export
@@ -155,6 +158,35 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
     assert tree.length > before[1].length + 0.3, (tree, before)
     assert (job.out / "training.svg").read_text().count("<polyline") == 7
     assert f"| {chain.shape} | {chain.length:.2f} |" in (job.out / "README.md").read_text()
+
+
+def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:
+    """Three processes make given prompts into conversations: each one once, whoever made it."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "w{n} w{n + 1}"}}\n' for n in range(20)))
+    recipe = Recipe(minutes=0, steps=1, prompts=prompts, batch=4, limits=Limits(max_answer=8), processes=3)
+    totals = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
+    numbers = [entry["number"] for path in (tmp_path / "work").glob("shard-*/index.json")
+               for entry in json.loads(path.read_text())["conversations"]]
+    assert sorted(numbers) == list(range(20)) and totals.conversations == 20
+    assert {path.name[-1] for path in (tmp_path / "work").glob("shard-*")} == {"0", "b", "c"}
+
+
+def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(minutes=0, tokens=2000, steps=1, batch=4, limits=Limits(max_answer=16), processes=2, save_every_s=1)
+    totals = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
+    assert totals.tokens >= 2000 and not multiprocessing.active_children()
+    again = collect(simple_folder, tmp_path / "work", recipe, lambda totals, share: None)
+    assert again == totals
+
+
+def test_some_questions_are_long() -> None:
+    plans = [plan for number in range(400) if (plan := plan_of(number, 0, None)) is not None]
+    long = [plan for plan in plans if plan.max_question]
+    assert len(plans) == 400 and 20 < len(long) < 80
+    assert all(plan.max_question > Limits().max_question and plan.questions == (None,) for plan in long)
+    texts = [plan for number in range(200) if (plan := plan_of(number, 0, None, plain=True)) is not None]
+    assert texts and not any(plan.max_question for plan in texts)
 
 
 def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from train.evaluate import Worth
 from train.fit import Progress
 from train.head import Head
 from train.recipe import Recipe
-from train.shards import Totals
+from train.shards import Shards
 
 
-def card(target: str, head: Head, recipe: Recipe, totals: Totals, coverage: float, progress: Progress,
+def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: float, progress: Progress,
          found: Sequence[Worth], num_prompts: int) -> str:
     """The text of ``README.md``. target: a known model's name, or how its folder is called."""
-    return "\n".join((*_matter(target), *_top(target, head), *_data(recipe, totals, head, coverage),
+    return "\n".join((*_matter(target), *_top(target, head), *_data(recipe, shards, head, coverage),
                       *_recipe(recipe, progress), *_worth(progress, found, num_prompts), *_limits(target)))
 
 
@@ -38,15 +38,17 @@ def _top(target: str, head: Head) -> tuple[str, ...]:
         "    slipstream run --set draft.drafter=eagle3 --set draft.model=THIS_FOLDER", "")
 
 
-def _data(recipe: Recipe, totals: Totals, head: Head, coverage: float) -> tuple[str, ...]:
+def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[str, ...]:
+    totals = shards.totals()
+    heats = ", ".join(f"{share:.0%} {f'at temperature {heat:g}' if heat else 'greedy'}"
+                      for heat, share in shards.temperatures().items())
     asked = "Prompts were given." if recipe.prompts else (
         "No outside text: the target wrote the questions too, from its own chat template and a list of openers "
         "(as Magpie does, arXiv 2406.08464). No benchmark's prompts were used.")
     return (
         "## Data", "",
         f"{totals.conversations:,} conversations with {totals.tokens:,} tokens, {totals.answer_tokens:,} of them in "
-        f"answers. {asked} Half of the answers are greedy, a quarter was sampled at temperature 0.7 and a quarter at "
-        "1. One conversation in twenty was held out.",
+        f"answers. {asked} Of the answers {heats}. One conversation in twenty was held out.",
         f"The draft vocabulary are the {len(head.vocabulary):,} tokens used most; they cover {coverage:.1%} of the "
         "answers' tokens.", "")
 

@@ -1,4 +1,4 @@
-"""The first stage: the target talks, and its conversations become shards, until there are enough or time is up.
+"""The first stage: the target talks until there are conversations enough or time is up (see ``talk``).
 
 Rules:
 1. What a folder holds already counts: numbers that are there are not made again, an interrupted run goes on. What a
@@ -11,24 +11,19 @@ It knows nothing about heads or training.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import ConfigError
-from train.dialogue import Plan, plan_of, read_prompts, read_turns
-from train.generate import Generator
+from train.dialogue import read_prompts, read_turns
 from train.head import taps_of
 from train.recipe import Recipe
-from train.shards import Shards, ShardWriter, Totals
+from train.shards import Shards, Totals, remove_halves
+from train.talk import Others, Task, talk
 
-SHARD_TOKENS = 16384
-SLOTS_PER_TALK = 512
 ENDS = 1 << 20  # bytes at both ends of a weights file that its fingerprint reads
 
 
@@ -52,47 +47,47 @@ def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
 
 def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None]) -> Totals:
     """Make conversations into ``folder`` until the recipe's tokens or time are used up, or its prompts. ``report`` gets
-    the totals and the share done now and then. Returns the totals. Raises ConfigError, ModelError."""
+    the totals and the share done now and then. Returns the totals. Raises ConfigError, ModelError, CapacityError."""
     model = load_model(target, recipe.dtype, recipe.device)
-    runner = ModelRunner(model, recipe.conversations_at_once * SLOTS_PER_TALK + model.config.max_context)
     identity = identity_of(target, model.config)
-    runner.set_taps(tuple(identity["layers"]))
-    shards = Shards([folder], identity)
-    before = shards.totals()
+    before = Shards([folder], identity).totals()
     if share_of(recipe, before) >= 1.0:
         return before
-    turns = read_turns(target)
+    remove_halves(folder)
     prompts = read_prompts(recipe.prompts) if recipe.prompts else None
-    plans = _plans(shards.numbers(), recipe, prompts, turns.plain)
-    generator = Generator(runner, turns, plans, recipe.conversations_at_once, recipe.limits, recipe.seed)
-    writer = ShardWriter(folder, identity)
-    began = time.monotonic()
-    made = before
-
-    def flush() -> None:
-        nonlocal began, made
-        now = time.monotonic()
-        writer.flush(now - began)
-        began, made = now, Shards([folder], identity).totals()
-
-    while generator.running:
-        for conversation in generator.step():
-            writer.add(conversation)
-        spent = time.monotonic() - began
-        ahead = Totals(made.conversations, made.tokens + writer.num_waiting, made.answer_tokens,
-                       made.seconds + spent)
-        report(ahead, min(1.0, share_of(recipe, ahead)))
-        if share_of(recipe, ahead) >= 1.0:
-            break
-        if writer.num_waiting >= SHARD_TOKENS or (writer.num_waiting and spent >= recipe.save_every_s):
-            flush()
-    for conversation in generator.stop():
-        writer.add(conversation)
-    flush()
+    task = Task(model, read_turns(target), prompts, folder, identity, recipe)
+    others = Others(task)
+    try:
+        if talk(task, 0, Account(task, report)):
+            others.stop()
+        others.join()
+    finally:
+        others.stop()
+    made = Shards([folder], identity).totals()
     if not made.conversations:
         raise ConfigError("no conversation was made: the time was too short, or every given prompt was too long "
                           "(see --max-prompt)")
     return made
+
+
+class Account:
+    """Says after each step of the first process whether the recipe has what it asks for, and reports."""
+
+    def __init__(self, task: Task, report: Callable[[Totals, float], None]) -> None:
+        self._task, self._report = task, report
+        self._made = Totals(0, 0, 0, 0.0)
+        self._seconds = float("inf")  # of the shard in the making, at the last step
+
+    def __call__(self, waiting: int, seconds: float) -> bool:
+        """waiting: tokens of the shard in the making. seconds: since it was begun."""
+        if seconds < self._seconds:  # another shard was begun
+            self._made = Shards([self._task.folder], self._task.identity).totals()
+        self._seconds = seconds
+        made = self._made
+        ahead = Totals(made.conversations, made.tokens + waiting, made.answer_tokens, made.seconds + seconds)
+        share = share_of(self._task.recipe, ahead)
+        self._report(ahead, min(1.0, share))
+        return share >= 1.0
 
 
 def share_of(recipe: Recipe, totals: Totals) -> float:
@@ -100,12 +95,3 @@ def share_of(recipe: Recipe, totals: Totals) -> float:
     tokens = totals.tokens / recipe.tokens if recipe.tokens else 0.0
     return max(tokens, totals.seconds / recipe.generate_seconds())
 
-
-def _plans(made: set[int], recipe: Recipe, prompts: Sequence[tuple[str, ...]] | None, plain: bool) -> Iterator[Plan]:
-    for number in count():
-        if number in made:
-            continue
-        plan = plan_of(number, recipe.seed, prompts, plain)
-        if plan is None:
-            return
-        yield plan

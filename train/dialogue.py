@@ -4,7 +4,8 @@ Rules:
 1. A plan is a pure function of (seed, number): an interrupted run makes the same plans again.
 2. Questions are the target's own (Magpie, arXiv 2406.08464): its chat template up to where the user speaks, then an
    opener or nothing, then what it writes itself. Or they are given. No benchmark's prompts are in here.
-3. Half of the answers are greedy, a quarter at temperature 0.7 and a quarter at 1: a head serves all of them.
+3. Two fifths of the answers are greedy, a fifth at temperature 0.7 and two fifths at 1: a head serves all of them, and
+   what is sampled is harder to foresee.
 4. Every twentieth conversation is held out: never trained on, drafted for in the evaluation.
 
 It knows nothing about models, batches or shards.
@@ -28,7 +29,7 @@ from slipstream.models import load_tokenizer, read_json
 
 MARKS = ("\ue000", "\ue001", "\ue002")  # private-use characters stand for the turns while the template is read
 HELD_OUT_EVERY = 20
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
 QUESTION_TEMPERATURES = (0.7, 1.0)
 SECOND_TURN_SHARE = 0.25
 OPENER_SHARE = 0.7
@@ -43,6 +44,15 @@ OPENERS = (
     "Identify", "Classify", "Rewrite", "Edit the following text", "Create", "Design", "Plan", "Tell me", "Help me",
     "Generate", "Rank", "Convert", "Define", "Discuss",
 )
+LONG_SHARE = 0.12  # of the conversations; a head that has seen short prompts alone is lost behind a page of text
+LONG_QUESTION = 768  # tokens
+LONG_OPENERS = (
+    "Summarize this article:\n\n", "Summarize the following news article in three sentences:\n\n(CNN)", "Read this "
+    "report and list its main points:\n\n", "Here is a long story. Tell me what happens in it:\n\n", "Article:\n\n",
+    "Write highlights for this article:\n\n", "Rewrite this text so that a child understands it:\n\n", "Translate this "
+    "letter into simple English:\n\nDear", "Here is my essay. What could be better?\n\n", "Explain what this program "
+    "does:\n```python\nimport",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,7 @@ class Plan:
     temperature: float  # of the answers
     question_temperature: float
     held_out: bool
+    max_question: int = 0  # tokens that the target may ask; 0: as the limits say
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +129,8 @@ def plan_of(number: int, seed: int, prompts: Sequence[tuple[str, ...]] | None, p
     held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
     if prompts is not None:
         return Plan(number, "", prompts[number], temperature, asking, held_out)
+    if not plain and dice.random() < LONG_SHARE:
+        return Plan(number, dice.choice(LONG_OPENERS), (None,), temperature, asking, held_out, LONG_QUESTION)
     return Plan(number, opener, (None, None) if second else (None,), temperature, asking, held_out)
 
 

@@ -3,7 +3,7 @@
 Rules:
 1. The head is loaded from its exported folder by the code that serves it, and its trees are verified by the engine
    that serves: what is wrong in the export shows here.
-2. Greedy, from the first answer of held-out conversations on; all of them advance together.
+2. From the first answer of held-out conversations on, greedy or at a temperature; all of them advance together.
 
 It knows nothing about training.
 """
@@ -50,7 +50,7 @@ def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[in
 
 
 def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 96,
-             dtype: Dtype = "bfloat16", device: str = "cpu") -> list[Worth]:
+             dtype: Dtype = "bfloat16", device: str = "cpu", temperature: float = 0.0) -> list[Worth]:
     """What the head in folder ``head`` is worth on ``prompts`` in each of SHAPES. Raises ModelError."""
     slots = slots_needed(prompts, max_tokens)
     runner = ModelRunner(load_model(target, dtype, device), slots)
@@ -60,7 +60,7 @@ def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tok
         section = DraftSection(drafter="eagle3", model=str(head), dtype=dtype, device=device,
                                slots=max(SLOTS, slots), growth=growth)
         tally = Tally()
-        Rounds(runner, create(section, model), max_tokens).answer(prompts, growth.num_draft_tokens, tally)
+        Rounds(runner, create(section, model), max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
         found = tally.acceptance
         worth.append(Worth(shape, found.length, tuple(found.by_depth), found.rounds))
     return worth

@@ -136,9 +136,12 @@ class Generator:
             given = len(self._turns.encode(question)) if question is not None else 0
             if given > self._limits.max_prompt:
                 return 0
-            size += (given or self._limits.max_question) + self._limits.max_answer
+            size += (given or self._most_asked(plan)) + self._limits.max_answer
             size += len(self._to_answer) + len(self._to_question)
         return size if size + len(self._shared) <= self._runner.config.max_context else 0
+
+    def _most_asked(self, plan: Plan) -> int:
+        return plan.max_question or self._limits.max_question
 
     def _begin(self, plan: Plan, slots: NDArray[np.int64]) -> Talk:
         talk = Talk(plan, slots, list(self._opening), [GIVEN] * len(self._opening), len(self._shared))
@@ -189,7 +192,7 @@ class Generator:
             return True
         if not over:
             talk.say([token], QUESTION)
-        if over or talk.spoken >= self._limits.max_question:
+        if over or talk.spoken >= self._most_asked(talk.plan):
             talk.say(self._to_answer, GIVEN)
             talk.asking, talk.spoken = False, 0
         return False

@@ -16,9 +16,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -56,16 +58,15 @@ class Totals:
 
 
 class ShardWriter:
-    """Collects conversations; ``flush`` makes a shard of them."""
+    """Collects conversations; ``flush`` makes a shard of them. Several may write into one folder, each under its own
+    ``mark`` of lower-case letters."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], mark: str = "") -> None:
         self.folder = folder
-        self._identity = dict(identity)
+        self._identity, self._mark = dict(identity), mark
         self._waiting: list[Conversation] = []
         self.num_waiting = 0  # tokens
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("*.partial"):
-            shutil.rmtree(left)
         self._next = max((_number(path) for path in _places(folder)), default=-1) + 1
 
     def add(self, conversation: Conversation) -> None:
@@ -76,7 +77,7 @@ class ShardWriter:
         """Write what waits as one shard. seconds: what it took to make. Nothing waits: nothing is written."""
         if not self._waiting:
             return
-        place = self.folder / f"shard-{self._next:05d}"
+        place = self.folder / f"shard-{self._next:05d}{self._mark}"
         partial = place.with_suffix(".partial")
         partial.mkdir()
         for name in ("tokens", "roles", "greedy", "states"):
@@ -109,6 +110,11 @@ class Shards:
         """Of all conversations."""
         return {entry["number"] for _, index in self._entries for entry in index["conversations"]}
 
+    def temperatures(self) -> dict[float, float]:
+        """The share of conversations answered at each temperature, ascending."""
+        found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
+        return {temperature: found[temperature] / found.total() for temperature in sorted(found)}
+
     def totals(self) -> Totals:
         entries = [entry for _, index in self._entries for entry in index["conversations"]]
         return Totals(len(entries), sum(e["tokens"] for e in entries), sum(e["answer_tokens"] for e in entries),
@@ -129,12 +135,18 @@ class Shards:
                                        greedy[rows], states[rows])
 
 
+def remove_halves(folder: Path) -> None:
+    """Remove what a killed run left half written. While nobody writes."""
+    for left in folder.glob("*.partial"):
+        shutil.rmtree(left)
+
+
 def _places(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("shard-*") if path.suffix != ".partial")
 
 
 def _number(place: Path) -> int:
-    return int(place.name.removeprefix("shard-"))
+    return int(place.name.removeprefix("shard-").rstrip(ascii_lowercase))
 
 
 def _sync(file: Path) -> None:

@@ -63,7 +63,8 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
     recipe, config = job.recipe, ModelConfig.from_folder(job.target)
     if recipe.generate:
-        collect(job.target, job.work, recipe, watcher.collecting)
+        with _threads(1 if recipe.processes > 1 else 0):
+            collect(job.target, job.work, recipe, watcher.collecting)
     shards = Shards([job.work, *job.data], identity_of(job.target, config))
     totals = shards.totals()
     if not totals.conversations:
@@ -82,7 +83,7 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     now = training.progress
     export(head, job.out, dtype, {
         "training.svg": curves(now.history),
-        "README.md": card(job.name, head, recipe, totals, covered, now, found, len(prompts))})
+        "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))})
     return found
 
 

@@ -3,17 +3,15 @@ the tokens before it, and the request's ``Sampling``; of nothing else.
 
 Rules:
 1. The order is: penalties, logit bias, min_tokens (``penalties.py``), temperature, top-k, top-p, min-p, keyed noise,
-   argmax. Filters look at the tempered distribution; top-p counts the mass that top-k left.
-2. Every filter is a threshold on probability, so tokens of equal probability live or die together: no filter depends
-   on the order in which a sort happens to leave them.
-3. Noise is Gumbel noise, a pure function of (seed, absolute position, token id), so argmax(logits / T + noise) over the
-   survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the very same noise
+   argmax. Filters look at the tempered distribution.
+2. Tokens of equal probability survive the filters (``filters.py``) together, or not at all.
+3. Noise (``noise.py``) is a pure function of (seed, absolute position, token id), so argmax(logits / T + noise) over
+   the survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the very same noise
    (Daliri, Musco, Suresh, arXiv 2408.07978).
 4. A row's choice does not depend on the other rows of the call: no sum runs over a shape that they could change.
 5. Equal scores: the lowest token id wins.
 
-Arithmetic is float64 wherever a row is sampled or adjusted. The integer half of the noise is the same on every device;
-the two logarithms after it may differ in the last unit. It knows nothing about trees, sessions or models.
+Arithmetic is float64 wherever a row is sampled or adjusted. It knows nothing about trees, sessions or models.
 """
 
 from __future__ import annotations
@@ -24,46 +22,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from slipstream.engine.filters import is_filtered, survivors
+from slipstream.engine.noise import leaders, noise, row_keys
 from slipstream.engine.penalties import Columns, TokenHistory, bias, forbid_stops, penalise
 from slipstream.messages import Sampling
 from slipstream.requests import TokenLogprob
 
-__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "coins", "logprobs", "noise", "probabilities", "rank"]
+__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "coins", "logprobs", "probabilities", "rank"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
-GOLDEN = 0x9E3779B97F4A7C15
-STRIDE = 0xD1342543DE82EF95
-FIRST_WIDTH = 64  # candidates looked at before the search for survivors widens
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
-
-
-def noise(seed: int, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise, float64 [R, K], for tokens ``token_ids`` (int64 [R, K] or [1, K]) at ``positions`` (int64 [R]).
-
-    ``seed`` is an unsigned 64-bit number. The hash is two keyed rounds of SplitMix64's finaliser (Steele, Lea, Flood,
-    2014); its top 52 bits become a uniform number strictly between 0 and 1.
-    """
-    keys = _mix(_mix(torch.tensor([_signed(seed + GOLDEN)], device=positions.device)) + positions * _signed(GOLDEN))
-    return _gumbel(keys, token_ids)
-
-
-def _gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    bits = _mix(token_ids * _signed(STRIDE) + keys[:, None]).bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
-    uniform = bits.mul_(2).add_(1).to(torch.float64).mul_(2.0**-53)
-    return uniform.log_().neg_().log_().neg_()
-
-
-def _mix(words: torch.Tensor) -> torch.Tensor:
-    """The finaliser, in place."""
-    # torch shifts int64 arithmetically; the mask makes the shift logical.
-    words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
-    words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
-    return words.bitwise_xor_((words >> 31).bitwise_and_((1 << 33) - 1))
-
-
-def _signed(word: int) -> int:
-    word &= (1 << 64) - 1
-    return word - (1 << 64) if word >> 63 else word
+RUNNERS_UP = 8  # ranked beyond what is asked for, so that equal scores at the edge come in the order of their ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +69,14 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
     sampled: dict[bool, list[ChoiceRows]] = {True: [], False: []}
     for session in sessions:
         if not session.sampling.greedy:
-            sampled[_filtered(session.sampling)].append(session)
+            sampled[is_filtered(session.sampling)].append(session)
         elif not session.plain_greedy:
             chosen[list(session.rows)] = _argmax(_penalised(logits, session, None))
-    for filtered, group in sampled.items():
-        for few in _packs(group, ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
-            rows = [row for s in few for row in s.rows]
-            columns, scores = _survivors(torch.cat([_penalised(logits, s, None) for s in few]), few, None, filtered)
-            winners = _lowest_winner(columns, scores) if filtered else _argmax(scores)
-            chosen[rows] = winners.cpu()
+    if sampled[False]:
+        chosen[[row for s in sampled[False] for row in s.rows]] = _race(logits, sampled[False])
+    for few in _packs(sampled[True], ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
+        columns, scores = _survivors(_adjusted_rows(logits, few), few, None)
+        chosen[[row for s in few for row in s.rows]] = _lowest_winner(columns, scores).cpu()
     return [int(token) for token in chosen.tolist()]
 
 
@@ -117,28 +85,31 @@ def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor
 
     The choice is their argmax. ``vocabulary`` (int64 [V]) gives the target's token id of each column; None: its own.
     """
-    penalised = _penalised(logits, session, vocabulary)
+    rows = _penalised(logits, session, vocabulary)
     if session.sampling.greedy:
-        return penalised
-    columns, scores = _survivors(penalised, [session], vocabulary, _filtered(session.sampling))
-    return torch.full_like(penalised, -math.inf).scatter_(1, columns.expand_as(scores), scores)
+        return rows
+    if is_filtered(session.sampling):
+        columns, scores = _survivors(rows, [session], vocabulary)
+        return torch.full_like(rows, -math.inf).scatter_(1, columns, scores)
+    ids = torch.arange(rows.shape[1], device=rows.device) if vocabulary is None else vocabulary
+    return noise(_keys([session], rows.device), ids[None]).add_(rows.div_(_heat([session], rows.device)[:, None]))
 
 
 def probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     """float64 [r, V]: what one sampled session's rows of ``logits`` [R, V] are chosen by, after penalties, bias,
     temperature and filters."""
     assert not session.sampling.greedy
-    scaled = _penalised(logits, session, None).div_(max(session.sampling.temperature, 1e-300))
-    if not _filtered(session.sampling):
-        return torch.softmax(scaled, 1)
-    values, columns = _filter(torch.log_softmax(scaled, 1), [session.sampling] * len(scaled), 1)
-    return torch.zeros_like(scaled).scatter_(1, columns, torch.softmax(values, 1))
+    rows, heat = _penalised(logits, session, None), _heat([session], logits.device)
+    if not is_filtered(session.sampling):
+        return torch.softmax(rows.div_(heat[:, None]), 1)
+    values, columns = survivors(rows, heat, [session.sampling] * len(rows))
+    return torch.zeros_like(rows).scatter_(1, columns, torch.softmax(values, 1))
 
 
 def coins(session: ChoiceRows) -> list[float]:
     """Uniform numbers in (0, 1), one a row: a function of seed and position, independent of the noise."""
-    positions = torch.tensor(list(session.positions), dtype=torch.int64)
-    gumbel = noise((session.sampling.seed + COINS) % (1 << 64), positions, torch.zeros(1, 1, dtype=torch.int64))
+    keys = row_keys((session.sampling.seed + COINS) % (1 << 64), session.positions, torch.device("cpu"))
+    gumbel = noise(keys, torch.zeros(1, 1, dtype=torch.int64))
     values: list[float] = torch.exp(-torch.exp(-gumbel))[:, 0].tolist()
     return values
 
@@ -147,19 +118,25 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
          vocabulary: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` best tokens of one session's rows and their log scores: target ids int64 [r, k], float32 [r, k].
 
-    Greedy: log_softmax of the adjusted logits. Sampled: log_softmax of logits / T + noise over the survivors, so that
-    the first one is what this model would choose; ranks without a survivor score -inf. ``k`` is at most V.
+    Greedy: log_softmax of the adjusted logits. Sampled: log_softmax of logits / T + noise over the survivors (without a
+    filter: over those near the top), so that the first one is what this model would choose; ranks without a survivor
+    score -inf. ``k`` is at most V.
     """
+    rows = logits[session.rows.start:session.rows.stop]
     if session.sampling.greedy:
         # A draft's greedy ranking is its hot path: float32 unless something must be adjusted.
-        scores = (logits[session.rows.start:session.rows.stop].to(torch.promote_types(logits.dtype, torch.float32))
-                  if session.plain_greedy else _penalised(logits, session, vocabulary))
+        scores = (rows.to(torch.promote_types(logits.dtype, torch.float32)) if session.plain_greedy
+                  else _penalised(logits, session, vocabulary))
         columns = torch.arange(scores.shape[1], device=logits.device)[None]
+    elif is_filtered(session.sampling):
+        rows = _penalised(logits, session, vocabulary) if _is_adjusted(session.sampling) else rows
+        columns, scores = _survivors(rows, [session], vocabulary, k)
     else:
-        penalised = _penalised(logits, session, vocabulary)
-        columns, scores = _survivors(penalised, [session], vocabulary, _filtered(session.sampling), k)
-    # A few more than k, so that equal scores at the edge are put in order of their ids, as the target's choice is.
-    best, where = torch.log_softmax(scores, 1).topk(min(k + 8, scores.shape[1]), 1)
+        rows = _penalised(logits, session, vocabulary) if _is_adjusted(session.sampling) else rows
+        columns, scores = leaders(_spread(rows, vocabulary), _heat([session], rows.device),
+                                  _keys([session], rows.device), k)
+        vocabulary = None
+    best, where = torch.log_softmax(scores, 1).topk(min(k + RUNNERS_UP, scores.shape[1]), 1)
     columns = columns.expand_as(scores).gather(1, where)
     ids = columns if vocabulary is None else vocabulary[columns]
     by_id = ids.argsort(1)
@@ -187,8 +164,41 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(wide.detach().numpy().argmax(1))
 
 
-def _filtered(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """int64 [r]: the choices of sampled sessions without a filter."""
+    rows = _adjusted_rows(logits, sessions)
+    return _lowest_winner(*leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)).cpu()
+
+
+def _adjusted_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """[r, V]: the rows of sessions after penalties, in float64 where there are any; not a copy where it need not be."""
+    if any(_is_adjusted(s.sampling) for s in sessions):
+        return torch.cat([_penalised(logits, s, None) for s in sessions])
+    picked = [row for s in sessions for row in s.rows]
+    return logits if len(picked) == len(logits) else logits[picked]
+
+
+def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+    """``rows`` [r, V'] over the target's ids up to the greatest of ``vocabulary``, -inf where it has none."""
+    if vocabulary is None:
+        return rows
+    whole = rows.new_full((len(rows), int(vocabulary.max()) + 1), -math.inf)
+    return whole.index_copy_(1, vocabulary, rows)
+
+
+def _heat(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
+    """float64 [r]: the temperature of each row."""
+    return torch.tensor([max(s.sampling.temperature, 1e-300) for s in sessions for _ in s.rows], dtype=torch.float64,
+                        device=device)
+
+
+def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
+    """int64 [r]: what each row's noise is made from."""
+    return torch.cat([row_keys(s.sampling.seed, s.positions, device) for s in sessions])
+
+
+def _is_adjusted(sampling: Sampling) -> bool:
+    return sampling.path_dependent or bool(sampling.logit_bias)
 
 
 def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
@@ -209,7 +219,7 @@ def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tens
     """float64 [r, V]: the session's rows after penalties, logit bias and min_tokens; a copy."""
     sampling = session.sampling
     rows = logits[session.rows.start:session.rows.stop].to(torch.float64, copy=True)
-    if not sampling.path_dependent and not sampling.logit_bias:
+    if not _is_adjusted(sampling):
         return rows
     columns = Columns(rows.shape[1], vocabulary, rows.device)
     if TokenHistory.of(sampling) is not None:
@@ -221,69 +231,14 @@ def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tens
     return rows
 
 
-def _survivors(penalised: torch.Tensor, sessions: Sequence[ChoiceRows], vocabulary: torch.Tensor | None, filtered: bool,
+def _survivors(rows: torch.Tensor, sessions: Sequence[ChoiceRows], vocabulary: torch.Tensor | None,
                at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns int64 [R, K] (or [1, V]) and scores float64 [R, K] = logits / T + noise; -inf for what was filtered."""
-    device = penalised.device
+    """Columns int64 [R, K] and scores float64 [R, K] = logits / T + noise of filtered sessions; -inf for what was
+    filtered. rows: [R, V], penalties done."""
     samplings = [s.sampling for s in sessions for _ in s.rows]
-    temperature = torch.tensor([max(s.temperature, 1e-300) for s in samplings], dtype=torch.float64, device=device)
-    scaled = penalised.div_(temperature[:, None])
-    if filtered:
-        scaled, columns = _filter(torch.log_softmax(scaled, 1), samplings, at_least)
-    else:
-        columns = torch.arange(scaled.shape[1], device=device)[None]
+    scaled, columns = survivors(rows, _heat(sessions, rows.device), samplings, at_least)
     ids = columns if vocabulary is None else vocabulary[columns]
-    parts, first = [], 0
-    for session in sessions:
-        rows = slice(first, first + len(session.rows))
-        first = rows.stop
-        parts.append(noise(session.sampling.seed, torch.tensor(list(session.positions), device=device),
-                           ids if len(ids) == 1 else ids[rows]))
-    return columns, torch.cat(parts).add_(scaled)
-
-
-def _filter(log_probs: torch.Tensor, samplings: Sequence[Sampling], at_least: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best log_probs (float64 [R, V]) of each row, -inf where filtered, and their columns: both [R, K].
-
-    Survivors are a prefix of the descending order, so the search looks at ever more candidates until every row's
-    prefix ends inside them; a whole sort is the last resort.
-    """
-    vocab = log_probs.shape[1]
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=log_probs.device)[:, None]
-
-    limits = [min(s.top_k or vocab, vocab) for s in samplings]
-    top_k = column(limits).to(torch.int64)
-    top_p = column([s.top_p if s.top_p < 1.0 else math.inf for s in samplings])
-    min_p = column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings])
-    width = max(FIRST_WIDTH, at_least, *(limit + 1 for limit in limits if limit < vocab))
-    while True:
-        values, columns = log_probs.topk(min(width, vocab), 1)
-        inside_k = (values > -math.inf) & (values >= _at(values, top_k - 1))
-        keep = inside_k & _nucleus(values, inside_k, top_p, top_k < vocab) & (values >= values[:, :1] + min_p)
-        # With top-k, all that it leaves must be in view: it is the mass that top-p counts.
-        cut = keep[:, -1:] | (inside_k[:, -1:] & (top_k < vocab))
-        if width >= vocab or not bool(cut.any()):
-            return values.masked_fill(~keep, -math.inf), columns
-        width = width * 8 if width < 4096 else vocab
-
-
-def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[R, 1]: ``values`` [R, K] at ``index`` [R, 1]; -inf where that is not among the K."""
-    seen = values.shape[1]
-    return values.gather(1, index.clamp(max=seen - 1)).masked_fill(index >= seen, -math.inf)
-
-
-def _nucleus(values: torch.Tensor, inside_k: torch.Tensor, top_p: torch.Tensor, limited: torch.Tensor) -> torch.Tensor:
-    """bool [R, K]: the smallest prefix of descending log probs whose mass reaches ``top_p``, and what equals its last.
-
-    The mass is that of what top-k left; where it did not look (not ``limited``) the softmax has made it one.
-    """
-    probs = values.exp().masked_fill_(~inside_k, 0.0)
-    total = probs.cumsum(1)
-    needed = (total - probs) < top_p * torch.where(limited, total[:, -1:], 1.0)
-    return values >= values.masked_fill(~(needed & inside_k), math.inf).amin(1, keepdim=True)
+    return columns, noise(_keys(sessions, rows.device), ids).add_(scaled)
 
 
 def _lowest_winner(columns: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,152 @@
+"""``make bench-host``: what a round costs the host besides the forwards, part by part, in microseconds.
+
+A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
+of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
+a row. Rows are in ``build/bench/round.json``. What is not here: forwards, threads that wait for one another, sockets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from rich.progress import track
+
+from bench.report import Row, write
+from slipstream.config import PolicySection
+from slipstream.drafters.grow import TreeGrowth
+from slipstream.drafters.sent import SentTrees
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.sampling import ChoiceRows, choose, rank
+from slipstream.messages import Commit, Features, Growth, Sampling
+from slipstream.policy import Round, SpeculationPolicy, StepCosts
+from slipstream.session import TargetSide
+from slipstream.verify import walk
+from slipstream.wire.codec import (
+    FrameLimits,
+    decode_draft_frame,
+    decode_target_frame,
+    encode_draft_frames,
+    encode_target_frames,
+)
+
+VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT = 49_152, 12_288, 576, 256
+LEVELS, TOPK, NODES = 3, 4, 8
+ACCEPTED = 2
+STEEPNESS = 1.3  # of the fall from the likeliest token to the next
+MAX_BYTES = 1 << 22
+LIMITS = FrameLimits(VOCAB, 8192, feature_width=HIDDEN, feature_dtype="bfloat16")
+SAMPLINGS = {"greedy": Sampling(), "T = 1": Sampling(temperature=1.0, seed=7),
+             "T = 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=7)}
+
+Part = Callable[[], object]
+
+
+def zipf_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
+    """float32 [rows, vocab]"""
+    dice = torch.Generator().manual_seed(seed)
+    ranks = torch.stack([torch.randperm(vocab, generator=dice) for _ in range(rows)])
+    return -STEEPNESS * torch.log1p(ranks.float()) + 0.1 * torch.randn(rows, vocab, generator=dice)
+
+
+def choice_rows(sampling: Sampling, rows: int) -> ChoiceRows:
+    positions = range(CONTEXT, CONTEXT + rows)
+    return ChoiceRows(sampling, range(rows), positions, range(rows), None, [()] * rows)
+
+
+def children(count: int, seed: int) -> list[tuple[list[int], list[float]]]:
+    """Tokens and scores of the children of ``count`` nodes."""
+    dice = np.random.default_rng(seed)
+    return [(dice.choice(VOCAB, TOPK, replace=False).tolist(), np.sort(-dice.exponential(size=TOPK))[::-1].tolist())
+            for _ in range(count)]
+
+
+def grown() -> Growth:
+    """A tree of the default shape, as a drafter makes it once its forwards are done."""
+    growth, sent = TreeGrowth(TOPK), SentTrees().open(1, CONTEXT)
+    for level in range(LEVELS):
+        growth.expand(children(len(growth.frontier), level))
+    return growth.send(NODES, sent).growth(1, CONTEXT, time.perf_counter())
+
+
+def side_with_tree(growth: Growth) -> TargetSide:
+    side = TargetSide(1, list(range(CONTEXT)), CONTEXT, Sampling())
+    side.attach()
+    side.receive(growth)
+    return side
+
+
+def parts_of_choosing() -> Iterator[tuple[str, Part]]:
+    logits, drafts = zipf_logits(NODES + 1, VOCAB, 0), zipf_logits(TOPK, DRAFT_VOCAB, 1)
+    vocabulary = torch.arange(0, VOCAB, VOCAB // DRAFT_VOCAB)
+    for name, sampling in SAMPLINGS.items():
+        rows, few = choice_rows(sampling, NODES + 1), choice_rows(sampling, TOPK)
+        yield f"target: choose, {NODES + 1} rows, {name}", partial(choose, logits, [rows])
+        yield f"draft: rank, {TOPK} rows, {name}", partial(rank, drafts, few, TOPK, vocabulary)
+
+
+def parts_of_a_round() -> Iterator[tuple[str, Part]]:
+    growth = grown()
+    side = side_with_tree(growth)
+    tree = side.tree.best(NODES)
+    path = tree.path(len(tree) - 1)
+    tokens = [*tree.tokens[path[1:]].tolist(), 0][:ACCEPTED + 1]
+    choices = [int(tree.tokens[child]) if child < len(tree) else 0 for child in range(1, len(tree) + 1)]
+    features = Features(1, CONTEXT - 1, bytes(2 * HIDDEN * len(tokens)), len(tokens), "bfloat16")
+    commit = Commit(1, CONTEXT, np.array(tokens, np.int32), features, NODES, NODES)
+    (commit_frame,), _ = encode_target_frames(1, [commit], MAX_BYTES)
+    (growth_frame,), _ = encode_draft_frames(1, [growth], MAX_BYTES)
+    policy = SpeculationPolicy(PolicySection(), StepCosts({1: 0.015, 8: 0.017, 16: 0.022}))
+
+    def build() -> object:
+        builder = BatchBuilder()
+        builder.add(tree.tokens.tolist(), (tree.base - 1 + tree.depths()).tolist(), range(CONTEXT, CONTEXT + len(tree)),
+                    np.arange(CONTEXT - 1), tree.ancestor_words().tolist(), len(tree))
+        return builder.build(torch.device("cpu"))
+
+    def decide() -> object:
+        policy.observe(0.0, Round(NODES, ACCEPTED, LEVELS, 0.02, 0.001, NODES + 1))
+        return policy.budget(0.0, 0), policy.deadline_s()
+
+    yield "target: select the best nodes", lambda: side.tree.best(NODES)
+    yield "target: build the batch", build
+    yield "target: walk", lambda: walk(tree, choices)
+    yield "target: receive a growth and commit", lambda: side_with_tree(growth).commit(tokens, features)
+    yield "target: policy", decide
+    yield "wire: encode a commit", lambda: encode_target_frames(1, [commit], MAX_BYTES)
+    yield "wire: decode a commit", lambda: decode_target_frame(commit_frame, 1, LIMITS)
+    yield "wire: encode a growth", lambda: encode_draft_frames(1, [growth], MAX_BYTES)
+    yield "wire: decode a growth", lambda: decode_draft_frame(growth_frame, 1, LIMITS)
+    yield f"draft: grow {LEVELS} levels, send {NODES} nodes", grown
+
+
+def measured(name: str, part: Part, repeats: int) -> Row:
+    """A warm-up of a tenth, then ``repeats`` runs."""
+    times = []
+    for run in range(-(repeats // 10) - 1, repeats):
+        began = time.perf_counter()
+        part()
+        if run >= 0:
+            times.append(1e6 * (time.perf_counter() - began))
+    cuts = statistics.quantiles(times, n=100)
+    return {"part": name, "p50_us": cuts[49], "p99_us": cuts[98]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    parts = [*parts_of_a_round(), *parts_of_choosing()]
+    rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]
+    write("round", rows, "a round besides its forwards, microseconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Keyed noise: Gumbel noise that is a pure function of (seed, absolute position, token id), and the winners under it.
+
+Rules:
+1. noise = -log(E), where the E of all tokens at a position are independent exponential numbers. They are made block
+   by block: the least E of ``BLOCK`` ids is exponential at BLOCK times the rate and falls to each of them alike; the
+   others have that and an exponential number of their own more (an exponential number has no memory). What this gives
+   is the very law of independent noise.
+2. So the largest noise of a block is known from one hash, and bounds what its tokens can score. ``leaders`` makes the
+   noise of those tokens alone that could be among the best, a few dozen of a whole vocabulary.
+3. The hash are two keyed rounds of SplitMix64's finaliser (Steele, Lea, Flood, 2014). Its top 52 bits become a uniform
+   number strictly between 0 and 1; the low 6 bits of a block's hash name the token with the least E.
+
+The integer half is the same on every device; the logarithms after it may differ in the last unit. It knows nothing
+about sampling parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 64  # token ids that share a hash
+GOLDEN = 0x9E3779B97F4A7C15
+STRIDE = 0xD1342543DE82EF95  # from token to token
+BLOCK_STRIDE = 0xA0761D6478BD642F  # from block to block
+SLACK = 1e-9  # logarithms may differ in the last unit, and so may a bound and a score
+
+
+def row_keys(seed: int, positions: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [R]: the keys of a seed (an unsigned 64-bit number) at ``positions``."""
+    start = _mix(torch.tensor([_signed(seed + GOLDEN)], device=device))
+    return _mix(start + torch.tensor(positions, device=device) * _signed(GOLDEN))
+
+
+def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise, float64 [R, K], of tokens ``token_ids`` (int64 [R, K] or [1, K]) under ``keys`` (int64 [R])."""
+    hashes = _block_hashes(keys, token_ids // BLOCK)
+    least = _exponential(hashes).div_(BLOCK)
+    own = _exponential(_mix(token_ids * _signed(STRIDE) + keys[:, None]))
+    own.masked_fill_((hashes & (BLOCK - 1)) == token_ids % BLOCK, 0.0)
+    return least.add_(own).log_().neg_()
+
+
+def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
+            most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids int64 [R, K] and scores float64 [R, K] = logits / heat + noise, in any order, among them the ``most``
+    best of all and whatever equals the last of these; where a row has fewer, the rest of it are ids 0 that score -inf.
+
+    logits: [R, V] of any floating type. heat: float64 [R], above 0. keys: int64 [R].
+    """
+    (rows, vocab), heat = logits.shape, heat[:, None]
+    blocks = -(-vocab // BLOCK)
+    padded = logits if vocab == blocks * BLOCK else F.pad(logits, (0, blocks * BLOCK - vocab), value=-math.inf)
+    grid = padded.view(rows, blocks, BLOCK)
+    peaks = _peaks(keys, blocks)
+    bounds = grid.amax(-1).to(torch.float64).div_(heat).add_(peaks)
+    floor = _floor(grid, heat, keys, bounds, most)
+    row, block = (bounds >= floor).nonzero(as_tuple=True)
+    tiles = grid[row, block].to(torch.float64).div_(heat[row])  # [P, BLOCK]
+    pair, place = (tiles + peaks[row, block, None] >= floor[row]).nonzero(as_tuple=True)
+    row, ids = row[pair], block[pair] * BLOCK + place
+    scores = tiles[pair, place] + noise(keys[row], ids[:, None])[:, 0]
+    return _in_rows(row, ids.clamp_(max=vocab - 1), scores, rows)
+
+
+def _floor(grid: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor, bounds: torch.Tensor,
+           most: int) -> torch.Tensor:
+    """float64 [R, 1]: what the ``most`` best scores reach at least, by the likeliest tokens of the blocks with the best
+    bounds. grid: [R, blocks, BLOCK]."""
+    count = 2 * most + 6
+    if count > bounds.shape[1]:
+        return torch.full_like(heat, -math.inf)
+    chosen = bounds.topk(count, 1).indices
+    values, places = grid.gather(1, chosen[..., None].expand(-1, -1, BLOCK)).max(-1)
+    scores = values.to(torch.float64).div_(heat).add_(noise(keys, chosen * BLOCK + places))
+    return scores.topk(most, 1).values[:, -1:] - SLACK
+
+
+def _peaks(keys: torch.Tensor, blocks: int) -> torch.Tensor:
+    """float64 [R, blocks]: the largest noise of each block."""
+    hashes = _block_hashes(keys, torch.arange(blocks, device=keys.device)[None])
+    return _exponential(hashes).div_(BLOCK).log_().neg_()
+
+
+def _in_rows(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor,
+             rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies in a line, each piece in its row: [R, K] each. row: int64 [P], ascending."""
+    counts = torch.bincount(row, minlength=rows)
+    column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    width = int(counts.max())
+    placed_ids = ids.new_zeros(rows, width)
+    placed = scores.new_full((rows, width), -math.inf)
+    placed_ids[row, column], placed[row, column] = ids, scores
+    return placed_ids, placed
+
+
+def _block_hashes(keys: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return _mix(blocks * _signed(BLOCK_STRIDE) + (keys + _signed(GOLDEN))[:, None])
+
+
+def _exponential(hashes: torch.Tensor) -> torch.Tensor:
+    """float64: exponential numbers of rate 1."""
+    bits = (hashes >> 12).bitwise_and_((1 << 52) - 1)
+    return bits.mul_(2).add_(1).to(torch.float64).mul_(2.0**-53).log_().neg_()
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """The finaliser, in place."""
+    # torch shifts int64 arithmetically; the mask makes the shift logical.
+    words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9))
+    words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB))
+    return words.bitwise_xor_((words >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def _signed(word: int) -> int:
+    word &= (1 << 64) - 1
+    return word - (1 << 64) if word >> 63 else word
