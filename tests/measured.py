@@ -48,6 +48,7 @@ def target() -> TargetMetrics:
     metrics.pairing_suspect("a", False)
     metrics.lossy(False)
     metrics.lenient(1)
+    metrics.judged("ngram", 4, 2)
     return metrics
 
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ PROMPT = tuple(b"the cat sat on the mat. the cat sat on the")
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_an_answer_that_is_handed_back_goes_on_as_if_it_had_not_been(tiny_folder: Path, name: str) -> None:
-    request = Request("r", PROMPT, SAMPLINGS[name], 200, top_logprobs=1)
+    endless = replace(SAMPLINGS[name], stop_token_ids=())  # it must not end before it is handed back
+    request = Request("r", PROMPT, endless, 400, top_logprobs=1)
     async with target(tiny_folder) as first, target(tiny_folder) as second:
         whole = await second.answer(request)
         balancer = Balancer(Targets({"first": first.service, "second": second.service}), RouterMetrics("tiny"))
@@ -86,6 +88,7 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     await until(lambda: bool(told.items))
     stop.set()
     await asyncio.wait_for(serving, 20)
+    await until(lambda: bool(told.downs))
     assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
     linking.cancel()
 

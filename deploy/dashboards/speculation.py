@@ -46,7 +46,13 @@ ROUNDS = Row("Rounds", (
     Panel("Sessions at drafts", "none", (("sum by (model) (slipstream_sessions_open{$draft})", "{{model}}"),)),
 ))
 
+BY_DRAFTER = {kind: rate("slipstream_drafter_tokens_total", f'$target,kind="{kind}"', "drafter")
+              for kind in ("accepted", "drafted")}
+
 FIT = Row("Do they fit", (
+    Panel("Acceptance by drafter", "percentunit", ((ratio(BY_DRAFTER["accepted"], BY_DRAFTER["drafted"]),
+                                                    "{{drafter}}"),), maximum=1,
+          text="What a new head on trial is compared by."),
     Panel("Drafters right by chance only", "none",
           (("max by (peer) (slipstream_pairing_suspect{$target})", "{{peer}}"),), maximum=1,
           text="1: no better than guessing, as with a head that was made for another model."),

@@ -26,6 +26,8 @@ EXCHANGE = Row("Exchange", (
 TROUBLE = Row("Trouble", (
     Panel("Drafts lost", "cps", ((rate("slipstream_drafter_lost_total", "$target", "reason"), "{{reason}}"),),
           text="Streams to drafts that broke. Answers went on without."),
+    Panel("Answers moved to another draft", "cps", ((rate("slipstream_drafter_moves_total", "$target"), "moved"),),
+          text="Their draft went or drained, and another one could take them."),
     Panel("Growth of no use", "cps", ((rate("slipstream_stale_growths_total", "$target"), "too late"),
                                       (rate("slipstream_invalid_growths_total", "$target"), "refused by targets"),
                                       (rate("slipstream_invalid_items_total", "$draft"), "refused by drafts"))),
