@@ -208,6 +208,18 @@ def test_leaders_are_the_best_of_all(vocab: int) -> None:
         assert torch.equal(whole.gather(1, ids.gather(1, where))[finite], truth[finite])
 
 
+def test_a_nucleus_does_not_depend_on_a_penalised_neighbour() -> None:
+    """Mass summed in another type moves a nucleus that ends exactly at its bound: it must be the row's own type."""
+    dice = np.random.default_rng(4)
+    for case in range(150):
+        logits = torch.from_numpy(dice.normal(-9, 1, (2, 1000)).astype(np.float32))
+        logits[:, :2] = torch.tensor([0.0, -0.01])
+        top_p = float(torch.softmax(logits[0].to(torch.float64), 0)[0])
+        alone = rows_of(Sampling(temperature=1.0, top_p=top_p, seed=case), range(1))
+        neighbour = rows_of(Sampling(temperature=1.0, top_p=0.5, presence_penalty=0.1, seed=case), range(1, 2))
+        assert choose(logits, [alone, neighbour])[0] == choose(logits[:1], [alone])[0], case
+
+
 def test_choice_is_the_argmax_of_adjusted() -> None:
     rng = np.random.default_rng(4)
     for case in range(60):

@@ -66,17 +66,18 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain:
         chosen[plain] = _argmax(logits if len(plain) == len(logits) else logits[plain])
-    sampled: dict[bool, list[ChoiceRows]] = {True: [], False: []}
     for session in sessions:
-        if not session.sampling.greedy:
-            sampled[is_filtered(session.sampling)].append(session)
-        elif not session.plain_greedy:
+        if session.sampling.greedy and not session.plain_greedy:
             chosen[list(session.rows)] = _argmax(_penalised(logits, session, None))
-    if sampled[False]:
-        chosen[[row for s in sampled[False] for row in s.rows]] = _race(logits, sampled[False])
-    for few in _packs(sampled[True], ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
-        columns, scores = _survivors(_adjusted_rows(logits, few), few, None)
-        chosen[[row for s in few for row in s.rows]] = _lowest_winner(columns, scores).cpu()
+    for is_adjusted in (False, True):  # apart, as an adjusted row is summed in another type
+        sampled = [s for s in sessions if not s.sampling.greedy and _is_adjusted(s.sampling) is is_adjusted]
+        free = [s for s in sampled if not is_filtered(s.sampling)]
+        if free:
+            chosen[_rows_of(free)] = _race(logits, free)
+        filtered = [s for s in sampled if is_filtered(s.sampling)]
+        for few in _packs(filtered, ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
+            columns, scores = _survivors(_gathered(logits, few), few, None)
+            chosen[_rows_of(few)] = _lowest_winner(columns, scores).cpu()
     return [int(token) for token in chosen.tolist()]
 
 
@@ -89,7 +90,7 @@ def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor
     if session.sampling.greedy:
         return rows
     if is_filtered(session.sampling):
-        columns, scores = _survivors(rows, [session], vocabulary)
+        columns, scores = _survivors(_own_rows(logits, session, vocabulary), [session], vocabulary)
         return torch.full_like(rows, -math.inf).scatter_(1, columns, scores)
     ids = torch.arange(rows.shape[1], device=rows.device) if vocabulary is None else vocabulary
     return noise(_keys([session], rows.device), ids[None]).add_(rows.div_(_heat([session], rows.device)[:, None]))
@@ -99,11 +100,11 @@ def probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     """float64 [r, V]: what one sampled session's rows of ``logits`` [R, V] are chosen by, after penalties, bias,
     temperature and filters."""
     assert not session.sampling.greedy
-    rows, heat = _penalised(logits, session, None), _heat([session], logits.device)
+    rows, heat = _own_rows(logits, session, None), _heat([session], logits.device)
     if not is_filtered(session.sampling):
-        return torch.softmax(rows.div_(heat[:, None]), 1)
+        return torch.softmax(rows.to(torch.float64) / heat[:, None], 1)
     values, columns = survivors(rows, heat, [session.sampling] * len(rows))
-    return torch.zeros_like(rows).scatter_(1, columns, torch.softmax(values, 1))
+    return torch.zeros_like(rows, dtype=torch.float64).scatter_(1, columns, torch.softmax(values, 1))
 
 
 def coins(session: ChoiceRows) -> list[float]:
@@ -122,17 +123,14 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
     filter: over those near the top), so that the first one is what this model would choose; ranks without a survivor
     score -inf. ``k`` is at most V.
     """
-    rows = logits[session.rows.start:session.rows.stop]
+    rows = _own_rows(logits, session, vocabulary)
     if session.sampling.greedy:
         # A draft's greedy ranking is its hot path: float32 unless something must be adjusted.
-        scores = (rows.to(torch.promote_types(logits.dtype, torch.float32)) if session.plain_greedy
-                  else _penalised(logits, session, vocabulary))
+        scores = rows.to(torch.promote_types(rows.dtype, torch.float32))
         columns = torch.arange(scores.shape[1], device=logits.device)[None]
     elif is_filtered(session.sampling):
-        rows = _penalised(logits, session, vocabulary) if _is_adjusted(session.sampling) else rows
         columns, scores = _survivors(rows, [session], vocabulary, k)
     else:
-        rows = _penalised(logits, session, vocabulary) if _is_adjusted(session.sampling) else rows
         columns, scores = leaders(_spread(rows, vocabulary), _heat([session], rows.device),
                                   _keys([session], rows.device), k)
         vocabulary = None
@@ -166,16 +164,26 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
     """int64 [r]: the choices of sampled sessions without a filter."""
-    rows = _adjusted_rows(logits, sessions)
+    rows = _gathered(logits, sessions)
     return _lowest_winner(*leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)).cpu()
 
 
-def _adjusted_rows(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
-    """[r, V]: the rows of sessions after penalties, in float64 where there are any; not a copy where it need not be."""
-    if any(_is_adjusted(s.sampling) for s in sessions):
-        return torch.cat([_penalised(logits, s, None) for s in sessions])
-    picked = [row for s in sessions for row in s.rows]
-    return logits if len(picked) == len(logits) else logits[picked]
+def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
+    """[r, V]: a session's rows after penalties: float64 where there are any, else a view of ``logits``."""
+    if _is_adjusted(session.sampling):
+        return _penalised(logits, session, vocabulary)
+    return logits[session.rows.start:session.rows.stop]
+
+
+def _gathered(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """[r, V]: the rows of sessions that are all adjusted or all not (see ``_own_rows``)."""
+    if len(sessions) == 1:
+        return _own_rows(logits, sessions[0], None)
+    return torch.cat([_own_rows(logits, s, None) for s in sessions])
+
+
+def _rows_of(sessions: Sequence[ChoiceRows]) -> list[int]:
+    return [row for s in sessions for row in s.rows]
 
 
 def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
