@@ -43,9 +43,11 @@ def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Samp
     top_k = _column(limits, logits).to(torch.int64)
     top_p = _column([s.top_p if s.top_p < 1.0 else math.inf for s in samplings], logits)
     min_p = _column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings], logits)
-    whole = [s.top_p < 1.0 and limit == vocab for s, limit in zip(samplings, limits, strict=True)]
+    whole = (top_p < 1.0) & (top_k == vocab)
     highest, heat = logits.amax(1, keepdim=True), heat[:, None]
-    log_mass = _log_mass(logits - highest, heat) if any(whole) else torch.zeros_like(heat)
+    log_mass = torch.zeros_like(heat)
+    if bool(whole.any()):  # a row that does not need it is not shifted, whatever its company needs
+        log_mass = torch.where(whole, _log_mass(logits - highest, heat), log_mass)
     width = max(FIRST_WIDTH, at_least, *(limit + 1 for limit in limits if limit < vocab))
     while True:
         values, columns = _best(logits, min(width, vocab))
