@@ -88,8 +88,7 @@ class Acceptance:
         self._per_level = nodes_per_level
         self._told = told
         self._keep = keep
-        self._reach: list[float] = []
-        self._update()
+        self._reach: list[float] = []  # made when it is asked for: an experience never is
 
     def fresh(self) -> Acceptance:
         """A belief without experience, in trees of the same shape."""
@@ -108,10 +107,12 @@ class Acceptance:
         for level in range(min(accepted + 1, depth)):
             self._trials[level] = self._trials[level] * self._keep + 1.0
             self._hits[level] = self._hits[level] * self._keep + float(level < accepted)
-        self._update()
+        self._reach = []
 
     def tokens(self, nodes: int) -> float:
         """Draft tokens expected to be accepted when the best ``nodes`` nodes are verified."""
+        if not self._reach:
+            self._update()
         levels = min(nodes / self._per_level, float(DEPTHS))
         whole = int(levels)
         if whole == DEPTHS:

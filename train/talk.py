@@ -1,8 +1,8 @@
 """Talking: the target makes conversations, and they become shards. Several processes can do it side by side.
 
 Rules:
-1. Of ``of`` processes, the one with ``rank`` makes the plans whose number leaves ``rank`` when divided by ``of``: they
-   need not agree on anything, and an interrupted run goes on with any number of them.
+1. The process with ``rank`` makes the plans whose number leaves ``rank`` when divided by how many there are: they need
+   not agree on anything, and an interrupted run goes on with any number of them.
 2. Each process writes shards of its own. A shard's seconds are its share of what all of them spent, so that the sum
    over a folder is the time that a clock showed.
 3. The first process says when it is enough; the others look for its word after every step and end with it, however
