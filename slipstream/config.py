@@ -36,6 +36,9 @@ class ModelSection(Section):
     threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
     compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
                           "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
+    attention: Literal["auto", "torch", "flashinfer"] = Field("auto", description="auto: FlashInfer on a GPU where it "
+                                                              "is installed, else torch's")
+    graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
 
 
 class NgramSection(Section):

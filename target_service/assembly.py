@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.config import Config, TargetSection
+from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
@@ -47,7 +48,8 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     section = config.model
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
-    model = load_model(folder, section.dtype, section.device, section.engine, section.compile)
+    model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
+                       section.graphs)
     name = config.router.model_name or folder.name
     return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
 
@@ -57,7 +59,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer."""
     shape = model.config
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
-    runner = ModelRunner(model, slots_for(config.target, model, max_context))
+    runner = _runner(config.target, model, max_context)
     costs = StepCosts(runner.profile())
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
@@ -70,6 +72,15 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
                           threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
+
+
+def _runner(config: TargetSection, model: CausalModel, max_context: int) -> ModelRunner:
+    slots = slots_for(config, model, max_context)
+    if not isinstance(model, GraphedDecoder):
+        return ModelRunner(model, slots)
+    runner = ModelRunner(model, slots, model.spare_slots)
+    logger("target").info("graphs captured", count=model.warm(runner.pool, config.max_sessions))
+    return runner
 
 
 def _warn_if_lossy(config: TargetSection) -> bool:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from slipstream.drafters.checkpoint import EagleHead
 from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
+from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.halves import EAGER, Halves
@@ -69,6 +70,7 @@ class EagleNetwork:
         self._norm = tensors["norm.weight"]
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, kind, device)
+        self._attention = TorchAttention(config, kind)
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
@@ -85,7 +87,7 @@ class EagleNetwork:
         """``batch.features`` [T, H]: projected target states, or this head's own states."""
         assert batch.features is not None
         state = batch.features
-        step = Step(batch, self._rope, self._config, self._dtype)
+        step = Step.of(batch, self._rope, self._attention)
         token = self._layer.norm(F.embedding(batch.tokens, self._embedding))
         state_normed = rms_norm(state, self._hidden_norm, self._config.norm_eps)
         residual = state_normed if self._norm_before_residual else state

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from slipstream.drafters.eagle2_checkpoint import Eagle2Head
 from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
+from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.halves import EAGER, Halves
@@ -58,6 +59,7 @@ class Eagle2Network:
         self._layer = DecoderLayer(config, tensors, LAYER, input_norm=False, halves=halves)
         self._lm_head = Linear(head.lm_head.to(device, kind))
         self._rope = Rope(config, kind, device)
+        self._attention = TorchAttention(config, kind)
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
@@ -68,7 +70,7 @@ class Eagle2Network:
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: target states, or this head's own."""
         assert batch.features is not None
-        step = Step(batch, self._rope, self._config, self._dtype)
+        step = Step.of(batch, self._rope, self._attention)
         token = F.embedding(batch.tokens, self._embedding)
         out = self._layer(self._fc(torch.cat((token, batch.features), -1)), step, self._pool.kv[0])
         out = out.index_select(0, batch.logit_rows)

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 from slipstream.drafters.mtp_checkpoint import MtpHead, MtpLayer
 from slipstream.drafters.network import Output, apart, wire_rows
+from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.halves import EAGER, Halves
@@ -67,10 +68,11 @@ class DecoderBlocks:
         self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
         self._layers = [DecoderLayer(config, tensors, layer.prefix, halves=halves) for layer in head.layers]
         self._rope = Rope(config, dtype, device)
+        self._attention = TorchAttention(config, dtype)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
         """See ``Blocks``."""
-        step = Step(batch, self._rope, self.config, self.dtype)
+        step = Step.of(batch, self._rope, self._attention)
         return lambda number, x: self._layers[number](x, step, pool.kv[number])
 
 

@@ -91,8 +91,7 @@ class _Host:
     def __init__(self, batch: ForwardBatch, group: int, dtype: torch.dtype, window: int) -> None:
         self.batch, self.group, self.dtype, self.window = batch, group, dtype, window
         self.device = batch.kv_slots.device
-        self.kv_slots: Indices = batch.kv_slots.cpu().numpy()
-        self.words: Indices = batch.words.cpu().numpy()
+        self.kv_slots, self.words = batch.host.kv_slots, batch.host.words
 
     def q_len(self, segment: int) -> int:
         return self.batch.q_indptr[segment + 1] - self.batch.q_indptr[segment]

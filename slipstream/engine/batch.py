@@ -25,6 +25,18 @@ from slipstream.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)
+class HostRows:
+    """What a batch's tensors say, int64, on the host. On a CPU they share memory with the tensors."""
+
+    tokens: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    slots: NDArray[np.int64]  # [T]
+    words: NDArray[np.int64]  # [T]
+    logit_rows: NDArray[np.int64]  # [R]
+    kv_slots: NDArray[np.int64]  # [kv_indptr[-1]]
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The arrays of one forward pass. Host-side bookkeeping is plain Python: backends plan on the host."""
 
@@ -37,11 +49,19 @@ class ForwardBatch:
     mask_lens: tuple[int, ...]  # [B] 0: causal
     words: torch.Tensor  # int64 [T], the bits of the uint64 ancestor word; unused where mask_len is 0
     logit_rows: torch.Tensor  # int64 [R] rows whose logits are wanted, ascending
+    host: HostRows  # the same numbers where the host reads them: nothing is copied back from a device to plan with
     features: torch.Tensor | None = None  # [T, F] further input of draft heads
 
     @property
     def num_rows(self) -> int:
         return self.q_indptr[-1]
+
+    @staticmethod
+    def of(host: HostRows, q_indptr: Sequence[int], kv_indptr: Sequence[int], mask_lens: Sequence[int],
+           device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:
+        tokens, positions, slots, words, logit_rows, kv_slots = _placed(host, device)
+        return ForwardBatch(tokens, positions, slots, tuple(q_indptr), tuple(kv_indptr), kv_slots, tuple(mask_lens),
+                            words, logit_rows, host, features)
 
 
 @dataclass(slots=True)
@@ -89,13 +109,19 @@ class BatchBuilder:
 
     def build(self, device: torch.device | str = "cpu", features: torch.Tensor | None = None) -> ForwardBatch:
         """The finished batch. features: [T, F] or None."""
-        def tensor(values: list[int]) -> torch.Tensor:
-            return torch.from_numpy(np.asarray(values, np.int64)).to(device)
+        lists = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
+        tokens, positions, slots, words, logit_rows = (np.asarray(values, np.int64) for values in lists)
+        host = HostRows(tokens, positions, slots, words, logit_rows, np.concatenate(self.kv_slots))
+        return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, torch.device(device), features)
 
-        kv_slots = torch.from_numpy(np.concatenate(self.kv_slots)).to(device)
-        return ForwardBatch(tensor(self.tokens), tensor(self.positions), tensor(self.slots), tuple(self.q_indptr),
-                            tuple(self.kv_indptr), kv_slots, tuple(self.mask_lens), tensor(self.words),
-                            tensor(self.logit_rows), features)
+
+def _placed(host: HostRows, device: torch.device) -> Sequence[torch.Tensor]:
+    arrays = (host.tokens, host.positions, host.slots, host.words, host.logit_rows, host.kv_slots)
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    # A copy to a device costs more to begin than its bytes: one for all.
+    whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+    return whole.split_with_sizes([len(array) for array in arrays])
 
 
 def _signed(words: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from slipstream.engine.attention import AttentionPlan, attend, plan_attention
+from slipstream.engine.backend import Attend, Attention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool
@@ -25,12 +25,17 @@ from slipstream.engine.model import ModelConfig
 class Step:
     """What all layers of one forward share: where to write, how to rotate, who sees whom."""
 
-    __slots__ = ("cos", "plan", "sin", "slots")
+    __slots__ = ("attend", "cos", "sin", "slots")
 
-    def __init__(self, batch: ForwardBatch, rope: Rope, config: ModelConfig, dtype: torch.dtype) -> None:
-        self.slots = batch.slots
-        self.cos, self.sin = rope.rows(batch.positions)
-        self.plan: AttentionPlan = plan_attention(batch, config.group, dtype, config.sliding_window)
+    def __init__(self, positions: torch.Tensor, slots: torch.Tensor, rope: Rope, attend: Attend) -> None:
+        """positions, slots: int64 [T]."""
+        self.slots = slots
+        self.cos, self.sin = rope.rows(positions)
+        self.attend = attend
+
+    @staticmethod
+    def of(batch: ForwardBatch, rope: Rope, attention: Attention) -> Step:
+        return Step(batch.positions, batch.slots, rope, attention.plan(batch))
 
 
 class DecoderLayer:
@@ -84,17 +89,19 @@ class DecoderLayer:
         q, written = self._halves.before(read, norm, self._qkv, self._q_norm, self._k_norm, step.cos, step.sin,
                                          config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps)
         kv.index_copy_(0, step.slots, written)
-        attended = attend(q, kv, step.plan, config.head_dim**-0.5)
+        attended = step.attend(q, kv)
         return self._halves.after(x, attended, self._o, self._post_norm, self._gate_up, self._down, config.norm_eps)
 
 
 class Decoder:
     """A whole model of the family; see ``model.CausalModel``."""
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "config", "device", "dtype")
+    __slots__ = ("_attention", "_embedding", "_head", "_layers", "_norm", "config", "device", "dtype", "rope")
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, halves: Halves = EAGER) -> None:
-        """tensors: by name, already in the dtype and on the device to run in. Raises ModelError naming a tensor."""
+    def __init__(self, config: ModelConfig, tensors: Tensors, halves: Halves = EAGER,
+                 attention: Attention | None = None) -> None:
+        """tensors: by name, already in the dtype and on the device to run in. attention: None is torch's. Raises
+        ModelError naming a tensor."""
         self.config = config
         self._embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
@@ -103,21 +110,26 @@ class Decoder:
         self._norm = take(tensors, "model.norm.weight", config.hidden_size)
         self._head = Linear(self._embedding if config.tied_embeddings
                             else take(tensors, "lm_head.weight", config.vocab_size, config.hidden_size))
-        self._rope = Rope(config, self.dtype, self.device)
+        self.rope = Rope(config, self.dtype, self.device)
+        self._attention = attention or TorchAttention(config, self.dtype)
 
     @staticmethod
     def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
-                     halves: Halves = EAGER) -> Decoder:
+                     halves: Halves = EAGER, attention: Attention | None = None) -> Decoder:
         """As ``Decoder(...)``, of tensors in any dtype and place."""
         tensors = {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()}
-        return Decoder(config, tensors, halves)
+        return Decoder(config, tensors, halves, attention)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
-        x = self.embed(batch.tokens)
-        step = Step(batch, self._rope, self.config, self.dtype)
+        return self.run(batch.tokens, Step.of(batch, self.rope, self._attention), pool, taps)
+
+    def run(self, tokens: torch.Tensor, step: Step, pool: KVPool,
+            taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``forward`` of rows that are planned: tensors alone, which a graph may capture. tokens: int64 [T]."""
+        x = self.embed(tokens)
         streams = [x]
         for layer, kv in zip(self._layers, pool.kv, strict=True):
             x = layer(x, step, kv)

@@ -31,12 +31,13 @@ class ModelRunner:
 
     __slots__ = ("_features", "_known", "model", "pool", "slots", "taps")
 
-    def __init__(self, model: CausalModel, num_slots: int) -> None:
+    def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0) -> None:
+        """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``)."""
         config = model.config
         self.model = model
         self.slots = Slots(num_slots)
-        self.pool = KVPool(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, model.dtype,
-                           model.device)
+        self.pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim,
+                           model.dtype, model.device)
         self.taps: tuple[int, ...] = ()
         self._features = torch.empty(0, 0)
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
@@ -57,7 +58,7 @@ class ModelRunner:
         if layers != self.taps:
             self.taps = layers
             self._known[:] = False
-            self._features = torch.empty(self.pool.num_slots if layers else 0, self.feature_width,
+            self._features = torch.empty(self.slots.num_slots if layers else 0, self.feature_width,
                                          dtype=self.model.dtype, device=self.model.device)
 
     @torch.inference_mode()
@@ -66,7 +67,7 @@ class ModelRunner:
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped)
-            self._known[batch.slots.cpu().numpy()] = True
+            self._known[batch.host.slots] = True
         rows = batch.logit_rows
         return self.model.logits(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
 

@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.engine.compiled import compiled, run_decoder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.flashinfer import FlashInferAttention, attention_for
+from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.errors import ModelError
 from slipstream.log import logger
@@ -47,9 +49,10 @@ def tensor_names(folder: str | Path) -> set[str]:
 
 
 def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu", engine: str = "decoder",
-               compile_layers: bool = False) -> CausalModel:
-    """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``. Raises
-    ModelError."""
+               compile_layers: bool = False, attention: str = "auto", graphs: bool = False) -> CausalModel:
+    """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
+    see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
+    spare slots. Raises ModelError."""
     if engine == "hf":
         if compile_layers:
             logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
@@ -61,9 +64,12 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
     config = ModelConfig.from_folder(folder)
     tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
-    if not compile_layers:
-        return Decoder.from_tensors(config, tensors, kind, place)
-    return compiled(lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves), run_decoder, "model")
+    backend = attention_for(attention, config, kind, place)
+    decoder = Decoder.from_tensors(config, tensors, kind, place, attention=backend) if not compile_layers else compiled(
+        lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves, backend), run_decoder, "model")
+    if graphs and isinstance(backend, FlashInferAttention):
+        return GraphedDecoder(decoder, backend, CudaCapture())
+    return decoder
 
 
 def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:

@@ -1,0 +1,115 @@
+"""Which attention a decoder uses: torch's over gathered slots, or a kernel over pages.
+
+Rules:
+1. An attention is asked once a forward for what attends in every layer of it.
+2. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
+   so that a captured graph may hold it. One call writes all of it.
+3. ``auto`` takes FlashInfer where it is importable and knows dtype and head size, and torch elsewhere, and says which;
+   a name that cannot be had is a ModelError.
+
+It knows nothing about layers or weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from slipstream.engine.attention import attend, plan_attention
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.pages import PagePlan, PageTensors, attend_pages, placed, plan_pages
+
+Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]
+
+
+class Attention(Protocol):
+    def plan(self, batch: ForwardBatch) -> Attend:
+        """What attends in each layer of one forward of ``batch``."""
+        ...
+
+
+class FixedAttention(Protocol):
+    """An attention for one number of rows and segments."""
+
+    def write(self, plan: PagePlan) -> bool:
+        """Take another batch of this size, over all of what is read. False: it cannot run as it was captured."""
+        ...
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """As ``Attend``."""
+        ...
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All that stays where it is."""
+        ...
+
+
+class PagedAttention(Attention, Protocol):
+    def fixed(self, pages: PageTensors) -> FixedAttention:
+        """For batches of as many rows and segments as ``pages`` has, and at most as many KV entries."""
+        ...
+
+
+class TorchAttention:
+    """Over gathered slots; see ``attention``."""
+
+    __slots__ = ("_config", "_dtype")
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        config = self._config
+        plan = plan_attention(batch, config.group, self._dtype, config.sliding_window)
+        return partial(attend, plan=plan, scale=config.head_dim**-0.5)
+
+
+class TorchPages:
+    """Over pages, in plain torch: slow, and what kernels over pages are held against."""
+
+    __slots__ = ("_config", "_device")
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        pages = placed(plan_pages(batch, self._config.sliding_window), self._device)
+        return partial(attend_pages, pages=pages, scale=self._config.head_dim**-0.5)
+
+    def fixed(self, pages: PageTensors) -> FixedAttention:
+        return FixedTorchPages(pages, self._config.head_dim**-0.5)
+
+
+class FixedTorchPages:
+    __slots__ = ("_pages", "_scale")
+
+    def __init__(self, pages: PageTensors, scale: float) -> None:
+        self._pages, self._scale = pages, scale
+
+    def write(self, plan: PagePlan) -> bool:
+        write_pages(self._pages, plan)
+        return True
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return attend_pages(q, kv, self._pages, self._scale)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        yield from self._pages
+
+
+def write_pages(pages: PageTensors, plan: PagePlan) -> None:
+    """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
+    length = len(plan.indices)
+    pages.indices[:length] = torch.from_numpy(plan.indices)
+    pages.indices[length:] = int(plan.indices[-1])
+    for tensor, values in ((pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr),
+                           (pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)):
+        tensor.copy_(torch.from_numpy(values))
+
+

@@ -1,0 +1,204 @@
+"""FlashInfer's paged attention, with this engine's own rule of who sees whom compiled into its kernel.
+
+Rules:
+1. One kernel for every kind of row: the variant below asks the three numbers of ``pages`` about each score. No mask
+   tensor exists, on the host or on the device.
+2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
+3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
+4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
+5. One float workspace for all plans of an engine: one stream, and each plan is made right before its forward.
+
+It was compiled for sm_90a and has never run on a GPU. It knows nothing about models or graphs. Written for
+flashinfer-python 0.7.2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.engine.backend import Attend, Attention, FixedAttention, TorchAttention
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.pages import PagePlan, PageTensors, placed, plan_pages
+from slipstream.errors import ModelError
+from slipstream.log import logger
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+HEAD_DIMS = (64, 128, 256)
+WORKSPACE_BYTES = 128 << 20
+INT_WORKSPACE_BYTES = 8 << 20
+
+VARIANT = r"""
+struct RowRules : AttentionVariantBase {
+  static constexpr bool use_softmax = true;
+  uint32_t qo_len, kv_len, window_left, first_row;
+  float sm_scale_log2;
+
+  template <typename Params>
+  __device__ __host__ RowRules(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+    qo_len = params.get_qo_len(batch_idx);
+    kv_len = params.get_kv_len(batch_idx);
+    window_left = kv_len;
+    first_row = params.q_indptr[batch_idx];
+    sm_scale_log2 = params.sm_scale * math::log2e;
+  }
+
+  REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    if (qo_idx >= qo_len || kv_idx >= kv_len) return false;
+    const uint32_t row = first_row + qo_idx;
+    const int32_t entry = static_cast<int32_t>(kv_idx);
+    const int32_t node = entry - params.limits[row];
+    if (entry < params.firsts[row]) return false;
+    return node < 0 || (node < 64 && ((params.words[row] >> node) & 1));
+  })
+};
+"""
+
+
+def variant(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[str, Any]]:
+    """What FlashInfer needs to make, or find, the kernel: positional and keyword arguments after the backend's name."""
+    name = f"slipstream_rows_{DTYPES[dtype]}_d{head_dim}"
+    return ([name, dtype, dtype, dtype, torch.int32, head_dim, head_dim, ["firsts", "limits", "words"],
+             ["int32_t", "int32_t", "uint64_t"], ["sm_scale"], ["double"], "RowRules", VARIANT],
+            {"paged_kv_stride_mode": "equal"})
+
+
+def prebuild(dtype: torch.dtype, head_dim: int) -> Path:
+    """Compile the kernel for the architectures that FLASHINFER_CUDA_ARCH_LIST names; takes minutes. Returns the
+    library."""
+    modules = importlib.import_module("flashinfer.jit.attention.modules")
+    arguments, words = variant(dtype, head_dim)
+    spec = modules.gen_customize_batch_prefill_module("fa2", *arguments, **words)
+    spec.build()
+    return Path(spec.jit_library_path)
+
+
+def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Why FlashInfer cannot be used here, in words; empty: it can."""
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, and this one is '{device}'"
+    if dtype not in DTYPES:
+        return f"it computes in bfloat16 and float16, and this model in {str(dtype).removeprefix('torch.')}"
+    if config.head_dim not in HEAD_DIMS:
+        return f"its heads have {', '.join(map(str, HEAD_DIMS))} numbers, and this model's {config.head_dim}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed (pip install flashinfer-python)"
+    return ""
+
+
+def attention_for(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Attention:
+    """``auto``, ``torch`` or ``flashinfer``. Raises ModelError when a name cannot be had."""
+    if name == "torch":
+        return TorchAttention(config, dtype)
+    reason = missing(config, dtype, device)
+    if not reason:
+        try:
+            return FlashInferAttention(config, dtype, device)
+        except Exception as error:  # compilers and loaders fail in their own ways
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    if name == "flashinfer":
+        raise ModelError(f"attention 'flashinfer' cannot be used: {reason}; set attention: torch, or auto")
+    if device.type == "cuda":
+        logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)
+    return TorchAttention(config, dtype)
+
+
+class FlashInferAttention:
+    """See ``backend.PagedAttention``."""
+
+    __slots__ = ("_config", "_device", "_dtype", "_float", "_int", "_planner", "_wrapper_type")
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._wrapper_type: Any = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        self._float = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._int = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._planner = self._make()
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        plan = plan_pages(batch, self._config.sliding_window)
+        pages = placed(plan, self._device)
+        self._planner.plan(plan, pages.indices)
+        return partial(self._planner.run, pages)
+
+    def fixed(self, pages: PageTensors) -> FixedAttention:
+        last = torch.ones(len(pages.q_indptr) - 1, dtype=torch.int32, device=self._device)
+        return FixedFlashInfer(self._make(use_cuda_graph=True, qo_indptr_buf=pages.q_indptr,
+                                          paged_kv_indptr_buf=pages.kv_indptr, paged_kv_indices_buf=pages.indices,
+                                          paged_kv_last_page_len_buf=last), pages, last)
+
+    def _make(self, **graph: Any) -> Planner:
+        arguments, words = variant(self._dtype, self._config.head_dim)
+        wrapper = self._wrapper_type(self._float, "NHD", backend="fa2", jit_args=arguments, jit_kwargs=words,
+                                     variant_owns_mask=True, **graph)
+        wrapper.reset_workspace_buffer(self._float, self._int)
+        return Planner(wrapper, self._config, self._dtype, self._device)
+
+
+class Planner:
+    """One of FlashInfer's wrappers, planned from the host and run for each layer."""
+
+    __slots__ = ("_config", "_dtype", "_read", "_wrapper")
+
+    def __init__(self, wrapper: Any, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._wrapper, self._config, self._dtype = wrapper, config, dtype
+        cuda: Any = torch.cuda
+        self._read = cuda.Event() if device.type == "cuda" else None
+
+    def plan(self, plan: PagePlan, indices: torch.Tensor) -> tuple[int, ...]:
+        """indices: int32, where the kernel runs. Returns what the launch will look like."""
+        if self._read is not None:
+            self._read.synchronize()  # rule 4
+        config = self._config
+        segments = len(plan.q_indptr) - 1
+        self._wrapper.plan(
+            torch.from_numpy(plan.q_indptr), torch.from_numpy(plan.kv_indptr), indices,
+            torch.ones(segments, dtype=torch.int32), config.num_heads, config.num_kv_heads, config.head_dim, 1,
+            q_data_type=self._dtype, kv_data_type=self._dtype, o_data_type=self._dtype,
+            seq_lens=torch.from_numpy(np.diff(plan.kv_indptr)))
+        if self._read is not None:
+            self._read.record()
+        launch: tuple[int, ...] = tuple(self._wrapper._plan_info)  # nothing public says it
+        return launch
+
+    def run(self, pages: PageTensors, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._wrapper.run(q, kv[:, :, None], pages.firsts, pages.limits, pages.words, self._config.head_dim**-0.5,
+                          out=out)
+        return out.view(q.shape[0], -1)
+
+
+class FixedFlashInfer:
+    """See ``backend.FixedAttention``. Its buffers are the wrapper's own and three of rows; ``write`` writes all."""
+
+    __slots__ = ("_last", "_launch", "_pages", "_planner")
+
+    def __init__(self, planner: Planner, pages: PageTensors, last: torch.Tensor) -> None:
+        self._planner, self._pages, self._last = planner, pages, last
+        self._launch: tuple[int, ...] = ()
+
+    def write(self, plan: PagePlan) -> bool:
+        indices = torch.from_numpy(plan.indices).to(self._last.device, non_blocking=True)
+        launch = self._planner.plan(plan, indices)  # writes q_indptr, kv_indptr, last, and indices up to their number
+        self._pages.indices[len(indices) :] = int(plan.indices[-1])
+        for tensor, values in ((self._pages.firsts, plan.firsts), (self._pages.limits, plan.limits),
+                               (self._pages.words, plan.words)):
+            tensor.copy_(torch.from_numpy(values), non_blocking=True)
+        # A captured launch has the grid of its first plan; one that would need another must not be replayed.
+        self._launch = self._launch or launch
+        return launch == self._launch
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return self._planner.run(self._pages, q, kv)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        yield from self._pages
+        yield self._last

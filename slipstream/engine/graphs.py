@@ -1,0 +1,233 @@
+"""Captured steps: a decoder whose small forwards are replayed as one graph instead of being launched kernel by kernel.
+
+Rules:
+1. Requests are padded, never tensors: a batch that is smaller than its graph gets dummy segments with rows, positions
+   and slots of their own, before anything is derived from it. Only the last slice knows the real size.
+2. One function writes every static buffer, each over its whole length, before each replay.
+3. Results are copied out before another replay may write over them.
+4. Dummy rows write to slots beyond those that the pool hands out, so they touch nobody's KV.
+5. What does not fit any graph, and what cannot be captured, runs as it would without graphs. Nothing is refused.
+
+How a graph is captured is given: CUDA's on a GPU; on a CPU the same function is called again on the same buffers, which
+is all of this but the speed. It knows nothing about sessions or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.engine.backend import FixedAttention, PagedAttention
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
+from slipstream.engine.decoder import Decoder, Step
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.pages import PageTensors, plan_pages
+from slipstream.log import logger
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
+CPU = torch.device("cpu")
+NOTHING = BatchBuilder(kv_slots=[np.zeros(0, np.int64)]).build()  # pads to dummies alone
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], None]], Replay]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """Of a graph. It takes a batch that is as large, or one with room for at least one dummy row and segment."""
+
+    rows: int
+    segments: int
+
+    def takes(self, rows: int, segments: int) -> bool:
+        spare_rows, spare_segments = self.rows - rows, self.segments - segments
+        return spare_rows == spare_segments == 0 or spare_rows >= spare_segments >= 1
+
+
+def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS) -> list[Size]:
+    """All that are captured, the cheapest first."""
+    return sorted(Size(r, s) for r in rows for s in segments if s <= r)
+
+
+def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatch:
+    """``batch`` on the host, with dummy segments to ``size``: one row each, the rest in the last one. spare: slots of
+    the dummy rows."""
+    rows, segments = size.rows - batch.num_rows, size.segments - len(batch.mask_lens)
+    counts = [1] * (segments - 1) + [rows - segments + 1] if segments else []
+    own, host = np.asarray(spare[:rows], np.int64), batch.host
+    nothing, depths = np.zeros(rows, np.int64), [np.arange(count) for count in counts]
+    ends = np.cumsum(counts, dtype=np.int64)
+    whole = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, *depths)),
+                     np.concatenate((host.slots, own)), np.concatenate((host.words, nothing)), host.logit_rows,
+                     np.concatenate((host.kv_slots, own)))
+    return ForwardBatch.of(whole, (*batch.q_indptr, *(batch.num_rows + ends).tolist()),
+                           (*batch.kv_indptr, *(batch.kv_indptr[-1] + ends).tolist()),
+                           (*batch.mask_lens, *[0] * segments), CPU)
+
+
+def capture_eager(run: Callable[[], None]) -> Replay:
+    """A graph where there are none: the function itself."""
+    run()
+    return run
+
+
+class CudaCapture:
+    """The kernels that a function launches, as one CUDA graph. Graphs of one engine share their scratch memory: they
+    run one after the other, and what they leave is copied to buffers outside of it."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        cuda: Any = torch.cuda
+        side = cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # what is made at a first call must not be captured
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+class CapturedStep:
+    """One size of forward, on buffers that stay where they are."""
+
+    __slots__ = ("_attend", "_hidden", "_replay", "_rows", "_size", "_spare", "_tapped", "_window")
+
+    def __init__(self, model: Decoder, attend: FixedAttention, size: Size, pool: KVPool, spare: Sequence[int],
+                 taps: tuple[int, ...], capture: Capture) -> None:
+        self._attend, self._size, self._spare = attend, size, spare
+        self._window = model.config.sliding_window
+        self._rows = torch.zeros(3, size.rows, dtype=torch.int64, device=model.device)  # tokens, positions, slots
+        width = model.config.hidden_size
+        self._hidden = torch.empty(size.rows, width, dtype=model.dtype, device=model.device)
+        self._tapped = torch.empty(size.rows, width * len(taps), dtype=model.dtype, device=model.device)
+
+        def run() -> None:
+            tokens, positions, slots = self._rows
+            hidden, tapped = model.run(tokens, Step(positions, slots, model.rope, attend), pool, taps)
+            self._hidden.copy_(hidden)
+            if tapped is not None:
+                self._tapped.copy_(tapped)
+
+        self._write(NOTHING)
+        self._replay = capture(run)
+
+    def __call__(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """As ``Decoder.forward``; None where this batch would need another launch than the captured one."""
+        if not self._write(batch):
+            return None
+        self._replay()
+        rows = slice(0, batch.num_rows)
+        return self._hidden[rows].clone(), self._tapped[rows].clone() if self._tapped.shape[1] else None
+
+    def _write(self, batch: ForwardBatch) -> bool:
+        batch = padded(batch, self._size, self._spare)
+        host = batch.host
+        self._rows.copy_(torch.from_numpy(np.stack((host.tokens, host.positions, host.slots))), non_blocking=True)
+        return self._attend.write(plan_pages(batch, self._window))
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All that stays where it is, for tests that spoil it between steps."""
+        yield from (self._rows, self._hidden, self._tapped)
+        yield from self._attend.buffers()
+
+
+class GraphedDecoder:
+    """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
+    slots beyond those that are handed out, at its end."""
+
+    __slots__ = ("_attention", "_capture", "_failed", "_model", "_pages", "_pool", "_sizes", "_steps", "spare_slots")
+
+    def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
+                 wanted: Sequence[Size] | None = None) -> None:
+        self._model, self._attention, self._capture = model, attention, capture
+        self._sizes = sorted(sizes() if wanted is None else wanted)
+        self._steps: dict[tuple[Size, tuple[int, ...]], CapturedStep] = {}
+        self._pool: KVPool | None = None
+        self._pages = PageTensors.empty(0, 0, 0, model.device)
+        self._failed = False
+        self.spare_slots = max(size.rows for size in self._sizes)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        step = self._step(batch, pool, taps)
+        done = None if step is None else step(batch)
+        return self._model.forward(batch, pool, taps) if done is None else done
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(tokens)
+
+    @torch.inference_mode()
+    def warm(self, pool: KVPool, most_segments: int) -> int:
+        """Capture every size that steps of so many segments may need. Returns how many there are."""
+        self._serve(pool)
+        enough = min((size.segments for size in self._sizes if size.segments > most_segments),
+                     default=max(size.segments for size in self._sizes))
+        for size in reversed(self._sizes):  # the largest first: the scratch memory of the others is part of its own
+            if size.segments <= enough:
+                self._captured(size, ())
+        return len(self._steps)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """All static buffers, for tests that spoil them between steps."""
+        for step in self._steps.values():
+            yield from step.buffers()
+
+    def _serve(self, pool: KVPool) -> None:
+        self._pool = pool
+        # Contexts that answers share are listed once for each of them.
+        self._pages = PageTensors.empty(self.spare_slots, max(size.segments for size in self._sizes),
+                                        2 * pool.num_slots, self._model.device)
+
+    def _step(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep | None:
+        if self._pool is None:
+            self._serve(pool)
+        if pool is not self._pool or batch.kv_indptr[-1] + self.spare_slots > len(self._pages.indices):
+            return None
+        rows, segments = batch.num_rows, len(batch.mask_lens)
+        size = next((size for size in self._sizes if size.takes(rows, segments)), None)
+        return None if size is None else self._captured(size, taps)
+
+    def _captured(self, size: Size, taps: tuple[int, ...]) -> CapturedStep | None:
+        if self._failed or self._pool is None:
+            return None
+        if (size, taps) not in self._steps:
+            try:
+                self._steps[size, taps] = self._capture_step(size, self._pool, taps)
+            except RuntimeError as error:
+                self._failed = True
+                logger("engine").warning("no graphs: each kernel is launched by itself", rows=size.rows,
+                                         segments=size.segments, reason=str(error).strip().partition("\n")[0][:300])
+        return self._steps.get((size, taps))
+
+    def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
+        attend = self._attention.fixed(self._pages.part(size.rows, size.segments))
+        spare = range(pool.num_slots - self.spare_slots, pool.num_slots)
+        return CapturedStep(self._model, attend, size, pool, spare, taps, self._capture)

@@ -1,0 +1,132 @@
+"""What FlashInfer is told, and what happens where it is not. No kernel of it runs here: a library of its interface that
+computes in plain torch stands in its place."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.engine.backend import TorchAttention
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.flashinfer import FlashInferAttention, attention_for, missing, variant
+from slipstream.engine.model import ModelConfig, parse_config
+from slipstream.engine.pages import PageTensors, attend_pages, plan_pages
+from slipstream.errors import ModelError
+from tests.tiny import tiny_config
+
+CPU, HEAD_DIM = torch.device("cpu"), 64
+
+
+class PlainWrapper:
+    """Takes what the real one takes (names and order are those of 0.7.2) and refuses what that would get wrong."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool = False,
+                 qo_indptr_buf: Any = None, paged_kv_indptr_buf: Any = None, paged_kv_indices_buf: Any = None,
+                 paged_kv_last_page_len_buf: Any = None, backend: str = "auto", jit_args: Any = None,
+                 jit_kwargs: Any = None, variant_owns_mask: bool = False) -> None:
+        assert (kv_layout, backend, variant_owns_mask) == ("NHD", "fa2", True)
+        self._graph = use_cuda_graph
+        self._buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        self._plan_info: list[int] = []
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+
+    def plan(self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+             paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+             page_size: int, q_data_type: torch.dtype = torch.float16, kv_data_type: Any = None,
+             o_data_type: Any = None, seq_lens: Any = None) -> None:
+        assert page_size == 1 and {t.dtype for t in (qo_indptr, paged_kv_indptr, paged_kv_indices)} == {torch.int32}
+        assert q_data_type == kv_data_type == o_data_type == torch.bfloat16
+        assert torch.equal(seq_lens, paged_kv_indptr.diff()) and bool((paged_kv_last_page_len == 1).all())
+        given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        if self._graph:
+            for buffer, values in zip(self._buffers, given, strict=True):
+                buffer[: len(values)].copy_(values)
+        else:
+            self._buffers = given
+        self._plan_info = [len(qo_indptr) - 1, int(qo_indptr[-1]), int(seq_lens.max() > 64)]
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, firsts: torch.Tensor, limits: torch.Tensor,
+            words: torch.Tensor, sm_scale: float, *, out: torch.Tensor) -> torch.Tensor:
+        assert paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1:3] == (2, 1)
+        indptr, kv_indptr, indices, _ = self._buffers
+        pages = PageTensors(indptr, kv_indptr, indices, firsts, limits, words)
+        return out.copy_(attend_pages(q, paged_kv_cache[:, :, 0], pages, sm_scale).view(out.shape))
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("flashinfer")
+    vars(module)["BatchPrefillWithPagedKVCacheWrapper"] = PlainWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    return module
+
+
+def config() -> ModelConfig:
+    return parse_config(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD_DIM), "test")
+
+
+def batch_of(trees: int, context: int) -> ForwardBatch:
+    builder = BatchBuilder()
+    for i in range(trees):
+        first = i * (context + 3)
+        builder.add([0] * 3, [0] * 3, list(range(first + context, first + context + 3)),
+                    np.arange(first, first + context), [1, 3, 5], 3)
+    return builder.build()
+
+
+def kv_and_queries(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    dice = torch.Generator().manual_seed(0)
+    kv = torch.randn(400, 2, 2, HEAD_DIM, generator=dice).bfloat16()
+    return kv, torch.randn(rows, 4, HEAD_DIM, generator=dice).bfloat16()
+
+
+def test_a_plan_made_for_one_forward(library: ModuleType) -> None:
+    batch = batch_of(3, 20)
+    kv, q = kv_and_queries(9)
+    found = FlashInferAttention(config(), torch.bfloat16, CPU).plan(batch)(q, kv)
+    right = TorchAttention(config(), torch.bfloat16).plan(batch)(q, kv)
+    assert float((found.float() - right.float()).abs().max()) < 0.02
+
+
+def test_a_fixed_attention_takes_one_batch_after_the_other(library: ModuleType) -> None:
+    pages = PageTensors.empty(16, 8, 400, CPU)
+    fixed = FlashInferAttention(config(), torch.bfloat16, CPU).fixed(pages.part(9, 3))
+    kv, q = kv_and_queries(9)
+    for context in (20, 30, 10):
+        for buffer in fixed.buffers():
+            buffer.fill_(1 << 30)
+        batch = batch_of(3, context)
+        assert fixed.write(plan_pages(batch))
+        right = TorchAttention(config(), torch.bfloat16).plan(batch)(q, kv)
+        assert float((fixed(q, kv).float() - right.float()).abs().max()) < 0.02, context
+
+
+def test_a_plan_that_needs_another_launch_is_not_replayed(library: ModuleType) -> None:
+    fixed = FlashInferAttention(config(), torch.bfloat16, CPU).fixed(PageTensors.empty(9, 3, 400, CPU))
+    assert [fixed.write(plan_pages(batch_of(3, context))) for context in (20, 100, 20)] == [True, False, True]
+
+
+@pytest.mark.parametrize(("device", "dtype", "head_dim", "reason"), [
+    ("cpu", torch.bfloat16, 64, "this one is 'cpu'"), ("cuda", torch.float32, 64, "this model in float32"),
+    ("cuda", torch.bfloat16, 80, "this model's 80")])
+def test_why_it_cannot_be_used_is_said(device: str, dtype: torch.dtype, head_dim: int, reason: str) -> None:
+    shape = parse_config(tiny_config(head_dim=head_dim), "test")
+    assert reason in missing(shape, dtype, torch.device(device))
+
+
+def test_auto_takes_torch_where_there_is_none_and_a_name_is_refused() -> None:
+    assert isinstance(attention_for("auto", config(), torch.bfloat16, CPU), TorchAttention)
+    with pytest.raises(ModelError, match="attention 'flashinfer' cannot be used: it runs on CUDA devices"):
+        attention_for("flashinfer", config(), torch.bfloat16, CPU)
+
+
+def test_kernels_of_different_kinds_have_different_names() -> None:
+    names = {variant(dtype, size)[0][0] for dtype in (torch.bfloat16, torch.float16) for size in (64, 128)}
+    assert len(names) == 4
