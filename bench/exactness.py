@@ -22,7 +22,7 @@ from bench.stage import Finding, Given, free
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.weights import load_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,18 +50,22 @@ class Weights:
                        {name: t.to(torch.bfloat16) for name, t in loaded.items() if t.is_floating_point()})
 
     def subject(self, dtype: torch.dtype, device: torch.device, slots: int) -> Subject:
-        model = Decoder.from_tensors(self.config, self.tensors, dtype, device)
-        pool = KVPool(self.config.num_layers, slots, self.config.num_kv_heads, self.config.head_dim, dtype, device)
-        pool.kv.fill_(torch.nan)
-        return Subject(model, pool)
+        return Subject.of(Decoder.from_tensors(self.config, self.tensors, dtype, device), slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model and a pool whose untouched slots are NaN."""
 
-    model: Decoder
+    model: CausalModel
     pool: KVPool
+
+    @staticmethod
+    def of(model: CausalModel, slots: int) -> Subject:
+        config = model.config
+        pool = KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, model.dtype, model.device)
+        pool.kv.fill_(torch.nan)
+        return Subject(model, pool)
 
     @torch.inference_mode()
     def logits(self, builder: BatchBuilder) -> torch.Tensor:

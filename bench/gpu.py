@@ -24,6 +24,7 @@ import torch
 from bench.answers import answers_stage
 from bench.exactness import logits_stage, padding_stage
 from bench.pace import choose_stage, decode_stage, head_stage
+from bench.paged import graphs_stage, kernel_stage
 from bench.report import Row, save, write
 from bench.stage import Finding, Given, copy_rate, free, seconds
 from slipstream.engine.model import device_of
@@ -72,8 +73,9 @@ def suite_stage(given: Given) -> Iterator[Finding]:
 
 
 STAGES: dict[str, Stage] = {
-    "info": info_stage, "logits": logits_stage, "padding": padding_stage, "choose": choose_stage,
-    "decode": decode_stage, "head": head_stage, "answers": answers_stage, "suite": suite_stage,
+    "info": info_stage, "logits": logits_stage, "padding": padding_stage, "kernel": kernel_stage,
+    "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "head": head_stage,
+    "answers": answers_stage, "suite": suite_stage,
 }
 
 

@@ -7,6 +7,7 @@ Rules:
    scipy.
 3. The default model is 98 MB. ``--model`` cuts it into parts that can travel one by one; ``--join`` puts them together
    there and prepares the model.
+4. ``--flashinfer`` adds FlashInfer with prebuilt kernels (see ``gpu_kernels``), an archive that ``make gpu`` unpacks.
 
 It knows nothing about how the folder travels.
 """
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_bundle", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="store_true", help="the default model too, in parts")
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, its kernels compiled here with nvcc")
     parser.add_argument("--join", action="store_true", help="only put the model's parts together and prepare it")
     options = parser.parse_args(arguments)
     if options.join:
@@ -89,14 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wheels = FOLDER / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     fetch(pinned(Path("requirements.lock").read_text(encoding="utf-8"), PACKAGES), wheels)
+    if options.flashinfer:
+        from bench.gpu_kernels import TVM, build
+
+        fetch([TVM], wheels)
+        build(FOLDER)
     unpack(wheels, FOLDER / "site")
     if options.model:
         from slipstream.models import KNOWN, packaged_file
 
         split(packaged_file(KNOWN[MODEL]), FOLDER / "model")
     files = [file for place in ("site", "model") for file in (FOLDER / place).rglob("*") if file.is_file()]
+    files += FOLDER.glob("*.tar.gz")
     print(f"{FOLDER}: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB "
-          f"(packages{' and the model' if (FOLDER / 'model').exists() else ''})")
+          "in site, model and archives")
 
 
 def _prepare() -> None:

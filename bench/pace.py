@@ -32,6 +32,7 @@ from slipstream.drafters.network import run_network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel
 from slipstream.engine.sampling import ChoiceRows, choose, rank
 from slipstream.messages import Sampling
 
@@ -52,7 +53,7 @@ class Stepper:
 
     __slots__ = ("_model", "_pool")
 
-    def __init__(self, model: Decoder, slots: int) -> None:
+    def __init__(self, model: CausalModel, slots: int) -> None:
         config = model.config
         self._model = model
         self._pool = KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, model.dtype, model.device)
@@ -88,7 +89,7 @@ def decode_stage(given: Given) -> Iterator[Finding]:
     model = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device))
     stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG)
     for context in (CONTEXT, LONG):
-        yield from _step(f"1 row behind {context}", stepper.tree(1, context), given,
+        yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given,
                          read_bytes(config, 2, context) / rate, ">= 0.80")
     plain_s = seconds(stepper.tree(1, CONTEXT), given.device, given.repeats)
     for rows in ROWS[1:]:
@@ -101,7 +102,7 @@ def decode_stage(given: Given) -> Iterator[Finding]:
     free()
 
 
-def _step(what: str, step: Step, given: Given, roof_s: float, expected: str) -> Iterator[Finding]:
+def step_findings(what: str, step: Step, given: Given, roof_s: float, expected: str) -> Iterator[Finding]:
     taken_s = seconds(step, given.device, given.repeats)
     yield Finding(what, 1e3 * taken_s, "ms")
     yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
@@ -128,7 +129,7 @@ def head_stage(given: Given) -> Iterator[Finding]:
     yield Finding("roof of a step", 1e3 * roof_s, "ms")
     for rows in (1, 4, 10):
         step = partial(_head_step, network, rows)
-        yield from _step(f"a step of {rows} rows, ranked", step, given, roof_s,
+        yield from step_findings(f"a step of {rows} rows, ranked", step, given, roof_s,
                          "<= 0.36 ms on H100, 0.27 on H200" if rows == 10 else "")
     free()
 

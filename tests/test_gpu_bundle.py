@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu_bundle import PACKAGES, join, pinned, split
+from bench.gpu_kernels import wanted
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
 
@@ -31,3 +32,12 @@ def test_parts_make_the_file_again(tmp_path: Path) -> None:
 def test_missing_parts_say_how_to_make_them(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="make gpu-bundle"):
         join(tmp_path, "model.gguf", tmp_path / "again")
+
+
+def test_of_flashinfer_go_python_and_the_templates_of_one_kernel(tmp_path: Path) -> None:
+    kept = {"__init__.py", "jit/core.py", "data/csrc/batch_prefill.cu", "tuning_configs/a.json"}
+    left = {"data/cutlass/include/a.h", "data/csrc/mla.cu", "data/cccl/tool.py", "__pycache__/core.py", "kernels/a.ptx"}
+    for name in kept | left:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert {str(path) for path in wanted(tmp_path)} == kept
