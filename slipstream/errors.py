@@ -41,6 +41,10 @@ class CapacityError(SlipstreamError):
         self.retry_after_s = retry_after_s
 
 
+class DeviceFull(CapacityError):
+    """The device has no memory for a step. Handled in the target while it can ask for less; else as its base."""
+
+
 class Draining(SlipstreamError):
     """The service is shutting down and takes no new work; another one will."""
 

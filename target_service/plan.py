@@ -11,16 +11,17 @@ from itertools import islice
 from slipstream.policy import StepCosts
 from target_service.answers import Answers
 from target_service.running import Running
-from target_service.scheduler import Decision, Facts, Limits, decide, holds
+from target_service.scheduler import Decision, Facts, decide, holds
+from target_service.shedding import Shedding
 
 
 class Plan:
-    __slots__ = ("_answers", "_costs", "_limits")
+    __slots__ = ("_answers", "_costs", "_shedding")
 
-    def __init__(self, answers: Answers, costs: StepCosts, limits: Limits) -> None:
+    def __init__(self, answers: Answers, costs: StepCosts, shedding: Shedding) -> None:
         self._answers = answers
         self._costs = costs
-        self._limits = limits
+        self._shedding = shedding
 
     def decide(self, running: Sequence[Running], waiting: Iterable[Running], free_slots: int, now_s: float) -> Decision:
         """The next step, both in order of arrival. Who waits for its drafter is noted to have stood."""
@@ -28,9 +29,10 @@ class Plan:
         others = max(0, sum(not one.prefilling for one in running) - 1)
         facts = [self._facts(one, others, now_s) for one in running]
         # Nobody behind the first that could be admitted matters, and the queue may be long.
-        first = islice(waiting, max(0, self._limits.max_running - len(running)))
+        limits = self._shedding.limits()
+        first = islice(waiting, max(0, limits.max_running - len(running)))
         return decide(facts, [Facts(one.number, 0, one.side.base - 1, 1, False) for one in first], free_slots,
-                      self._limits)
+                      limits)
 
     def hold_s(self, decision: Decision, running: Sequence[Running], now_s: float) -> float:
         """Seconds to hold the step for answers whose growth should be here soon; 0: go."""
@@ -48,4 +50,5 @@ class Plan:
         if running.waits(now_s):
             running.stood = True
             return Facts(running.number, held, 0, 1, True)
-        return Facts(running.number, held, 0, self._answers.nodes(running, others, now_s), False)
+        nodes = self._shedding.nodes(self._answers.nodes(running, others, now_s))
+        return Facts(running.number, held, 0, nodes, False)

@@ -87,3 +87,8 @@ class Running:
         """``slots`` hold the KV of the committed tokens that follow."""
         self.slots[self.computed : self.computed + len(slots)] = slots
         self.computed += len(slots)
+
+    def untake_slots(self, count: int) -> NDArray[np.int64]:
+        """The newest ``count`` slots, which hold nothing after all."""
+        self.computed -= count
+        return self.slots[self.computed : self.computed + count].copy()

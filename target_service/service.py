@@ -22,6 +22,7 @@ from slipstream.log import logger
 from slipstream.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.tree import MAX_NODES
 from target_service.running import Running, Sink
+from target_service.shedding import CALM_S
 from target_service.worker import TargetWorker
 
 
@@ -112,6 +113,8 @@ class TargetService:
         self._check(request)
         if self._worker.num_waiting > self._config.max_waiting:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
+        if self._worker.shedding.refuses:
+            raise CapacityError("the device's memory is short: running answers go on, new ones have to wait", CALM_S)
         answer = TargetAnswer(self._worker, self._clock)
         answer.start(next(self._numbers), request)
         return answer

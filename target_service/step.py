@@ -20,6 +20,7 @@ import torch
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
+from slipstream.errors import DeviceFull
 from slipstream.lenient import Thresholds, relaxed
 from slipstream.requests import TokenLogprob
 from slipstream.tree import DraftTree
@@ -58,9 +59,13 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
     try:
         logits = runner.forward(builder.build(runner.model.device))
         choices = choose(logits, sessions) if sessions else []
-    except Exception:
+    except Exception as error:
         for slots in node_slots:  # nobody owns them yet
             runner.slots.free(slots)
+        for running, rows in prefill:  # what nobody has computed must not reach the prefix cache
+            runner.slots.free(running.untake_slots(rows))
+        if isinstance(error, torch.OutOfMemoryError):
+            raise DeviceFull("the device has no memory for this step") from error
         raise
     results = []
     for (running, tree), slots, session in zip(trees, node_slots, sessions, strict=True):

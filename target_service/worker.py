@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
-from slipstream.errors import Draining, RemoteProtocolError
+from slipstream.errors import DeviceFull, Draining, RemoteProtocolError
 from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import DraftHello, Growth, TargetBound
@@ -35,6 +35,7 @@ from target_service.links import DraftPool
 from target_service.plan import Plan
 from target_service.running import Running
 from target_service.scheduler import Decision, Limits
+from target_service.shedding import Shedding
 from target_service.step import run_step
 from target_service.tracing import trace_step
 
@@ -59,7 +60,9 @@ class TargetWorker:
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
-        self._plan = Plan(self.answers, costs, Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk))
+        limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
+        self.shedding = Shedding(limits, clock)
+        self._plan = Plan(self.answers, costs, self.shedding)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
         self._costs = costs
@@ -266,6 +269,8 @@ class TargetWorker:
         try:
             results = run_step(self._runner, prefill, trees, self._thresholds)
         except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
+            if isinstance(error, DeviceFull) and self.shedding.failed(rows):
+                return  # nobody was in it yet: the next turn asks for less
             self._log.exception("step failed", rows=rows)
             for running in [r for r, _ in prefill] + [r for r, _ in trees]:
                 self._running.remove(running)

@@ -17,6 +17,7 @@ import numpy as np
 from draft_service.assembly import assemble
 from slipstream.config import PolicySection, TargetSection, WireSection
 from slipstream.drafters.base import Drafter
+from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import RemoteProtocolError
@@ -113,10 +114,11 @@ class Rig:
 
 @asynccontextmanager
 async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
-                 engine: str = "decoder", **settings: object) -> AsyncIterator[Rig]:
-    """A running target worker for the model in ``folder``, without drafts."""
+                 engine: str = "decoder", around: Callable[[CausalModel], CausalModel] = lambda model: model,
+                 **settings: object) -> AsyncIterator[Rig]:
+    """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
     config = TargetSection(policy=policy, slots=slots, drafts=(), **settings)
-    model = load_model(folder, dtype, engine=engine)
+    model = around(load_model(folder, dtype, engine=engine))
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")

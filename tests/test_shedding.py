@@ -1,0 +1,111 @@
+"""A device whose memory runs out is asked for less, and answers are what they would have been."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.config import NgramSection
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel
+from slipstream.errors import CapacityError, DeviceFull
+from slipstream.messages import Sampling
+from slipstream.requests import Request
+from target_service.scheduler import Limits
+from target_service.shedding import CALM_S, Shedding
+from tests.pair import drafting, local_link, target
+
+PROMPT = tuple(b"one two three one two three one two three one two ")
+LIMITS = Limits(64, 512, 256)
+
+
+class Cramped:
+    """A model on a device that has memory for so many rows at a time."""
+
+    def __init__(self, model: CausalModel, room: int) -> None:
+        self._model = model
+        self.room = room
+        self.refused: list[int] = []
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if batch.num_rows > self.room:
+            self.refused.append(batch.num_rows)
+            raise torch.OutOfMemoryError(f"no memory for {batch.num_rows} rows")
+        return self._model.forward(batch, pool, taps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(tokens)
+
+
+def request(tokens: tuple[int, ...] = PROMPT, max_tokens: int = 24) -> Request:
+    return Request("r", tokens, Sampling(), max_tokens)
+
+
+async def answers(folder: Path, room: int) -> tuple[list[list[int]], Cramped, int]:
+    """Those of four prompts at once with n-grams, the device, and what was shed in the end."""
+    made: list[Cramped] = []
+
+    def around(model: CausalModel) -> CausalModel:
+        made.append(Cramped(model, room))
+        return made[0]
+
+    ngram = NgramDrafter(NgramSection(), 8)
+    async with target(folder, around=around, prefill_chunk=32) as rig, drafting(ngram) as peers, local_link(rig, peers):
+        done = await asyncio.gather(*(rig.answer(request((*PROMPT, 48 + i))) for i in range(4)))
+        again = await rig.answer(request((*PROMPT, 48)))  # reads what the prefix cache holds
+        await rig.check()
+        texts = [[token for piece in pieces for token in piece.tokens] for pieces in (*done, again)]
+        return texts, made[0], rig.worker.shedding.level
+
+
+async def test_answers_are_the_same_on_a_device_that_is_too_small(tiny_folder: Path) -> None:
+    right, roomy, level = await answers(tiny_folder, 1000)
+    assert not roomy.refused and level == 0 and right[4] == right[0]
+    found, cramped, level = await answers(tiny_folder, 40)
+    assert cramped.refused and level > 0
+    assert found == right
+
+
+async def test_a_device_with_no_room_at_all_ends_its_answers_and_refuses_new_ones(tiny_folder: Path) -> None:
+    async with target(tiny_folder, around=lambda model: Cramped(model, 0)) as rig:
+        with pytest.raises(DeviceFull):
+            await rig.answer(request())
+        with pytest.raises(CapacityError, match="running answers go on") as refused:
+            await rig.answer(request())
+        assert refused.value.retry_after_s == CALM_S
+        await rig.check()
+
+
+def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
+    now = [0.0]
+    shedding = Shedding(LIMITS, lambda: now[0])
+    seen = [(shedding.nodes(17), shedding.limits())]
+    for level, rows in enumerate((400, 200, 100), start=1):
+        assert shedding.failed(rows) and shedding.level == level and shedding.refuses == (level == 3)
+        seen.append((shedding.nodes(17), shedding.limits()))
+    assert seen == [(17, LIMITS), (9, Limits(64, 200, 200)), (1, Limits(64, 100, 100)), (1, Limits(1, 50, 50))]
+    assert shedding.failed(50) and shedding.limits() == Limits(1, 25, 25) and not shedding.failed(16)
+    for level in (2, 1, 0, 0):
+        now[0] += CALM_S - 1
+        shedding.limits()
+        assert shedding.level == min(3, level + 1) or level == 0
+        now[0] += 1
+        shedding.limits()
+        assert shedding.level == level
+    assert shedding.limits() == LIMITS
+
+
+def test_a_step_of_few_rows_is_not_made_smaller_than_rows_can_be() -> None:
+    shedding = Shedding(Limits(4, 16, 16), lambda: 0.0)
+    shedding.failed(16)
+    assert shedding.limits() == Limits(4, 16, 16) and [shedding.nodes(n) for n in (1, 2, 3)] == [1, 1, 2]
