@@ -2,13 +2,15 @@
 
 Each question of a set is answered plain and with n-gram speculation over gRPC, greedy and sampled with a seed. Every
 difference is counted and shown with the margin of the plain answer where they part: the difference of the log
-probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic.
+probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--exact both`` asks a target
+with ``model.exact`` and one without in turn, so that its price shows too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.progress import track
@@ -22,6 +24,8 @@ from slipstream.config import ModelSection
 from slipstream.messages import Sampling
 from slipstream.models import resolve
 
+EXACT = {"off": (False,), "on": (True,), "both": (False, True)}
+
 
 def modes(codec: TextCodec) -> dict[str, Sampling]:
     stops = tuple(codec.stop_token_ids)
@@ -29,38 +33,54 @@ def modes(codec: TextCodec) -> dict[str, Sampling]:
             "T=0.8 top_p=0.95 seed=7": Sampling(temperature=0.8, top_p=0.95, seed=7, stop_token_ids=stops)}
 
 
-async def run(questions: list[Question], dtype: str, max_tokens: int) -> int:
-    """Ask all; returns how many answers differ."""
+def pair(dtype: str, exact: bool) -> Pair:
     # A policy that stays with speculation, so that every answer tests it.
-    pair = Pair("exact", Path("build/bench/logs"), (f"model.dtype={dtype}", "target.policy.leave_gain=0.01",
-                                                    "target.policy.enter_gain=0.02"))
+    return Pair(f"exact-{exact}".lower(), Path("build/bench/logs"), (
+        f"model.dtype={dtype}", f"model.exact={str(exact).lower()}", "target.policy.leave_gain=0.01",
+        "target.policy.enter_gain=0.02"))
+
+
+async def run(questions: list[Question], dtype: str, max_tokens: int, exact: Sequence[bool]) -> int:
+    """Ask all; returns how many answers differ."""
+    pairs = [pair(dtype, mode) for mode in exact]
     codec = TextCodec(resolve(ModelSection().path))
     rows: list[Row] = []
     different = 0
     try:
-        await pair.start()
+        for one in pairs:
+            await one.start()
         for name, sampling in modes(codec).items():
-            answers = []
+            answers: list[list[tuple[Measured, Measured]]] = [[] for _ in pairs]
             for question in track(questions, description=name):
                 prompt = codec.chat([{"role": "user", "content": question.text}])
-                answers.append((await ask(pair.client, prompt, sampling, max_tokens, False, top_logprobs=2),
-                                await ask(pair.client, prompt, sampling, max_tokens, True)))
-            rows.append(row(name, dtype, questions[0].set, answers))
-            for number, (plain, drafted) in enumerate(answers):
-                if plain.tokens != drafted.tokens:
-                    different += 1
-                    print(f"{name}, question {number}: {parting(plain, drafted)}")
+                for one, got in zip(pairs, answers, strict=True):
+                    got.append((await ask(one.client, prompt, sampling, max_tokens, False, top_logprobs=2),
+                                await ask(one.client, prompt, sampling, max_tokens, True)))
+            for mode, got in zip(exact, answers, strict=True):
+                rows.append(row(name, dtype, mode, questions[0].set, got))
+                for number, (plain, drafted) in enumerate(got):
+                    if plain.tokens != drafted.tokens:
+                        different += 1
+                        print(f"{name}, exact {mode}, question {number}: {parting(plain, drafted)}")
     finally:
-        await pair.stop()
+        for one in pairs:
+            await one.stop()
     write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
     return different
 
 
-def row(name: str, dtype: str, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
+def speed(answers: Iterable[Measured]) -> float:
+    """Tokens a second of decoding, all answers together."""
+    answers = list(answers)
+    return sum(len(a.tokens) - 1 for a in answers) / max(1e-9, sum(a.decode_s for a in answers))
+
+
+def row(name: str, dtype: str, exact: bool, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
     drafted = [d for _, d in answers]
-    return {"sampling": name, "dtype": dtype, "set": set_name, "answers": len(answers),
+    return {"sampling": name, "dtype": dtype, "exact": exact, "set": set_name, "answers": len(answers),
             "equal": sum(p.tokens == d.tokens for p, d in answers),
             "different": sum(p.tokens != d.tokens for p, d in answers),
+            "plain_tokens_per_s": speed(p for p, _ in answers), "drafted_tokens_per_s": speed(drafted),
             "tokens": sum(len(d.tokens) for d in drafted), "from_drafts": sum(d.accepted for d in drafted),
             "acceptance_length": sum(len(d.tokens) for d in drafted) / max(1, sum(d.rounds for d in drafted))}
 
@@ -82,9 +102,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--exact", choices=list(EXACT), default="off", help="model.exact; both: in turn, for its price")
     arguments = parser.parse_args()
     questions = read(arguments.prompts, arguments.set, arguments.count) if arguments.prompts else own()
-    different = asyncio.run(run(questions, arguments.dtype, arguments.max_tokens))
+    different = asyncio.run(run(questions, arguments.dtype, arguments.max_tokens, EXACT[arguments.exact]))
     print(f"{different} answers differ")
 
 

@@ -37,7 +37,7 @@ class Part:
     size: tuple[int, int, int]  # b, q, n
     rows: slice | torch.Tensor  # b * q rows of the batch
     targets: slice | torch.Tensor  # where their results go; the row after the last one takes those of padding
-    slots: slice | torch.Tensor  # b * n KV slots
+    slots: slice | torch.Tensor  # b * n KV slots, or n that all segments read
     mask: torch.Tensor | None  # [b, 1, q * Q/G, n] added to the scores; None: every row sees everything
 
 
@@ -69,7 +69,7 @@ def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, group: int, scale: floa
     # q [b * q, Q, D] -> [b * q, Q * D]
     b, rows, n = part.size
     heads, size = kv.shape[2], kv.shape[3]
-    entries = _rows(kv, part.slots).view(b, n, 2, heads, size)
+    entries = _rows(kv, part.slots).view(-1, n, 2, heads, size).expand(b, -1, -1, -1, -1)
     folded = q.reshape(b, rows, heads, group, size).transpose(1, 2).reshape(b, heads, rows * group, size)
     out = F.scaled_dot_product_attention(folded, entries[:, :, 0].transpose(1, 2), entries[:, :, 1].transpose(1, 2),
                                          attn_mask=part.mask, scale=scale)

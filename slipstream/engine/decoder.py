@@ -11,6 +11,8 @@ It knows nothing about sessions, slots' owners or files. Format: tensor names as
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -76,6 +78,9 @@ class DecoderLayer:
         self._q_norm = take(tensors, f"{prefix}.q_norm.weight", size) if config.qk_norm else None
         self._k_norm = take(tensors, f"{prefix}.k_norm.weight", size) if config.qk_norm else None
 
+    def linears(self) -> tuple[Linear, ...]:
+        return self._qkv, self._o, self._gate_up, self._down
+
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's input norm; draft heads apply it themselves, to the token's half of a wider input."""
         return x if self._input_norm is None else rms_norm(x, self._input_norm, self._config.norm_eps)
@@ -119,6 +124,12 @@ class Decoder:
         """As ``Decoder(...)``, of tensors in any dtype and place."""
         tensors = {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()}
         return Decoder(config, tensors, halves, attention)
+
+    def linears(self) -> Iterator[Linear]:
+        """All of its products, the head's last."""
+        for layer in self._layers:
+            yield from layer.linears()
+        yield self._head
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,

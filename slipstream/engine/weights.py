@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.engine.compiled import compiled, run_decoder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.exact import exact_decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
@@ -49,10 +50,14 @@ def tensor_names(folder: str | Path) -> set[str]:
 
 
 def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu", engine: str = "decoder",
-               compile_layers: bool = False, attention: str = "auto", graphs: bool = False) -> CausalModel:
+               compile_layers: bool = False, attention: str = "auto", graphs: bool = False,
+               exact: bool = False) -> CausalModel:
     """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
     see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
-    spare slots. Raises ModelError."""
+    spare slots; exact: see ``exact``. Raises ModelError."""
+    if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
+        raise ModelError("model.exact: it is for dtype bfloat16, device cpu, engine decoder and without compile; "
+                         "float32 and float64 need no such mode")
     if engine == "hf":
         if compile_layers:
             logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
@@ -64,6 +69,8 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
     config = ModelConfig.from_folder(folder)
     tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
+    if exact:
+        return exact_decoder(config, tensors)
     backend = attention_for(attention, config, kind, place)
     decoder = Decoder.from_tensors(config, tensors, kind, place, attention=backend) if not compile_layers else compiled(
         lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves, backend), run_decoder, "model")

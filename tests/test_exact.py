@@ -1,0 +1,135 @@
+"""Batch-invariant bfloat16: a row's bits do not depend on its company, so answers equal plain ones without float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.config import DraftSection, GrowthSection, ModelSection
+from slipstream.drafters import create
+from slipstream.engine.backend import Attend
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.exact import ExactAttention, agreeing_rows, exact_decoder, passes_trial
+from slipstream.engine.layers import in_calls
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model, load_tensors
+from slipstream.errors import ModelError
+from slipstream.messages import Sampling
+from slipstream.requests import Piece, Request
+from tests.pair import drafting, local_link, target
+from tests.sequences import run, run_tree
+from tests.tiny import VOCAB, write_tiny_model
+from tests.trees import random_tree
+
+SHAPE = {"hidden_size": 192, "intermediate_size": 1536, "head_dim": 48}  # wide enough for sums to be cut
+TEXT = list(b"Forty words of a prompt, so that a path behind it ends just before or just after a block of KV entries.")
+
+
+class MoreWithCompany(ExactAttention):
+    """An attention whose rows gain by their number."""
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        attend = super().plan(batch)
+        return lambda q, kv: attend(q, kv) * (1 + batch.num_rows / 64)
+
+
+def load(folder: Path) -> ModelRunner:
+    return ModelRunner(load_model(folder, "bfloat16", exact=True), 1024)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("exact"), **SHAPE)
+
+
+@pytest.fixture(params=["llama", "mistral", "qwen3"])
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
+    window = {"sliding_window": 70} if request.param == "mistral" else {}
+    return load(write_tiny_model(tmp_path, request.param, **{**SHAPE, **window}))
+
+
+def test_a_trees_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
+    for seed, length in enumerate((20, 60, 61, 100)):
+        context = run(runner, TEXT[:length])[1]
+        tree = random_tree(np.random.default_rng(seed), 24, base=length + 1, vocab=VOCAB)
+        logits, _ = run_tree(runner, tree, context)
+        for node in (1, 11, 23):
+            path, behind = tree.path(node), context
+            for passed in path:
+                alone, behind = run(runner, [int(tree.tokens[passed])], behind)
+                assert torch.equal(alone[0], logits[passed]), f"seed {seed}, node {passed}"
+
+
+def test_a_prompts_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
+    whole, _ = run(runner, TEXT)
+    halves, behind = run(runner, TEXT[:70])
+    for i, token in enumerate(TEXT[70:], 70):
+        alone, behind = run(runner, [token], behind)
+        assert torch.equal(alone[0], whole[i]), f"row {i}"
+    assert torch.equal(halves, whole[:70])
+
+
+def test_neighbours_do_not_matter(runner: ModelRunner) -> None:
+    lengths = (5, 63, 64, 90)
+    contexts = [run(runner, TEXT[:length])[1] for length in lengths]
+    alone = [run(runner, [65], context)[0] for context in contexts]
+    builder = BatchBuilder()
+    for length, context in zip(lengths, contexts, strict=True):
+        builder.add([65], [length], runner.slots.alloc(1).tolist(), context)
+    builder.add(TEXT, range(len(TEXT)), runner.slots.alloc(len(TEXT)).tolist(), np.zeros(0, np.int64), logits="none")
+    assert torch.equal(runner.forward(builder.build()), torch.cat(alone))
+
+
+async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path) -> None:
+    section = DraftSection(drafter="standalone", model=str(write_tiny_model(tmp_path, noise=0.1, **SHAPE)),
+                           growth=GrowthSection(num_steps=4, topk=3, num_draft_tokens=12))
+    asked = [Request(str(seed), tuple(TEXT[: 30 + seed]), Sampling(temperature=seed / 4, seed=seed), 60)
+             for seed in range(4)]
+
+    def tokens(pieces: list[Piece]) -> list[int]:
+        return [token for piece in pieces for token in piece.tokens]
+
+    async with target(folder, dtype="bfloat16", exact=True) as rig:
+        plain = [tokens(await rig.answer(request)) for request in asked]
+        async with (drafting(create(section, ModelSection(path=str(folder), dtype="bfloat16"))) as peers,
+                    local_link(rig, peers)):
+            pieces = [await rig.answer(request) for request in asked]
+    assert [tokens(answer) for answer in pieces] == plain
+    assert sum(piece.accepted for answer in pieces for piece in answer) > 20
+
+
+def test_products_are_tried_and_kept_where_they_agree() -> None:
+    weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+    def product(x: torch.Tensor, least: int) -> torch.Tensor:  # other code for fewer rows
+        return (x @ weight.T).float() + (len(x) < least)
+
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    assert agreeing_rows(lambda x: product(x, 0), rows) == (1, 64)
+    assert agreeing_rows(lambda x: product(x, 3), rows) == (3, 64)
+    assert agreeing_rows(lambda x: product(x, 40), rows) == (16, 16)
+    x = torch.cat((rows, rows[:3]))
+    assert torch.equal(in_calls(lambda rows: product(rows, 4), x, 4, 64), product(x, 0))
+    with pytest.raises(ModelError, match="in another place"):
+        agreeing_rows(lambda x: x + torch.arange(len(x))[:, None], rows)
+
+
+def test_a_decoder_whose_products_depend_on_row_counts_fails_its_trial(folder: Path) -> None:
+    decoder = exact_decoder(ModelConfig.from_folder(folder), load_tensors(folder))
+    assert passes_trial(decoder)
+    next(decoder.linears()).rows = (2, 64)
+    assert passes_trial(decoder)  # whatever the number, it is the same for all
+    decoder = Decoder.from_tensors(decoder.config, load_tensors(folder), torch.bfloat16, torch.device("cpu"),
+                                   attention=MoreWithCompany(decoder.config))
+    assert not passes_trial(decoder)
+
+
+@pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}, {"compile_layers": True}])
+def test_it_is_refused_elsewhere(folder: Path, other: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=r"model\.exact"):
+        load_model(folder, **{"exact": True, "dtype": "bfloat16", **other})
