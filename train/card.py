@@ -58,8 +58,9 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
     return (
         "## Recipe", "",
         f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
-        f"the draft vocabulary, on {learnt}. It began from the target's last layer and `lm_head`. AdamW, peak learning "
-        f"rate {recipe.learning_rate:g}, cosine, about {recipe.rows_per_step} tokens a step.",
+        f"the draft vocabulary, on {learnt}. It began from the target's last layer and `lm_head`. Muon for the "
+        f"layer's matrices, AdamW for the rest, peak learning rate {recipe.learning_rate:g}, cosine, about "
+        f"{recipe.rows_per_step} tokens a step.",
         f"{progress.step:,} steps, {progress.rows:,} tokens, {progress.epoch + 1} epochs begun, "
         f"{progress.seconds / 60:.0f} minutes on `{recipe.device}`. `training.svg` shows the curves.", "")
 

@@ -1,4 +1,4 @@
-"""Training: epochs over the shards, AdamW with a cosine, a checkpoint every minute, agreement on what is held out.
+"""Training: epochs over the shards, Muon and AdamW with a cosine, a checkpoint a minute, agreement on what is held out.
 
 Rules:
 1. The order of an epoch is a pure function of (seed, epoch), so a run that goes on takes the batches that come next.
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from train.checkpoint import Checkpoint
 from train.crew import Crew, Part
 from train.head import Head
+from train.optimizer import Optimizer
 from train.recipe import Recipe
 from train.shards import Conversation
 from train.unroll import rows_of, unroll
@@ -68,9 +69,7 @@ class Training:
         self.head, self.recipe, self.progress = head, recipe, Progress()
         self._training, self._save = training, save
         self._held_out = rows_of(held_out[:VALIDATION], head, recipe.max_rows) if held_out else None
-        self._names = sorted(head.tensors)
-        self._optimizer = torch.optim.AdamW([head.tensors[name] for name in self._names], lr=recipe.learning_rate,
-                                            betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+        self._optimizer = Optimizer(head.tensors, recipe.learning_rate)
         self._device = head.embedding.device
         half = half_is_faster(self._device, head.config.hidden_size)
         self._dtype = torch.bfloat16 if half else torch.float32
@@ -80,13 +79,9 @@ class Training:
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``."""
         with torch.no_grad():
-            for name in self._names:
-                self.head.tensors[name].copy_(checkpoint.tensors[name])
-        for name in self._names:
-            moments = {kind: checkpoint.optimizer[f"{name}/{kind}"] for kind in ("exp_avg", "exp_avg_sq", "step")}
-            self._optimizer.state[self.head.tensors[name]] = {
-                kind: tensor.clone() if kind == "step" and self._device.type == "cpu" else tensor.to(self._device)
-                for kind, tensor in moments.items()}
+            for name, tensor in self.head.tensors.items():
+                tensor.copy_(checkpoint.tensors[name])
+        self._optimizer.load(checkpoint.optimizer)
         state = dict(checkpoint.state)
         history = [Point(p["step"], p["seconds"], p["loss"], tuple(p["agreement"]), tuple(p["held_out"]))
                    for p in state.pop("history")]
@@ -116,10 +111,8 @@ class Training:
         now = self.progress
         if not now.history or now.history[-1].step != now.step:
             now.history.append(Point(now.step, now.seconds, now.loss, tuple(now.agreement), self._validate()))
-        moments = {f"{name}/{kind}": tensor for name in self._names
-                   for kind, tensor in self._optimizer.state[self.head.tensors[name]].items()}
         state: dict[str, Any] = asdict(now)
-        self._save(now.step, Checkpoint({n: self.head.tensors[n] for n in self._names}, moments, state))
+        self._save(now.step, Checkpoint(dict(self.head.tensors), self._optimizer.moments(), state))
 
     def _share(self, seconds: float) -> float:
         steps = self.progress.step / self.recipe.steps if self.recipe.steps else 0.0
@@ -152,10 +145,8 @@ class Training:
         part = self._crew.run(batch, [self._sizes[index] for index in batch])
         if part.weight == 0:
             return
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.recipe.learning_rate * rate(now.step, share)
         torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT)
-        self._optimizer.step()
+        self._optimizer.step(rate(now.step, share))
         keep = SMOOTH if now.step else 0.0
         now.loss = keep * now.loss + (1 - keep) * part.loss
         now.agreement = [keep * old + (1 - keep) * new
