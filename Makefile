@@ -83,7 +83,7 @@ chart: .venv/.project  ## print the chart's values, schema, dashboards and alert
 k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernetes' schemas into the cache folder, for the tests
 	$(BIN)/python -m deploy.tools
 
-k8s-cluster: .venv/.project  ## build an API server from Debian's source into the cache folder, for test-k8s: minutes, once (ARGS="--jobs 1")
+k8s-cluster: .venv/.project  ## build an API server and controllers from Debian's source into the cache folder, for test-k8s: minutes, once (ARGS="--jobs 1")
 	$(BIN)/python -m deploy.cluster $(ARGS)
 
 image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs; ARGS="--base … --builder … --torch …")

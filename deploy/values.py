@@ -204,6 +204,9 @@ class NetworkPolicyValues(Section):
     apiServer: Blobs = Field([{"ipBlock": {"cidr": "0.0.0.0/0"}}],
                              description="where the Kubernetes API is; discovery only")
     apiServerPorts: list[int] = Field([443, 6443])
+    collector: Blobs = Field([{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+                             description="who takes spans, where config.log.spans names one")
+    collectorPorts: list[int] = Field([4317])
 
 
 class DashboardsValues(Section):

@@ -16,6 +16,7 @@ from slipstream.drafters.base import Drafter
 from slipstream.log import logger
 from slipstream.metrics import DraftMetrics
 from slipstream.models import resolve, tokenizer_hash
+from slipstream.spans import Spans, spans_of
 from slipstream.trace import Trace
 
 
@@ -35,13 +36,14 @@ def build(config: Config) -> Draft:
     drafter = create(section, config.model)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
-    return assemble(drafter, digest, section.lease_s, section.run_ahead, Trace(config.log.trace, "draft"))
+    return assemble(drafter, digest, section.lease_s, section.run_ahead, Trace(config.log.trace, "draft"),
+                    spans=spans_of(config.log, "draft"))
 
 
 def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0, trace: Trace | None = None,
-             clock: Callable[[], float] = time.monotonic) -> Draft:
+             clock: Callable[[], float] = time.monotonic, spans: Spans | None = None) -> Draft:
     """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any."""
     metrics = DraftMetrics(drafter.name)
     logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
                          max_sessions=drafter.max_sessions)
-    return Draft(DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace), metrics)
+    return Draft(DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace, spans), metrics)

@@ -5,10 +5,11 @@ It knows nothing about drafters or rounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draft_service.ahead import Ahead
 from slipstream.session import DraftSide
+from slipstream.spans import Span, Unfollowed
 from slipstream.wire.peers import Peer
 
 
@@ -22,6 +23,7 @@ class Followed:
     wanted: int = 0  # nodes to grow next; 0: none
     stale: bool = False  # committed since the last growth
     ahead: Ahead | None = None  # None: one growth a commit
+    span: Span = field(default_factory=Unfollowed)
 
     @property
     def hungry(self) -> bool:

@@ -43,6 +43,7 @@ from slipstream.messages import (
 from slipstream.metrics import DraftMetrics
 from slipstream.pairing import check_pair
 from slipstream.session import DraftEvent, DraftSide, DraftState
+from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
@@ -54,7 +55,7 @@ class DraftWorker:
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
                  clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
-                 trace: Trace | None = None) -> None:
+                 trace: Trace | None = None, spans: Spans | None = None) -> None:
         """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit."""
         self._drafter = drafter
         self._tokenizer_hash = tokenizer_hash
@@ -63,6 +64,7 @@ class DraftWorker:
         self._clock = clock
         self._run_ahead = run_ahead
         self._trace = trace or Trace("", "draft")
+        self._spans = spans or NoSpans()
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
         self._sessions: dict[tuple[Peer, int], Followed] = {}
@@ -207,7 +209,8 @@ class DraftWorker:
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
         followed = Followed(next(self._numbers), peer, DraftSide(item.session),
-                            ahead=Ahead(self._run_ahead) if self._run_ahead else None)
+                            ahead=Ahead(self._run_ahead) if self._run_ahead else None,
+                            span=self._spans.begin("draft.session", item.trace, prompt=item.prompt_len))
         self._sessions[(peer, item.session)] = followed
         self._by_number[followed.number] = followed
         return followed
@@ -257,6 +260,7 @@ class DraftWorker:
             followed.ahead.grew(growth)
         if answer or len(growth.ids):
             self._trace.left("device", "growth", growth_key(growth), self._clock())
+            followed.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
             round_.answers[followed.peer].append(growth)
 
     def _unsay(self, number: int, round_: Round) -> None:
@@ -273,6 +277,7 @@ class DraftWorker:
         self._sessions.pop((followed.peer, followed.side.session), None)
         self._by_number.pop(followed.number, None)
         self._unsay(followed.number, round_)
+        followed.span.end()
         round_.closes.append(followed.number)
 
     def _forget_peer(self, peer: Peer, round_: Round) -> None:

@@ -27,6 +27,7 @@ class Admission:
         self.in_flight = 0
         self.queued = 0
         self.closed = False
+        self._entered = 0
         self._max_in_flight = max_in_flight
         self._max_queue = max_queue
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -37,6 +38,15 @@ class Admission:
     async def empty(self) -> None:
         """Wait until nothing is inside."""
         await self._empty.wait()
+
+    async def quiet(self, for_s: float) -> None:
+        """Wait until nothing has been inside for so many seconds."""
+        while True:
+            await self.empty()
+            entered = self._entered
+            await asyncio.sleep(for_s)
+            if self._entered == entered:
+                return
 
     async def enter(self, answers: int) -> None:
         """Wait for room for so many answers; each ``enter`` needs one ``leave``. Raises CapacityError, Draining, or
@@ -95,6 +105,7 @@ class Admission:
 
     def _take(self, answers: int) -> None:
         self.in_flight += answers
+        self._entered += 1
         self._empty.clear()
 
     def _give(self, answers: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -33,6 +34,7 @@ from slipstream import __version__
 from slipstream.config import RouterSection
 from slipstream.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.log import logger
+from slipstream.spans import HEADER, well_formed
 
 BODY_S = 30.0  # a body that takes longer is refused
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
@@ -42,7 +44,7 @@ def create_app(gateway: Gateway, keys: ApiKeys, section: RouterSection) -> FastA
     """The ASGI application around ``gateway``."""
     app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
     surface = Surface(gateway, section)
-    app.add_middleware(Gate, keys=keys)
+    app.add_middleware(Gate, keys=keys, leaving=lambda: gateway.leaving)
     app.add_exception_handler(SlipstreamError, surface.refused)
     app.add_exception_handler(HTTPException, surface.no_route)
     app.add_exception_handler(ClientDisconnect, surface.gone)
@@ -130,6 +132,7 @@ class Surface:
 
     async def _answer(self, request: Request, job: Job, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody) -> Response:
+        job = replace(job, trace=well_formed(request.headers.get(HEADER, "")))
         run, deltas, first = await unless_gone(request.receive, _begun(self._gateway, job))
         reply = kind(run.id, run.created, job.model, self._gateway.codec, job.options.top_logprobs is not None)
         headers = {"x-slipstream-mode": run.mode}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import traceback
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -29,11 +30,12 @@ DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Gate:
-    """Wraps ``app``; ``keys`` say who may pass."""
+    """Wraps ``app``; ``keys`` say who may pass. Once ``leaving`` says so, each answer ends its connection."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, leaving: Callable[[], bool] = lambda: False) -> None:
         self._app = app
         self._keys = keys
+        self._leaving = leaving
         self._log = logger("http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,7 +50,8 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
+                ours = [(b"x-request-id", request_id), *([(b"connection", b"close")] if self._leaving() else [])]
+                message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:

@@ -36,6 +36,7 @@ from slipstream.errors import (
 )
 from slipstream.metrics import RouterMetrics
 from slipstream.requests import Answer, Request, TargetInfo
+from slipstream.spans import NoSpans, Spans
 
 LONG_TEXT = 16_384  # characters that are tokenized in a thread, so that others are not held up
 
@@ -58,6 +59,7 @@ class Job:
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
+    trace: str = ""  # the client's traceparent
 
     @property
     def num_answers(self) -> int:
@@ -68,7 +70,8 @@ class Gateway:
     """Plans and starts requests for one model."""
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: Fallback, metrics: RouterMetrics,
-                 section: RouterSection, clock: Callable[[], float] = time.monotonic) -> None:
+                 section: RouterSection, clock: Callable[[], float] = time.monotonic,
+                 spans: Spans | None = None) -> None:
         self.codec = codec
         self.metrics = metrics
         self.admission = Admission(section.max_in_flight, section.max_queue, metrics.load)
@@ -76,10 +79,12 @@ class Gateway:
         self._fallback = fallback
         self._section = section
         self.clock = clock
+        self.spans = spans or NoSpans()
+        self.leaving = False
 
     @property
     def ready(self) -> bool:
-        return self._balancer.ready and not self.admission.closed
+        return self._balancer.ready and not self.leaving and not self.admission.closed
 
     @property
     def drafted(self) -> bool:
@@ -99,6 +104,10 @@ class Gateway:
     @property
     def max_context(self) -> int:
         return self._info().max_context
+
+    def leave(self) -> None:
+        """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
+        self.leaving = True
 
     def drain(self) -> None:
         """Take no new request; running ones go on."""
@@ -132,14 +141,14 @@ class Gateway:
             self.admission.leave(job.num_answers)
             raise
 
-    def completion(self, job: Job, request_id: str, number: int) -> Completion:
-        """Answer ``number`` of a job: choice after choice, prompt after prompt."""
+    def completion(self, job: Job, request_id: str, number: int, trace: str) -> Completion:
+        """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
         options = job.options
         stop_ids = () if options.ignore_eos else self.codec.stop_token_ids
         sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS, stop_token_ids=stop_ids)
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
-                          options.top_logprobs, options.speculate and self._fallback.admits())
+                          options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace)
         answer = self._fallback.follow(self._balancer.submit(request), options.speculate, request.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size)
 
@@ -204,7 +213,8 @@ class Run:
         self._commits_s: dict[int, float] = {}
         self._closed = False
         self._failed = False
-        self.completions = [gateway.completion(job, self.id, i) for i in range(job.num_answers)]
+        self._span = gateway.spans.begin("router.request", job.trace, endpoint=job.endpoint, answers=job.num_answers)
+        self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
 
     @property
     def mode(self) -> str:
@@ -256,6 +266,8 @@ class Run:
         finally:
             self._gateway.admission.leave(self.job.num_answers)
             self._count()
+            used = self.usage()
+            self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
     def _time(self, number: int, delta: TextDelta) -> None:
         now_s, metrics = self._gateway.clock(), self._gateway.metrics

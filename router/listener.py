@@ -49,6 +49,11 @@ class HttpListener:
         await self._server.startup(sockets=[self._socket])
         self._loop = asyncio.create_task(self._server.main_loop())
 
+    def refuse(self) -> None:
+        """Take no new connection; open ones go on."""
+        for listening in self._server.servers:
+            listening.close()
+
     async def close(self) -> None:
         """Stop listening and end what is left."""
         if self._loop is None:

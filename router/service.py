@@ -24,11 +24,13 @@ from slipstream.metrics import RouterMetrics
 from slipstream.models import resolve, tokenizer_hash
 from slipstream.requests import Backend
 from slipstream.scrape import MetricsServer
+from slipstream.spans import spans_of
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.tls import export_end, tls_files
 
 READY_EVERY_S = 0.5
+QUIET_S = 0.5  # nobody asks any more: what was sent when the last answer went would be here
 
 
 class RouterService:
@@ -44,7 +46,8 @@ class RouterService:
         self._targets = Targets(targets, connect)
         self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
-        self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section)
+        self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
+                               spans=spans_of(config.log, "router"))
         self._http = HttpListener(create_app(self.gateway, keys, section), section, config.wire)
         front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [front], reflect=section.reflection)
@@ -82,17 +85,20 @@ class RouterService:
                        ready=self.gateway.ready)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, give running ones ``grace_s`` seconds, then close everything."""
+        """Refuse new connections and move open ones away, for at most ``grace_s`` seconds; then close everything."""
         self._log.info("draining", running=self.gateway.admission.in_flight)
-        self.gateway.drain()
-        await self._grpc.set_ready(False)
+        self.gateway.leave()
+        self._http.refuse()
+        calls = asyncio.create_task(self._grpc.drain(grace_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self.gateway.admission.empty()
+                await self.gateway.admission.quiet(QUIET_S)
+        self.gateway.drain()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._targets.aclose()
+        calls.cancel()
         await self._grpc.drain(1.0)
         await self._http.close()
         await asyncio.to_thread(self._metrics.close)

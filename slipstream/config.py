@@ -193,6 +193,9 @@ class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "console"] = "json"
     trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
+    spans: str = Field("", pattern=r"^(https?://\S+)?$", description="an OpenTelemetry collector (OTLP over gRPC) that "
+                       "gets spans of requests, as in http://collector:4317; empty: none")
+    span_share: float = Field(1.0, ge=0, le=1, description="part of requests without a traceparent that is followed")
 
 
 class Config(Section):

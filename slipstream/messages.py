@@ -133,6 +133,7 @@ class Open:
     prompt_len: int
     sampling: Sampling
     wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
+    trace: str = ""  # the traceparent of the answer; "": nobody follows
 
 
 @dataclass(frozen=True, slots=True)

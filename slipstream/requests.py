@@ -36,6 +36,7 @@ class Request:
     top_logprobs: int | None = None
     speculate: bool = True
     answered: int = 0
+    trace: str = ""  # the traceparent of whoever asks; "": nobody follows
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left to ask when ``tokens`` of the answer are there."""

@@ -102,14 +102,16 @@ class TargetSide:
     """What the target knows of one session: its committed tokens, and the tree that a drafter grows below them."""
 
     __slots__ = ("_opened_at", "_passed", "_root_scores", "heard", "prompt_len", "sampling", "session", "state",
-                 "tokens", "tree")
+                 "tokens", "trace", "tree")
 
-    def __init__(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling) -> None:
+    def __init__(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling,
+                 trace: str = "") -> None:
         assert tokens and 0 < prompt_len <= len(tokens)
         self.session = session
         self.tokens = list(tokens)
         self.prompt_len = prompt_len
         self.sampling = sampling
+        self.trace = trace
         self.state = TargetState.ALONE
         self.tree = DraftTree.root_only(len(tokens), tokens[-1])
         self.heard = False  # the drafter has answered for this base, be it with nothing
@@ -132,7 +134,8 @@ class TargetSide:
         self._restart()
         self._opened_at = self.base
         self._root_scores = {self.base: 0.0}
-        return Open(self.session, np.array(self.tokens, np.int32), self.prompt_len, self.sampling, wanted)
+        return Open(self.session, np.array(self.tokens, np.int32), self.prompt_len, self.sampling, wanted,
+                    self.trace)
 
     def commit(self, tokens: Sequence[int], features: Features | None = None, drafted: int = 0,
                wanted: int = MAX_NODES - 1) -> Commit | None:

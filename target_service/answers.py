@@ -26,6 +26,7 @@ from slipstream.metrics import TargetMetrics
 from slipstream.policy import ExchangeTimes, Experience, Mode, Reason, Round, SpeculationPolicy, StepCosts, Transition
 from slipstream.requests import Finish, Piece, Request
 from slipstream.session import TargetSide
+from slipstream.spans import Spans
 from slipstream.tree import MAX_NODES
 from target_service.links import DraftPool
 from target_service.running import Running, Sink
@@ -49,7 +50,7 @@ class Answers:
     """The life of answers; the worker decides when, this decides what."""
 
     def __init__(self, runner: ModelRunner, cache: RadixCache | None, pool: DraftPool, config: PolicySection,
-                 costs: StepCosts, metrics: TargetMetrics, dispatch: Dispatch) -> None:
+                 costs: StepCosts, metrics: TargetMetrics, dispatch: Dispatch, spans: Spans) -> None:
         self._runner = runner
         self._cache = cache
         self._pool = pool
@@ -59,13 +60,15 @@ class Answers:
         self._exchange = ExchangeTimes()  # one for all: a new answer need not learn how far the drafts are
         self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
         self._dispatch = dispatch
+        self._spans = spans
         self._log = logger("target")
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
     def begin(self, number: int, request: Request, sink: Sink, now_s: float) -> Running:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
-        side = TargetSide(number, request.tokens, prompt, request.sampling)
+        span = self._spans.begin("target.answer", request.trace, prompt=prompt, answered=request.answered)
+        side = TargetSide(number, request.tokens, prompt, request.sampling, span.parent)
         policy = SpeculationPolicy(self._config, self._costs, self._exchange, now_s,
                                    self._experience[request.sampling.greedy])
         if not request.speculate:
@@ -73,7 +76,7 @@ class Answers:
         history = TokenHistory.of(request.sampling, request.tokens[:prompt])
         if history is not None:
             history.append(request.tokens[prompt:])
-        return Running(number, request, side, policy, sink, now_s, history)
+        return Running(number, request, side, policy, sink, now_s, history, span=span)
 
     def admit(self, running: Running, now_s: float) -> None:
         """Give it its slots, as far as the prefix cache has them, and a drafter."""
@@ -100,6 +103,7 @@ class Answers:
         """It is over: its drafter is told, its KV goes to the prefix cache."""
         self._pool.close(running)
         self._return_slots(running)
+        running.span.end(tokens=running.side.num_output)
 
     def fail(self, running: Running, error: Exception, outcome: str = "failed") -> None:
         """It cannot go on here."""
@@ -162,6 +166,8 @@ class Answers:
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
         waited_s = running.waited(started_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
+        running.span.event("round", drafted=drafted, accepted=accepted, rows=step.rows, step_s=step_s, wait_s=waited_s,
+                           mode=running.policy.mode.value)
         if drafted:
             self._pool.judge(running, drafted, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))

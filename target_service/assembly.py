@@ -24,6 +24,7 @@ from slipstream.metrics import TargetMetrics
 from slipstream.models import resolve, tokenizer_hash
 from slipstream.policy import StepCosts
 from slipstream.requests import DraftStatus
+from slipstream.spans import spans_of
 from slipstream.trace import Trace
 from slipstream.tree import MAX_NODES
 from target_service.service import LoopDispatch, Served, TargetService
@@ -63,7 +64,8 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     costs = StepCosts(runner.profile())
     metrics = TargetMetrics(name)
     trace = Trace(config.log.trace, "target")
-    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop), trace=trace)
+    worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop), trace=trace,
+                          spans=spans_of(config.log, "target"))
     lossy = _warn_if_lossy(config.target)
     served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, lossy)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,

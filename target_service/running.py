@@ -22,6 +22,7 @@ from slipstream.engine.sampling import TokenHistory
 from slipstream.policy import SpeculationPolicy
 from slipstream.requests import Piece, Request
 from slipstream.session import TargetSide
+from slipstream.spans import Span, Unfollowed
 from slipstream.wire.link import Link
 
 Sink = Callable[[Piece | Exception], None]
@@ -55,6 +56,7 @@ class Running:
     enough: float = 0.0  # draft tokens that a tree must promise for it to be taken at once
     features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
     first_step_s: float | None = None
+    span: Span = field(default_factory=Unfollowed)
 
     @property
     def prefilling(self) -> bool:

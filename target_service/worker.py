@@ -28,6 +28,7 @@ from slipstream.log import logger
 from slipstream.messages import DraftHello, Growth, TargetBound
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
+from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch, Step
@@ -47,7 +48,7 @@ class TargetWorker:
 
     def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
                  dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
-                 trace: Trace | None = None) -> None:
+                 trace: Trace | None = None, spans: Spans | None = None) -> None:
         self._runner = runner
         self._config = config
         self._metrics = metrics
@@ -57,7 +58,8 @@ class TargetWorker:
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
         self.pool = DraftPool(runner, metrics, config)
-        self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch)
+        self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch,
+                               spans or NoSpans())
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
         limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)

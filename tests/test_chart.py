@@ -247,6 +247,17 @@ def test_who_reaches_whom(profile: str) -> None:
     assert policies["target"]["egress"][0]["ports"] == [{"protocol": "TCP", "port": 50052}]
 
 
+def test_spans_reach_their_collector_and_nobody_else_does() -> None:
+    place = "http://collector.monitoring:4317"
+    for given, expected in (((), []), (("--set", f"config.log.spans={place}"), [{"protocol": "TCP", "port": 4317}])):
+        objects = rendered("cpu", *given)
+        for role in ROLES:
+            rules = only(objects, "NetworkPolicy", f"r-slipstream-{role}")["spec"]["egress"]
+            assert [port for rule in rules for port in rule["ports"] if port["port"] == 4317] == expected, role
+        files = [o["data"]["slipstream.yaml"] for o in objects if "slipstream.yaml" in o.get("data", {})]
+        assert len(files) == 3 and all((place in file) == bool(given) for file in files)
+
+
 @pytest.mark.parametrize(("version", "budget", "scaler"), [
     ("1.20.2", "policy/v1beta1", "autoscaling/v2beta2"), ("1.22.0", "policy/v1", "autoscaling/v2beta2"),
     ("1.23.0", "policy/v1", "autoscaling/v2"), ("1.37.0", "policy/v1", "autoscaling/v2")])

@@ -264,6 +264,15 @@ def test_bad_target_item_costs_its_session_only(item: object, field: str) -> Non
     assert [(session in (3, 4), fault.field) for session, fault in faults] == [(True, field)]
 
 
+def test_a_session_says_whom_it_belongs_to_in_the_one_form() -> None:
+    shown = f"00-{'a' * 32}-{'b' * 16}-01"
+    for trace, taken in ((shown, shown), ("", ""), (shown + "; drop", "")):
+        item = Open(3, ints(1, 2), 1, SAMPLING, 9, trace)
+        frame = encode_target_frames(INCARNATION, [item], MAX_BYTES)[0][0]
+        found, _ = decode_target_frame(frame, INCARNATION, LIMITS)
+        assert isinstance(found[0], Open) and found[0].trace == taken
+
+
 def test_features_nobody_reads_are_refused() -> None:
     frame = encode_target_frames(INCARNATION, [FEATURES], MAX_BYTES)[0][0]
     _, faults = decode_target_frame(frame, INCARNATION, FrameLimits(VOCAB, CONTEXT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -113,6 +114,32 @@ async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert (await running).json()["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_router_that_leaves_moves_its_clients_and_fails_none(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget(pause_s=0.002)) as r, httpx.AsyncClient(timeout=10) as late:
+        codes, closed = [], asyncio.Event()
+
+        async def ask() -> None:
+            async with httpx.AsyncClient(timeout=10) as http:
+                while not closed.is_set():
+                    answer = await http.post(f"{r.base}{CHAT}", json={"model": "tiny", "messages": HELLO})
+                    codes.append(answer.status_code)
+                    if answer.headers.get("connection") == "close":
+                        return  # a client's next request would open a new connection, to another router
+
+        await late.get(f"{r.base}/live")
+        asking = [asyncio.create_task(ask()) for _ in range(3)]
+        await until(lambda: len(codes) > 6, asyncio.sleep)
+        draining = asyncio.create_task(r.service.drain(20))
+        await asyncio.wait_for(asyncio.gather(*asking), 20)
+        answer = await late.post(f"{r.base}{CHAT}", json={"model": "tiny", "messages": HELLO})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        async with httpx.AsyncClient() as new:
+            with pytest.raises(httpx.ConnectError):
+                await new.get(f"{r.base}/live")
+        await asyncio.wait_for(draining, 20)
+        assert set(codes) == {200}, codes
 
 
 async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,16 @@ def namespace(cluster: Cluster) -> Iterator[str]:
         yield name
 
 
+@pytest.fixture(scope="module")
+def controlled(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with its controllers and scheduler at work."""
+    if cluster.own is None:
+        pytest.skip("nodes of processes are for an API server of one's own; on yours, `helm test` asks the question")
+    cluster.own.start_controllers()
+    yield cluster
+    cluster.own.end_controllers()
+
+
 @pytest.fixture
 def own(cluster: Cluster) -> OwnServer:
     if cluster.own is None:

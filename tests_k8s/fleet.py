@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,9 +41,9 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(folder: Path, drafts: Sequence[str], targets: str = "", drafts_at: str = "",
-                settings: Sequence[str] = ()) -> AsyncIterator[Fleet]:
+                settings: Sequence[str] = (), own: Mapping[str, Sequence[str]] | None = None) -> AsyncIterator[Fleet]:
     """All of them, begun; wait for each with ``ready``. ``targets`` and ``drafts_at`` are the addresses that the router
-    and the target get, if not those of the processes."""
+    and the target get, if not those of the processes. ``own``: settings of one process, by its name."""
     made = Fleet(port=free_port())
     for name in (*drafts, "target", "router"):
         made.ports[name] = free_port()
@@ -56,10 +56,11 @@ async def fleet(folder: Path, drafts: Sequence[str], targets: str = "", drafts_a
     for name in made.ports:
         section = name if name in ("target", "router") else "draft"
         metrics = free_port()
-        own = [f"{section}.metrics_listen=127.0.0.1:{metrics}"]
-        own += [f"draft.listen={at[name]}"] if section == "draft" else []
+        places = [f"{section}.metrics_listen=127.0.0.1:{metrics}"]
+        places += [f"draft.listen={at[name]}"] if section == "draft" else []
         module = section if section == "router" else f"{section}_service"
-        made.processes[name] = Process(module, [*shared, *own], metrics, folder / f"{name}.log")
+        made.processes[name] = Process(module, [*shared, *places, *(own or {}).get(name, ())], metrics,
+                                       folder / f"{name}.log")
     try:
         for process in made.processes.values():
             process.start()

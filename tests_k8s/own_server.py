@@ -1,6 +1,7 @@
-"""An API server of one's own on loopback: etcd and kube-apiserver as processes, to be killed, restarted and compacted.
+"""An API server of one's own on loopback: processes, to be killed, restarted and compacted.
 
-Nothing runs in it, as there are no nodes and no controllers. It needs what `make k8s-cluster` builds, and openssl.
+Nothing runs in it unless controllers are started and a node (``node``) is there. It needs what
+`make k8s-cluster` builds, and openssl.
 """
 
 from __future__ import annotations
@@ -69,6 +70,20 @@ class OwnServer:
                 raise Unavailable(f"kube-apiserver was not ready within {START_S:.0f} s; its log ends with:\n"
                                   f"{log[-2000:]}")
             time.sleep(0.5)
+
+    def start_controllers(self) -> None:
+        """What makes pods of deployments, gives them to nodes and lists them in slices. The older kind of endpoints is
+        not written, as loopback addresses are refused there."""
+        shared = (f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--port=0", "--secure-port=0",
+                  "--kube-api-qps=200", "--kube-api-burst=400")
+        self._run("kube-controller-manager", *shared, "--controllers=*,-endpoint,-endpointslicemirroring",
+                  "--service-account-private-key-file=accounts.key", "--root-ca-file=certificates/apiserver.crt",
+                  "--node-monitor-grace-period=300s")
+        self._run("kube-scheduler", *shared)
+
+    def end_controllers(self) -> None:
+        for name in ("kube-scheduler", "kube-controller-manager"):
+            self._end(name, signal.SIGTERM)
 
     def kill_api(self) -> None:
         """As if its machine had lost power. What it has said is in etcd."""

@@ -32,6 +32,7 @@ from slipstream.messages import (
     TargetBound,
     TargetHello,
 )
+from slipstream.spans import well_formed
 from slipstream.tree import MAX_NODES, Ints
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
@@ -107,7 +108,7 @@ def _target_item(item: DraftBound) -> draft_pb2.TargetItem:
     if isinstance(item, Open):
         return draft_pb2.TargetItem(open=draft_pb2.OpenItem(
             session=item.session, tokens=int_bytes(item.tokens), prompt_len=item.prompt_len,
-            sampling=encode_sampling(item.sampling), wanted=item.wanted))
+            sampling=encode_sampling(item.sampling), wanted=item.wanted, trace=item.trace))
     if isinstance(item, Features):
         return draft_pb2.TargetItem(features=_features_item(item))
     return draft_pb2.TargetItem(close=draft_pb2.CloseItem(session=item.session))
@@ -162,7 +163,7 @@ def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
     within("open.tokens", len(tokens), 1, limits.max_context)
     prompt_len = within("open.prompt_len", wire.prompt_len, 1, len(tokens))
     return Open(wire.session, tokens, prompt_len, decode_sampling(wire.sampling, limits.vocab_size),
-                within("open.wanted", wire.wanted, 0, MAX_NODES - 1))
+                within("open.wanted", wire.wanted, 0, MAX_NODES - 1), well_formed(wire.trace))
 
 
 def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:

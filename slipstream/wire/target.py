@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from grpc import aio
 from slipstream.config import WireSection
 from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, Unavailable
 from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.spans import HEADER, well_formed
 from slipstream.wire.answers import (
     decode_control,
     decode_info,
@@ -96,7 +98,9 @@ class TargetServicer:
             raise InvalidRequest("request", f"none within {self._first_s:g} s") from error
         if not isinstance(data, bytes):
             return None
-        return decode_start(data, self._info.vocab_size, self._info.max_context)
+        shown = [value for name, value in context.invocation_metadata() or () if name == HEADER]
+        request = decode_start(data, self._info.vocab_size, self._info.max_context)
+        return replace(request, trace=well_formed(str(shown[0]))) if shown else request
 
     async def _answer(self, answer: Answer, context: Context) -> None:
         controls = asyncio.ensure_future(self._control(answer, context))
@@ -132,7 +136,7 @@ class TargetClient:
         start = encode_start(request)
         if len(start) > self._max_bytes:
             raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_bytes}")
-        return RemoteAnswer(self._connection, start, self.address, self._connect_s)
+        return RemoteAnswer(self._connection, start, self.address, self._connect_s, request.trace)
 
     async def info(self) -> TargetInfo:
         """Raises Unavailable within ``connect_s`` seconds."""
@@ -154,10 +158,11 @@ class TargetClient:
 class RemoteAnswer:
     """An Answer over one Generate call."""
 
-    def __init__(self, connection: Connection, start: bytes, address: str, connect_s: float) -> None:
+    def __init__(self, connection: Connection, start: bytes, address: str, connect_s: float, trace: str = "") -> None:
         self._connection = connection
         self._address = address
         self._connect_s = connect_s
+        self._metadata = ((HEADER, trace),) if trace else ()
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._outgoing.put_nowait(start)
         self._call: Any = None
@@ -177,7 +182,7 @@ class RemoteAnswer:
             return
         line = self._connection.begin()
         method: Any = line.channel.stream_stream(f"/{TARGET_SERVICE}/Generate")
-        self._call = method(self._requests())
+        self._call = method(self._requests(), metadata=self._metadata)
         try:
             await self._taken()
             while isinstance(data := await self._call.read(), bytes):

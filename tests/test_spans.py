@@ -1,0 +1,102 @@
+"""One request followed through router, target and draft, by a collector on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent import futures
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from draft_service.__main__ import serve as serve_draft
+from router.__main__ import serve as serve_router
+from slipstream.config import Config, LogSection
+from slipstream.spans import NoSpans, spans_of, well_formed
+from target_service.__main__ import serve as serve_target
+from tests.pair import STUBBORN
+from tests.test_lifecycle import free_port
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SHOWN = f"00-{TRACE}-{PARENT}-01"
+
+
+@pytest.mark.parametrize(("shown", "taken"), [
+    (SHOWN, SHOWN), ("", ""), (SHOWN.upper(), ""), (SHOWN[:-1], ""), (SHOWN + "0", ""), ("x" * 10_000, ""),
+    (f"00-{'0' * 32}-{PARENT}-01", ""), (f"00-{TRACE}-{'0' * 16}-01", "")])
+def test_only_what_has_the_form_is_a_parent(shown: str, taken: str) -> None:
+    assert well_formed(shown) == taken
+
+
+def test_without_a_collector_nothing_is_followed() -> None:
+    spans = spans_of(LogSection(), "router")
+    assert isinstance(spans, NoSpans) and spans.begin("x", SHOWN).parent == ""
+
+
+@asynccontextmanager
+async def serving(serve: Callable[..., Coroutine[Any, Any, None]], config: Config) -> AsyncIterator[None]:
+    stop, ready = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(serve(config, stop, ready.set))
+    await asyncio.wait({task, asyncio.create_task(ready.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not task.done(), task
+    yield
+    stop.set()
+    await task
+
+
+async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as wire
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+        TraceServiceServicer,
+        add_TraceServiceServicer_to_server,
+    )
+    found: dict[str, list[Any]] = {}
+
+    class Collector(TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            for resource in request.resource_spans:
+                for scope in resource.scope_spans:
+                    for span in scope.spans:
+                        found.setdefault(span.name, []).append(span)
+            return wire.ExportTraceServiceResponse()
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(Collector(), server)
+    collector, http, target, draft = server.add_insecure_port("127.0.0.1:0"), free_port(), free_port(), free_port()
+    server.start()
+    config = Config.model_validate({
+        "model": {"path": str(tiny_folder), "dtype": "float32", "threads": 1},
+        "log": {"level": "warning", "spans": f"http://127.0.0.1:{collector}", "span_share": 0.0},
+        "draft": {"listen": f"127.0.0.1:{draft}", "metrics_listen": "127.0.0.1:0", "drafter": "ngram",
+                  "ngram": {"min_match": 1}},
+        "target": {"listen": f"127.0.0.1:{target}", "metrics_listen": "127.0.0.1:0", "slots": 2048,
+                   "drafts": [f"127.0.0.1:{draft}"], "policy": STUBBORN.model_dump()},
+        "router": {"listen": f"127.0.0.1:{http}", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0",
+                   "targets": [f"127.0.0.1:{target}"], "model_name": "tiny"}})
+    body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 40, "ignore_eos": True}
+    async with (serving(serve_draft, config), serving(serve_target, config), serving(serve_router, config),
+                httpx.AsyncClient(timeout=30) as client):
+        for headers in ({}, {"traceparent": SHOWN}):  # the first brings no parent, and none is followed of such
+            answer = await client.post(f"http://127.0.0.1:{http}/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+    async with asyncio.timeout(30):
+        while len(found) < 3:
+            await asyncio.sleep(0.05)
+    server.stop(None)
+    assert {name: len(spans) for name, spans in found.items()} == {
+        "router.request": 1, "target.answer": 1, "draft.session": 1}
+    parent = bytes.fromhex(PARENT)
+    for name in ("router.request", "target.answer", "draft.session"):
+        span = found[name][0]
+        assert (span.trace_id.hex(), span.parent_span_id) == (TRACE, parent), name
+        parent = span.span_id
+    rounds = [event for event in found["target.answer"][0].events if event.name == "round"]
+    growths = [event for event in found["draft.session"][0].events if event.name == "growth"]
+    accepted = sum(value.value.int_value for event in rounds for value in event.attributes if value.key == "accepted")
+    details = answer.json()["usage"]["completion_tokens_details"]
+    assert growths and accepted >= details["accepted_prediction_tokens"] > 0
