@@ -15,7 +15,7 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host bench-network \
+.PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
 	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image clean
 
 help:  ## what there is
@@ -52,6 +52,9 @@ bench-exact: setup  ## does speculation change an answer? plain against the defa
 
 bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
 	$(BIN)/python -m bench.host $(ARGS)
+
+bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of (ARGS=--exact)
+	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.steps $(ARGS)
 
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
 	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \

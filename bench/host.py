@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from rich.progress import track
 
 from bench.report import Row, write
 from slipstream.config import PolicySection
-from slipstream.drafters.grow import TreeGrowth
+from slipstream.drafters.grow import Children, TreeGrowth
 from slipstream.drafters.sent import SentTrees
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
@@ -59,18 +59,18 @@ def choice_rows(sampling: Sampling, rows: int) -> ChoiceRows:
     return ChoiceRows(sampling, range(rows), positions, range(rows), None, [()] * rows)
 
 
-def children(count: int, seed: int) -> list[tuple[list[int], list[float]]]:
+def children(count: int, seed: int) -> list[Children]:
     """Tokens and scores of the children of ``count`` nodes."""
     dice = np.random.default_rng(seed)
     return [(dice.choice(VOCAB, TOPK, replace=False).tolist(), np.sort(-dice.exponential(size=TOPK))[::-1].tolist())
             for _ in range(count)]
 
 
-def grown() -> Growth:
+def grown(levels: Sequence[list[Children]]) -> Growth:
     """A tree of the default shape, as a drafter makes it once its forwards are done."""
     growth, sent = TreeGrowth(TOPK), SentTrees().open(1, CONTEXT)
-    for level in range(LEVELS):
-        growth.expand(children(len(growth.frontier), level))
+    for level in levels:
+        growth.expand(level[:len(growth.frontier)])
     return growth.send(NODES, sent).growth(1, CONTEXT, time.perf_counter())
 
 
@@ -91,7 +91,8 @@ def parts_of_choosing() -> Iterator[tuple[str, Part]]:
 
 
 def parts_of_a_round() -> Iterator[tuple[str, Part]]:
-    growth = grown()
+    levels = [children(TOPK if level else 1, level) for level in range(LEVELS)]
+    growth = grown(levels)
     side = side_with_tree(growth)
     tree = side.tree.best(NODES)
     path = tree.path(len(tree) - 1)
@@ -122,7 +123,7 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
     yield "wire: decode a commit", lambda: decode_target_frame(commit_frame, 1, LIMITS)
     yield "wire: encode a growth", lambda: encode_draft_frames(1, [growth], MAX_BYTES)
     yield "wire: decode a growth", lambda: decode_draft_frame(growth_frame, 1, LIMITS)
-    yield f"draft: grow {LEVELS} levels, send {NODES} nodes", grown
+    yield f"draft: grow {LEVELS} levels, send {NODES} nodes", partial(grown, levels)
 
 
 def measured(name: str, part: Part, repeats: int) -> Row:
@@ -137,6 +138,22 @@ def measured(name: str, part: Part, repeats: int) -> Row:
     return {"part": name, "p50_us": cuts[49], "p99_us": cuts[98]}
 
 
+def sums(rows: Sequence[Row]) -> list[Row]:
+    """What a greedy round costs each side: its own parts, and the frames that it reads and writes. The 99th percentile
+    is what it would be if all parts were slow together."""
+    frames = {"target": ("encode a commit", "decode a growth"), "draft": ("decode a commit", "encode a growth")}
+    found: list[Row] = []
+    for side, ends in frames.items():
+        times = {"p50_us": 0.0, "p99_us": 0.0}
+        for row in rows:
+            part = str(row["part"])
+            if (part.startswith(f"{side}: ") and ", T =" not in part) or part.removeprefix("wire: ") in ends:
+                for key in times:
+                    times[key] += float(str(row[key])) * (LEVELS if "rank" in part else 1)
+        found.append({"part": f"{side}: a greedy round, all of it", **times})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
@@ -145,6 +162,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     parts = [*parts_of_a_round(), *parts_of_choosing()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]
+    rows += sums(rows)
     write("round", rows, "a round besides its forwards, microseconds")
 
 

@@ -71,7 +71,8 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         max_context)
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
-                          threads=torch.get_num_threads(), slots=served.num_slots, max_context=max_context,
+                          threads=torch.get_num_threads(), alone_rows=runner.alone_rows,
+                          slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from slipstream.engine.backend import TorchAttention
-from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Linear, Rope
-from slipstream.engine.model import ModelConfig, parse_config
+from slipstream.engine.model import CausalModel, ModelConfig, parse_config
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model, load_tensors
 from slipstream.errors import CapacityError, ModelError
@@ -145,6 +146,39 @@ def test_profile_measures_and_frees(tiny_folder: Path) -> None:
     costs = runner.profile((1, 4, 8, 64))
     assert list(costs) == [1, 4, 8] and all(seconds > 0 for seconds in costs.values())
     runner.slots.check([])
+
+
+class Waiting:
+    """A model that waits: up to four rows where threads are several, more rows where it has one."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.embed, self.logits = model.embed, model.logits
+        self.seen: list[tuple[int, int]] = []  # rows, threads
+
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.seen.append((batch.num_rows, torch.get_num_threads()))
+        if (torch.get_num_threads() > 1) == (batch.num_rows <= 4):
+            time.sleep(0.03)
+        return self.model.forward(batch, pool, taps)
+
+
+def test_few_rows_run_on_one_thread_where_that_is_quicker(tiny_folder: Path) -> None:
+    model = Waiting(load_model(tiny_folder, "float32"))
+    runner, before = ModelRunner(model, 256), torch.get_num_threads()
+    run(runner, TEXT)
+    assert model.seen == [(len(TEXT), before)]
+    try:
+        torch.set_num_threads(2)
+        runner.profile((1, 4, 8))
+        assert runner.alone_rows == 4 and torch.get_num_threads() == 2
+        for rows in (8, 4, 9):
+            run(runner, TEXT[:rows])
+        assert model.seen[-3:] == [(8, 2), (4, 1), (9, 2)]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:

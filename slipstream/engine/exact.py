@@ -123,6 +123,8 @@ def agreeing_rows(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.T
     """The least and the most rows of one call between which a row's bits depend neither on how many there are
     nor on its place. product: bfloat16 [T, I] -> [T, O]; rows: [MOST_ROWS, I]. Raises ModelError if there are none."""
     whole = product(rows)
+    if not torch.equal(_on_one_thread(product, rows), whole):
+        raise ModelError("model.exact: this machine's products depend on the number of threads; set model.threads=1")
     least = next((count + 1 for count in range(MOST_ROWS - 1, 0, -1)
                   if not torch.equal(product(rows[:count]), whole[:count])), 1)
     if least <= FIXED_ROWS and _same_everywhere(product, rows):
@@ -145,6 +147,15 @@ def cancelling(in_features: int, out_features: int) -> tuple[Linear, torch.Tenso
     weight[:, half : 2 * half] = weight[:, :half][:, order]
     rows[:, half : 2 * half] = -rows[:, :half][:, order]
     return Linear(weight), rows
+
+
+def _on_one_thread(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return product(rows)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _same_everywhere(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> bool:

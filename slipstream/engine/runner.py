@@ -3,6 +3,8 @@
 Rules:
 1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
 2. The same runner serves target and draft; it never learns why a row is there.
+3. On a CPU, few rows may be quicker on one thread than on several that wait for one another at each product. Up to how
+   many is measured by ``profile``; before it, all threads are used.
 
 It knows nothing about sessions, trees, sampling or the network.
 """
@@ -24,12 +26,13 @@ from slipstream.errors import CapacityError
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
+ALONE_GAIN = 1.02  # a core that is left to others is worth a little
 
 
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "_known", "model", "pool", "slots", "taps")
+    __slots__ = ("_features", "_known", "_threads", "alone_rows", "model", "pool", "slots", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0) -> None:
         """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``)."""
@@ -40,6 +43,8 @@ class ModelRunner:
                            model.dtype, model.device)
         self.taps: tuple[int, ...] = ()
         self._features = torch.empty(0, 0)
+        self.alone_rows = 0  # batches of at most so many rows run on one thread; 0: thread counts are left alone
+        self._threads = 1  # of larger ones
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
 
     @property
@@ -64,6 +69,8 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run a batch: KV (and features, with taps) are written at its slots. Returns the logits [R, V]."""
+        if self.alone_rows:
+            torch.set_num_threads(1 if batch.num_rows <= self.alone_rows else self._threads)
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped)
@@ -86,6 +93,8 @@ class ModelRunner:
         """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
         do not fit the free slots are left out."""
         costs: dict[int, float] = {}
+        self.alone_rows, self._threads = 0, torch.get_num_threads()
+        several = self._threads > 1 and self.model.device.type == "cpu"
         for count in rows:
             try:
                 slots = self.slots.alloc(PROFILE_CONTEXT + count)
@@ -93,9 +102,21 @@ class ModelRunner:
                 break
             try:
                 costs[count] = self._time(slots, count)
+                if several:
+                    costs[count], several = self._tried_alone(slots, count, costs[count])
             finally:
                 self.slots.free(slots)
         return costs
+
+    def _tried_alone(self, slots: NDArray[np.int64], count: int, cost_s: float) -> tuple[float, bool]:
+        """The better time of so many rows, and whether it is one thread's; ``alone_rows`` follows."""
+        before, self.alone_rows = self.alone_rows, count
+        alone_s = self._time(slots, count)
+        torch.set_num_threads(self._threads)
+        if alone_s <= cost_s * ALONE_GAIN:
+            return alone_s, True
+        self.alone_rows = before
+        return cost_s, False
 
     def _time(self, slots: NDArray[np.int64], count: int) -> float:
         self.pool.kv[:, torch.from_numpy(slots).to(self.pool.kv.device)] = 0  # memory may hold anything

@@ -126,8 +126,7 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
     rows = _own_rows(logits, session, vocabulary)
     if session.sampling.greedy:
         # A draft's greedy ranking is its hot path: float32 unless something must be adjusted.
-        scores = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        columns = torch.arange(scores.shape[1], device=logits.device)[None]
+        scores, columns = rows.to(torch.promote_types(rows.dtype, torch.float32)), None
     elif is_filtered(session.sampling):
         columns, scores = _survivors(rows, [session], vocabulary, k)
     else:
@@ -135,8 +134,11 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
                                   _keys([session], rows.device), k)
         vocabulary = None
     best, where = torch.log_softmax(scores, 1).topk(min(k + RUNNERS_UP, scores.shape[1]), 1)
-    columns = columns.expand_as(scores).gather(1, where)
-    ids = columns if vocabulary is None else vocabulary[columns]
+    ids = where if columns is None else columns.expand_as(scores).gather(1, where)
+    if vocabulary is not None:
+        ids = vocabulary.take(ids)
+    if best.device.type == "cpu" and bool((best[:, 1:] < best[:, :-1]).all()):
+        return ids[:, :k], best[:, :k].to(torch.float32)  # no equals: their order needs no care
     by_id = ids.argsort(1)
     order = by_id.gather(1, best.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices)[:, :k]
     return ids.gather(1, order), best.gather(1, order).to(torch.float32)
