@@ -15,7 +15,12 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
+=======
+.PHONY: help setup run test test-long test-k8s lint proto bench bench-peers bench-load bench-router \
+	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-network \
+>>>>>>> a081e59 (make bench: Slipstream beside transformers and llama.cpp, batches and goals; router overhead, load by aiperf, scale on timed devices)
 	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image clean
 
 help:  ## what there is
@@ -43,6 +48,27 @@ lint: .venv/.project  ## ruff, mypy, import rules, protos
 
 proto: .venv/.project  ## compile proto/ again
 	$(BIN)/python build_protos.py
+
+# What Slipstream is compared with, apart from what it needs.
+PEERS := $(CACHE)/slipstream/peers
+PEERS_WITHOUT := TESTS EXAMPLES APP
+
+bench: setup  ## Slipstream beside transformers and llama.cpp, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
+	$(BIN)/python -m bench.peers --peers $(PEERS) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
+
+bench-peers:  ## install what `make bench` and `make bench-load` compare and measure with: builds llama.cpp, minutes, once
+	test -x $(PEERS)/bin/python || "$(PYTHON)" -m venv $(PEERS)
+	LLAMA_CPP_BUILD_JOBS=$$(getconf _NPROCESSORS_ONLN) CMAKE_ARGS="$(PEERS_WITHOUT:%=-DLLAMA_BUILD_%=OFF)" \
+		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers.txt
+
+bench-load: setup  ## aiperf against the router: time to the first token, between tokens, throughput at a few rates (see bench-peers)
+	$(BIN)/python -m bench.load --peers $(PEERS) $(ARGS)
+
+bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
+	$(BIN)/python -m bench.routing $(ARGS)
+
+bench-scale: setup  ## up to 4 targets, 4 drafts and 512 streams on timed devices, a model of it, and what it predicts for 100 pods
+	$(BIN)/python -m bench.scale $(ARGS)
 
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.smoke $(ARGS)

@@ -50,6 +50,11 @@ class Process:
             self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments], stdout=log, stderr=log,
                                             stdin=subprocess.DEVNULL, env={**SHARED_CORES, **os.environ})
 
+    @property
+    def pid(self) -> int:
+        """0 before it was started."""
+        return self.process.pid if self.process is not None else 0
+
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)

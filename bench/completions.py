@@ -1,0 +1,101 @@
+"""A client of OpenAI's streamed completions that measures: when the first token came, when the last, and how many.
+
+It speaks HTTP/1.1 over a bare socket, because a comfortable client takes as long for a token as some servers do. It
+knows nothing about who serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import Unavailable
+
+MAX_LINE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer. Seconds from sending the request; ``rounds`` and ``accepted`` where the server tells them."""
+
+    tokens: int
+    first_s: float
+    total_s: float
+    rounds: int = 0
+    accepted: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding: the first token and what came before it are not counted. 0: too short to say."""
+        return (self.tokens - 1) / (self.total_s - self.first_s) if self.tokens > 1 else 0.0
+
+    @property
+    def end_to_end(self) -> float:
+        """Tokens a second from the request to the last token."""
+        return self.tokens / self.total_s
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where completions are served."""
+
+    port: int
+    model: str
+    host: str = "127.0.0.1"
+
+    async def ask(self, prompt: str | Sequence[int], max_tokens: int, extra: Mapping[str, Any],
+                  came: list[float] | None = None) -> Answered:
+        """Ask greedily, read all of the answer; ``came`` is told when each piece came. Raises Unavailable."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": True,
+                "stream_options": {"include_usage": True}, **extra}
+        began_s = time.perf_counter()
+        first_s = last_s = 0.0
+        usage: Mapping[str, Any] = {}
+        told: Mapping[str, Any] = {}
+        async for data in self._events(json.dumps(body).encode()):
+            event = json.loads(data)
+            if event.get("choices") and event["choices"][0].get("text"):
+                last_s = time.perf_counter() - began_s
+                first_s = first_s or last_s
+                if came is not None:
+                    came.append(began_s + last_s)
+            usage, told = event.get("usage") or usage, event.get("slipstream") or told
+        if not usage or not first_s:
+            raise Unavailable(f"port {self.port}: the answer has no text or no usage")
+        details = usage.get("completion_tokens_details") or {}
+        return Answered(int(usage["completion_tokens"]), first_s, last_s, int(told.get("rounds", 0)),
+                        int(details.get("accepted_prediction_tokens") or 0), int(usage["prompt_tokens"]))
+
+    async def _events(self, body: bytes) -> AsyncIterator[bytes]:
+        """The data of each event, without the one that ends them."""
+        try:
+            reader, writer = await asyncio.open_connection(self.host, self.port, limit=MAX_LINE)
+        except OSError as error:
+            raise Unavailable(f"port {self.port}: {error}") from error
+        try:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\nConnection: close\r\n\r\n" % (self.host.encode(), len(body)) + body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b" 200 " not in head.split(b"\r\n", 1)[0]:
+                raise Unavailable(f"port {self.port}: {head[:80]!r} {(await reader.read(500))!r}")
+            rest = b""
+            async for chunk in _chunks(reader):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: {"):
+                        yield line[6:]
+        except (OSError, EOFError, ValueError) as error:
+            raise Unavailable(f"port {self.port}: the answer broke off ({error!r})") from error
+        finally:
+            writer.close()
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """A body in chunked encoding."""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        yield (await reader.readexactly(size + 2))[:-2]

@@ -1,0 +1,183 @@
+"""``make bench-router``: what the router adds, against asking the target directly.
+
+Behind it is a target that computes nothing: each step takes a set time (``bench.timed``). What is measured:
+1. ``first_ms``: from the request to the first token, one request at a time while the other streams run; the router's
+   share is the difference of the medians.
+2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run: each piece brings one
+   token, the dearest case.
+3. Direct is gRPC to the target; the router is asked over HTTP with server-sent events, as most would, and over gRPC.
+Prompts are token ids: what tokenizing a text takes is a row of its own. Client and services share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.completions import Server
+from bench.fleet import Process, free_port
+from bench.report import Row, write
+from bench.timed import STREAMS, SYMBOLS, Timing
+from bench.work import cpu_s, resident
+from router.tokens import TextCodec
+from slipstream.chat import ChatOptions
+from slipstream.config import ModelSection, WireSection
+from slipstream.messages import Sampling
+from slipstream.models import resolve
+from slipstream.requests import Request
+from slipstream.wire.inference import AsyncCaller
+from slipstream.wire.target import TargetClient
+
+FOLDER = Path("build/bench/logs")
+CHAT = "Explain in two sentences why the sky is blue, and name three rivers that flow to the north. " * 8
+LONG = 60_000  # tokens of an answer that never ends here
+FIRST = 36  # stream of the timed target: from here on the default tokenizer has whole characters for its tokens
+TEXT = " to"  # one token of that stream
+
+Ask = Callable[[int, int, list[float]], Coroutine[None, None, None]]  # (stream, tokens, when each piece came)
+
+
+@dataclass(slots=True)
+class Rig:
+    """A timed target, a router before it, and the ways to ask."""
+
+    target: Process
+    router: Process
+    ways: dict[str, Ask]
+
+
+@asynccontextmanager
+async def deployed(timing: Timing) -> AsyncIterator[Rig]:
+    """Raises Unavailable."""
+    names = ("target.listen", "target.metrics_listen", "router.listen", "router.grpc_listen", "router.metrics_listen")
+    ports = {name: free_port() for name in names}
+    target_at = f"127.0.0.1:{ports['target.listen']}"
+    settings = (*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()), f"router.targets=['{target_at}']",
+                "target.drafts=[]", "target.slots=262144", "target.max_sessions=128")
+    target = Process("bench.timed_service", settings, ports["target.metrics_listen"], FOLDER / "routing-target.log",
+                     ("target", str(timing.save(FOLDER / "routing.json"))))
+    router = Process("router", settings, ports["router.metrics_listen"], FOLDER / "routing-router.log")
+    client = TargetClient(target_at, WireSection())
+    caller = AsyncCaller(f"127.0.0.1:{ports['router.grpc_listen']}", WireSection())
+    http = Server(ports["router.listen"], "timed")
+
+    async def direct(stream: int, tokens: int, came: list[float]) -> None:
+        first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
+        async for _ in client.submit(Request(f"direct-{stream}", (first, first), Sampling(), tokens)):
+            came.append(time.perf_counter())
+
+    async def over_http(stream: int, tokens: int, came: list[float]) -> None:
+        first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
+        await http.ask([first, first], tokens, {"ignore_eos": True}, came)
+
+    async def over_grpc(stream: int, tokens: int, came: list[float]) -> None:
+        async for _ in caller.complete("timed", TEXT, ChatOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+            came.append(time.perf_counter())
+
+    try:
+        for process in (target, router):
+            process.start()
+            await process.ready()
+        yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc})
+    finally:
+        await client.aclose()
+        await caller.aclose()
+        router.stop()
+        target.stop()
+
+
+async def probe(ask: Ask, streams: int, times: int) -> list[float]:
+    """Seconds to the first token of ``times`` requests, while ``streams`` others run."""
+    others = [asyncio.create_task(ask(number, LONG, [])) for number in range(streams)]
+    await asyncio.sleep(0.5 + streams / 100)
+    firsts = []
+    for _ in range(times):
+        came: list[float] = []
+        began_s = time.perf_counter()
+        await ask(streams, 1, came)
+        firsts.append(came[0] - began_s)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    return firsts
+
+
+async def load(rig: Rig, ask: Ask, streams: int, seconds: float) -> dict[str, float]:
+    """All streams for so long: what each process takes for a token, and the gap between tokens."""
+    came: list[list[float]] = [[] for _ in range(streams)]
+    tasks = [asyncio.create_task(ask(number, LONG, came[number])) for number in range(streams)]
+    await asyncio.sleep(1.0)
+    pids = {"router": rig.router.pid, "target": rig.target.pid}
+    before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
+    await asyncio.sleep(seconds)
+    spent, ended_s = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}, time.perf_counter()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    inside = [[s for s in each if began_s <= s <= ended_s] for each in came]
+    tokens = max(1, sum(map(len, inside)))
+    gaps = [b - a for each in inside for a, b in itertools.pairwise(each)]
+    return {"tokens_per_s": tokens / (ended_s - began_s), "gap_ms": 1e3 * statistics.median(gaps),
+            **{f"{name}_us_a_token": 1e6 * spent[name] / tokens for name in spent}}
+
+
+async def measure(streams: int, seconds: float, times: int, timing: Timing) -> list[Row]:
+    rows: list[Row] = []
+    async with deployed(timing) as rig:
+        for name, ask in rig.ways.items():
+            for number in (1, streams):
+                firsts = sorted(await probe(ask, number - 1, times))
+                loaded = await load(rig, ask, number, seconds)
+                rows.append({"way": name, "streams": number, "first_ms": 1e3 * statistics.median(firsts),
+                             "first_p99_ms": 1e3 * firsts[int(0.99 * len(firsts))], **loaded})
+        print(f"memory: router {resident(rig.router.pid):.0f} MiB, target {resident(rig.target.pid):.0f} MiB")
+    return rows
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """What the router adds, for each way and number of streams."""
+    direct = {row["streams"]: row for row in rows if row["way"] == "direct"}
+    lines = []
+    for row in rows:
+        if row["way"] != "direct":
+            added = float(str(row["first_ms"])) - float(str(direct[row["streams"]]["first_ms"]))
+            cost = float(str(row["router_us_a_token"]))
+            lines.append(f"{row['way']}, {row['streams']} streams: {added:+.2f} ms to the first token (goal 1), "
+                         f"{cost:.0f} µs of the router a token (goal 50)")
+    return lines
+
+
+def tokenizing() -> float:
+    """Microseconds for a chat of some 150 tokens."""
+    codec = TextCodec(resolve(ModelSection().path))
+    times = []
+    for _ in range(50):
+        began_s = time.perf_counter()
+        codec.chat([{"role": "user", "content": CHAT}])
+        times.append(time.perf_counter() - began_s)
+    return 1e6 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
+    parser.add_argument("--times", type=int, default=60, help="requests for the time to the first token")
+    parser.add_argument("--step-ms", type=float, default=25.0)
+    arguments = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    timing = Timing(step_s=arguments.step_ms / 1e3)
+    rows = asyncio.run(measure(arguments.streams, arguments.seconds, arguments.times, timing))
+    write("router", rows, f"bench-router: a timed target, {arguments.step_ms:g} ms a step")
+    print("\n".join([*verdict(rows), f"a chat of 8 sentences as tokens: {tokenizing():.0f} µs (in both)"]))
+
+
+if __name__ == "__main__":
+    main()

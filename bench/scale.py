@@ -1,0 +1,204 @@
+"""``make bench-scale``: how the services grow, from one target with one draft to four with four, and 512 streams.
+
+Devices are timed (``bench.timed``): a step takes a set time whoever computes, so what is measured is the services' own
+work, which is Python, on the cores of this machine. Every process's processor time is read before and after.
+
+The model that is fitted to it, and what it assumes:
+1. A part (target, draft, client) takes ``round_us`` of a core for a round and ``stream_us`` for each stream in it:
+   least squares over all rows.
+2. A target with b streams ends a round in the longer of its device's step and its host's work, and one process does not
+   use more than one core. What all processes take may not exceed the machine's cores.
+3. With a machine of its own for each pod (a core for each service is enough), pods do not slow one another down, and a
+   draft serves as many streams as its own host work allows within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.bars import bars
+from bench.fleet import Process, free_port
+from bench.network import Window, connected, stream
+from bench.report import FOLDER, Row, write
+from bench.timed import Timing
+from bench.work import cpu_s
+from slipstream.config import WireSection
+from slipstream.wire.target import TargetClient
+
+LOGS = Path("build/bench/logs")
+CELLS = ((1, 1, 1), (1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 2, 32), (2, 2, 128), (4, 4, 32), (4, 4, 128), (4, 4, 512))
+PARTS = ("target", "draft", "client")
+SETTLE_S = 2.0
+
+
+@dataclass(slots=True)
+class Rig:
+    """Targets and drafts as processes, a client for each target."""
+
+    targets: list[Process]
+    drafts: list[Process]
+    clients: list[TargetClient]
+
+    def spent(self) -> dict[str, float]:
+        """Processor seconds of each part so far."""
+        return {"target": sum(cpu_s(p.pid) for p in self.targets), "draft": sum(cpu_s(p.pid) for p in self.drafts),
+                "client": cpu_s(os.getpid())}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of a core: of a round, and of each stream in it."""
+
+    round_us: float
+    stream_us: float
+
+    def of(self, streams: float) -> float:
+        return self.round_us + self.stream_us * streams
+
+
+@asynccontextmanager
+async def deployed(targets: int, drafts: int, timing: Timing) -> AsyncIterator[Rig]:
+    """Every target knows every draft. Raises Unavailable."""
+    file = str(timing.save(LOGS / "scale.json"))
+    drafts_at = [f"127.0.0.1:{free_port()}" for _ in range(drafts)]
+    targets_at = [f"127.0.0.1:{free_port()}" for _ in range(targets)]
+
+    def process(role: str, number: int, address: str) -> Process:
+        port = free_port()
+        settings = (f"{role}.listen={address}", f"{role}.metrics_listen=127.0.0.1:{port}", f"{role}.max_sessions=512",
+                    f"{role}.slots=262144", *([f"target.drafts={drafts_at}"] if role == "target" else []))
+        return Process("bench.timed_service", settings, port, LOGS / f"scale-{role}-{number}.log", (role, file))
+
+    rig = Rig([process("target", i, a) for i, a in enumerate(targets_at)],
+              [process("draft", i, a) for i, a in enumerate(drafts_at)],
+              [TargetClient(address, WireSection()) for address in targets_at])
+    try:
+        for part in (*rig.drafts, *rig.targets):
+            part.start()
+        for part in (*rig.drafts, *rig.targets):
+            await part.ready()
+        for client in rig.clients:
+            await connected(client)
+        yield rig
+    finally:
+        for client in rig.clients:
+            await client.aclose()
+        for part in (*rig.targets, *rig.drafts):
+            part.stop()
+
+
+async def measure(rig: Rig, streams: int, seconds: float) -> Row:
+    """``streams`` endless readers, evenly over the targets."""
+    windows = [Window() for _ in range(streams)]
+    tasks = [asyncio.create_task(stream(rig.clients[n % len(rig.clients)], n, True, window))
+             for n, window in enumerate(windows)]
+    await asyncio.sleep(SETTLE_S + streams / 100)
+    before = rig.spent()
+    for window in windows:
+        window.open()
+    await asyncio.sleep(seconds)
+    for window in windows:
+        window.close()
+    spent = {part: after - before[part] for part, after in rig.spent().items()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    pieces = [piece for window in windows for piece in window.pieces]
+    took_s = statistics.median(window.closed_s - window.opened_s for window in windows)
+    pieces_a_stream = statistics.median(len(window.pieces) for window in windows) or 1
+    tokens = sum(len(piece.tokens) for piece in pieces)
+    return {"targets": len(rig.targets), "drafts": len(rig.drafts), "streams": streams,
+            "tokens_per_s": tokens / took_s, "round_ms": 1e3 * took_s / pieces_a_stream,
+            "acceptance_length": tokens / max(1, len(pieces)), "cores": sum(spent.values()) / took_s,
+            **{f"{part}_us_a_round": 1e6 * spent[part] / max(1, len(pieces)) for part in PARTS}}
+
+
+def fit(rows: Sequence[Row]) -> dict[str, Cost]:
+    """Least squares for each part: what it takes for a round of b streams is round_us + stream_us b."""
+    costs = {}
+    for part in PARTS:
+        batch = np.array([_number(row, "streams") / _number(row, "targets") for row in rows])
+        took = np.array([_number(row, f"{part}_us_a_round") for row in rows]) * batch  # of a round of all its streams
+        weight = 1 / np.maximum(took, 1.0)  # errors count by their share
+        (base, slope), *_ = np.linalg.lstsq(np.stack([weight, batch * weight], 1), took * weight, rcond=None)
+        costs[part] = Cost(max(0.0, float(base)), max(0.0, float(slope)))
+    return costs
+
+
+def round_s(costs: dict[str, Cost], timing: Timing, targets: int, streams: int, cores: float | None,
+            rows_a_stream: float) -> float:
+    """Seconds of a round of ``streams`` over ``targets``; ``cores`` None: a machine for each pod."""
+    batch = streams / targets
+    device = timing.step_of(round(batch * rows_a_stream))
+    host = {part: 1e-6 * cost.of(batch) for part, cost in costs.items()}
+    if cores is None:
+        return max(device + host["target"], host["draft"])
+    return max(device + host["target"], targets * sum(host.values()) / cores)
+
+
+def prediction(rows: Sequence[Row], costs: dict[str, Cost], timing: Timing, pods: int) -> list[str]:
+    """The fit in words, how well it meets what was measured, and what it says of ``pods`` targets."""
+    cores, length = float(os.cpu_count() or 1), statistics.median(_number(row, "acceptance_length") for row in rows)
+    lines = [f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it"
+             for part, cost in costs.items()]
+    for row in rows:
+        expected = round_s(costs, timing, int(_number(row, "targets")), int(_number(row, "streams")), cores, length)
+        lines.append(f"{row['targets']} × {row['drafts']}, {row['streams']} streams: a round took "
+                     f"{_number(row, 'round_ms'):.0f} ms, the model says {1e3 * expected:.0f}")
+    for batch in (8, 32, 128):
+        alone = round_s(costs, timing, pods, batch * pods, None, length)
+        lines.append(f"{pods} targets with a draft each, {batch} streams a target, a core for each service: "
+                     f"{1e3 * alone:.0f} ms a round, {batch * pods * length / alone:,.0f} tokens/s "
+                     f"(the devices alone: {1e3 * timing.step_of(round(batch * length)):.0f} ms)")
+    per_stream = sum(cost.stream_us for cost in costs.values())
+    lines.append(f"this machine's limit: {cores:.0f} cores of Python, {1e6 * cores / per_stream:,.0f} stream rounds a "
+                 f"second, {1e6 * cores * length / per_stream:,.0f} tokens/s, client included")
+    return lines
+
+
+def _number(row: Row, name: str) -> float:
+    value = row[name]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: Timing) -> list[Row]:
+    rows: list[Row] = []
+    for shape in dict.fromkeys(cell[:2] for cell in cells):
+        async with deployed(*shape, timing) as rig:
+            for streams in (cell[2] for cell in cells if cell[:2] == shape):
+                rows.append(await measure(rig, streams, seconds))
+                print(f"{shape[0]} × {shape[1]}, {streams} streams: {rows[-1]['tokens_per_s']:.0f} tokens/s",
+                      file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    parser.add_argument("--pods", type=int, default=100, help="targets to predict for")
+    arguments = parser.parse_args()
+    LOGS.mkdir(parents=True, exist_ok=True)
+    timing = Timing(step_s=arguments.step_ms / 1e3)
+    rows = asyncio.run(sweep(CELLS, arguments.seconds, timing))
+    write("scale", rows, f"bench-scale: timed devices, {arguments.step_ms:g} ms a step")
+    print("\n".join(prediction(rows, fit(rows), timing, arguments.pods)))
+    groups = [f"{row['targets']} × {row['drafts']}, {row['streams']} streams" for row in rows]
+    title = f"Timed devices of {arguments.step_ms:g} ms a step, all services on {os.cpu_count()} cores"
+    rates = {"tokens a second": [_number(row, "tokens_per_s") for row in rows]}
+    (FOLDER / "scale.svg").write_text(bars(title, rates, groups))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""What ``make bench`` compares: each system as a user would start it, on free loopback ports, and one way to ask them.
+
+Rules:
+1. Every system gets the same tokens and computes with the same weights in the same precision.
+2. Slipstream and llama.cpp are asked over HTTP; ``generate`` of transformers is a process with a pipe.
+3. Each may use all cores. Slipstream gets what ``make run`` gives it; a peer gets as many threads as there are cores.
+4. Slipstream's draft model is the target itself where one is needed, and transformers' assistant is, too: no smaller
+   model with its vocabulary is at hand. Both show what that costs, not what it could gain.
+
+It knows nothing about questions or tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.completions import Answered, Server
+from bench.fleet import Process, free_port
+from bench.work import resident
+from slipstream.errors import ConfigError, Unavailable
+from slipstream.launch import answers
+
+START_S = 180.0
+PIPE_LIMIT = 1 << 20
+SLIPSTREAM: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "ngram": ("draft.drafter=ngram",),
+    "standalone": ("draft.drafter=standalone", "draft.model={model}"),
+    "default": (),
+}
+LLAMACPP: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "speculative": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
+                    "--spec-ngram-simple-size-m", "10"),
+}
+
+
+class System(Protocol):
+    """One contender. ``ask`` is greedy; ``memory`` is MiB resident for each process."""
+
+    name: str
+
+    async def start(self) -> None: ...
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered: ...
+
+    def memory(self) -> dict[str, float]: ...
+
+    async def stop(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Slipstream:
+    """Draft, target and router; plain has no draft. ``colocated``: all in one process."""
+
+    kind: str
+    folder: Path
+    model: str
+    dtype: str
+    colocated: bool = False
+    name: str = field(init=False)
+    processes: dict[str, Process] = field(init=False)
+    server: Server = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"slipstream-{'colocated' if self.colocated else self.kind}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        keys = ("draft.listen", "draft.metrics_listen", "target.listen", "target.metrics_listen", "router.listen",
+                "router.grpc_listen", "router.metrics_listen")
+        ports = {key: free_port() for key in keys}
+        drafts = [] if self.kind == "plain" else [f"127.0.0.1:{ports['draft.listen']}"]
+        settings = (*(f"{key}=127.0.0.1:{port}" for key, port in ports.items()), f"model.path={self.model}",
+                    f"model.dtype={self.dtype}", f"router.targets=['127.0.0.1:{ports['target.listen']}']",
+                    f"target.drafts={drafts}", *(part.format(model=self.model) for part in SLIPSTREAM[self.kind]))
+        self.server = Server(ports["router.listen"], "")
+        whole = {"all": ("slipstream", ("serve", "--colocated"))}
+        apart = {part: (part if part == "router" else f"{part}_service", ())
+                 for part in ("draft", "target", "router") if drafts or part != "draft"}
+        self.processes = {
+            part: Process(module, settings, ports[f"{'router' if part == 'all' else part}.metrics_listen"],
+                          self.folder / f"{self.name}-{part}.log", arguments)
+            for part, (module, arguments) in (whole if self.colocated else apart).items()}
+
+    async def start(self) -> None:
+        """One after the other: a target measures its steps while it starts. Raises Unavailable."""
+        for process in self.processes.values():
+            process.start()
+            await process.ready()
+        self.server = Server(self.server.port, Path(self.model).name)
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+        return await self.server.ask(list(prompt), max_tokens, {})
+
+    def memory(self) -> dict[str, float]:
+        return {part: resident(process.pid) for part, process in self.processes.items()}
+
+    async def stop(self) -> None:
+        for process in reversed(self.processes.values()):
+            process.stop()
+
+
+@dataclass(slots=True)
+class LlamaCpp:
+    """llama.cpp's own server, with a model file of the same weights."""
+
+    kind: str
+    folder: Path
+    binary: Path
+    file: Path
+    name: str = field(init=False)
+    port: int = field(init=False)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.name, self.port = f"llamacpp-{self.kind}", free_port()
+
+    async def start(self) -> None:
+        """Raises Unavailable with the end of its log."""
+        log = self.folder / f"{self.name}.log"
+        process = self.process = self._spawned(log)
+        for _ in range(int(START_S / 0.2)):
+            if await asyncio.to_thread(answers, f"127.0.0.1:{self.port}", "/health"):
+                return
+            if process.poll() is not None:
+                break
+            await asyncio.sleep(0.2)
+        raise Unavailable(f"{self.name} did not start; {log} ends with:\n{log.read_text(errors='replace')[-1500:]}")
+
+    def _spawned(self, log: Path) -> subprocess.Popen[bytes]:
+        threads = str(os.cpu_count() or 1)
+        command = [str(self.binary), "-m", str(self.file), "--host", "127.0.0.1", "--port", str(self.port),
+                   "-t", threads, "-tb", threads, "-np", "1", "-c", "4096", *LLAMACPP[self.kind]]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            return subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+        return await Server(self.port, "model").ask(list(prompt), max_tokens, {"cache_prompt": False})
+
+    def memory(self) -> dict[str, float]:
+        return {"server": resident(self.process.pid)} if self.process is not None else {}
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(10)
+
+
+@dataclass(slots=True)
+class Transformers:
+    """``generate`` of transformers, kind as ``bench.generating`` has it."""
+
+    kind: str
+    folder: Path
+    model: Path
+    dtype: str
+    name: str = field(init=False)
+    process: asyncio.subprocess.Process | None = None
+
+    def __post_init__(self) -> None:
+        self.name = f"transformers-{self.kind}"
+
+    async def start(self) -> None:
+        """Raises Unavailable."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{self.name}.log").open("wb") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "bench.generating", str(self.model), self.kind, "--dtype", self.dtype,
+                "--threads", str(os.cpu_count() or 1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                limit=PIPE_LIMIT)
+        await self._line()
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompt": list(prompt), "max_tokens": max_tokens}).encode() + b"\n")
+        return Answered(**await self._line(), prompt_tokens=len(prompt))
+
+    async def _line(self) -> dict[str, Any]:
+        assert self.process is not None and self.process.stdout is not None
+        line = await asyncio.wait_for(self.process.stdout.readline(), START_S)
+        if not line:
+            raise Unavailable(f"{self.name} ended; see {self.folder / self.name}.log")
+        content: dict[str, Any] = json.loads(line)
+        return content
+
+    def memory(self) -> dict[str, float]:
+        return {"generate": resident(self.process.pid)} if self.process is not None else {}
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.terminate()
+            await self.process.wait()
+
+
+def llama_server(peers: Path) -> Path:
+    """The server that ``make bench-peers`` has built. Raises ConfigError."""
+    found = sorted(path for path in peers.glob("**/llama-server") if os.access(path, os.X_OK) and path.is_file())
+    if not found:
+        raise ConfigError(f"no llama.cpp in {peers}; `make bench-peers` builds it there (minutes, once)")
+    return found[-1]

@@ -1,0 +1,184 @@
+"""``make bench``: what is asked, in which order, what the rows say, and what the goals make of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+import gguf
+import numpy as np
+import pytest
+
+from bench.bars import bars
+from bench.completions import Answered, Server
+from bench.gguf_copy import write_bfloat16
+from bench.peers import NAMES, in_batches, one_by_one, row_of
+from bench.prompts import read
+from bench.systems import llama_server
+from bench.verdicts import GOALS, Results, ratio, report, verdicts
+from bench.work import cpu_s, resident
+from slipstream.errors import ConfigError, Unavailable
+from slipstream.gguf_file import GgufFile
+from tests.small_gguf import small_metadata, small_tensors, write_gguf
+
+
+@dataclass(slots=True)
+class Told:
+    """A system that answers at a set speed and notes what it was asked."""
+
+    name: str
+    per_s: float
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+        self.asked.append(tuple(prompt))
+        return Answered(max_tokens, 0.1, 0.1 + (max_tokens - 1) / self.per_s)
+
+    def memory(self) -> dict[str, float]:
+        return {"all": 1.0}
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+
+def asked(default: float = 2.0, llama: float = 1.0) -> Results:
+    """Plain at 10 tokens a second, the others by their factor, two questions of each set."""
+    results: Results = defaultdict(list)
+    for name, factor in (("slipstream-plain", 1.0), ("slipstream-default", default), ("llamacpp-plain", llama)):
+        for batch in (1, 16):
+            for set_ in ("mt_bench", "copy"):
+                for length in (11, 21):
+                    took_s = (length - 1) / (10 * factor)
+                    results[name, batch, set_].append(Answered(length, 0.0, took_s, rounds=length // 2))
+    return results
+
+
+async def test_every_system_gets_every_question_and_none_is_always_first() -> None:
+    first, second = Told("slipstream-plain", 10), Told("slipstream-default", 20)
+    results: Results = defaultdict(list)
+    sets = {"copy": [[1], [2], [3], [4]]}
+    assert len([step async for step in one_by_one([first, second], sets, 11, results)]) == 8
+    assert first.asked == second.asked == [(1,), (2,), (3,), (4,)]
+    assert ratio(results, "slipstream-default", "slipstream-plain", 1, "copy") == pytest.approx(2.0)
+
+
+async def test_a_batch_is_asked_at_once_and_counts_all_tokens() -> None:
+    system = Told("slipstream-plain", 10)
+    results: Results = defaultdict(list)
+
+    class Few:
+        runs, max_tokens = 2, 8
+
+    async for _ in in_batches([system], {"copy": [[1], [2], [3]]}, Few(), results):  # type: ignore[arg-type]
+        pass
+    assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [32, 32]
+    assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [128, 128]
+    assert len(system.asked) == 2 * (4 + 16)
+
+
+def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:
+    results: Results = {("slipstream-plain", 1, "copy"): [Answered(11, 1.0, 2.0, rounds=11)]}
+    row = row_of(("slipstream-plain", 1, "copy"), results, "bfloat16")
+    assert row["tokens_per_s"] == pytest.approx(10.0)
+    assert row["end_to_end"] == pytest.approx(5.5)
+    assert row["acceptance_length"] == pytest.approx(1.0)
+    assert {"system", "precision", "batch", "set", "tokens_per_s"} <= set(row)
+
+
+def test_verdicts_name_what_is_reached_missed_and_not_measured() -> None:
+    lines = verdicts(asked(default=1.5))
+    assert len(lines) == len(GOALS)
+    assert "slipstream-default by slipstream-plain, batch 1, mt_bench: goal 1.3 ×: 1.50 ×, reached" in lines
+    assert "slipstream-default by slipstream-plain, batch 1, copy: goal 1.9 ×: 1.50 ×, MISSED" in lines
+    assert any("transformers-plain" in line and line.endswith("not measured") for line in lines)
+
+
+def test_a_report_has_table_verdicts_and_a_picture_that_parses(tmp_path: Path) -> None:
+    results = asked()
+    rows = [row_of(key, results, "bfloat16") for key in results]
+    page = report(rows, verdicts(results), {"slipstream-plain": {"target": 300.0}}, tmp_path, tmp_path)
+    assert "| slipstream-default |" in page.read_text()
+    assert "target 300" in page.read_text()
+    drawn = ElementTree.fromstring((tmp_path / "peers.svg").read_text())
+    assert len([e for e in drawn.iter() if e.tag.endswith("rect")]) == 1 + 2 + 6  # ground, legend, bars
+
+
+def test_bars_of_nothing_are_not_drawn() -> None:
+    drawn = ElementTree.fromstring(bars("<none>", {"a": [0.0, 0.0]}, ["x & y", "z"]))
+    assert len([e for e in drawn.iter() if e.tag.endswith("rect")]) == 2
+
+
+async def test_completions_are_read_however_they_are_cut() -> None:
+    events = [{"choices": [{"text": "a"}]}, {"choices": [{"text": ""}]}, {"choices": [{"text": "bc"}]},
+              {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 2}, "slipstream": {"rounds": 2}}]
+    body = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+    got: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        got.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for piece in (body[:20], body[20:50], body[50:]):
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        came: list[float] = []
+        answer = await Server(server.sockets[0].getsockname()[1], "m").ask([1, 2], 3, {}, came)
+    assert (answer.tokens, answer.rounds, answer.prompt_tokens) == (3, 2, 2)
+    assert 0 < answer.first_s <= answer.total_s
+    assert len(came) == 2
+    assert got[0].startswith(b"POST /v1/completions")
+
+
+async def test_a_refusal_is_an_error_with_its_words() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\nno such model")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        with pytest.raises(Unavailable, match="no such model"):
+            await Server(server.sockets[0].getsockname()[1], "m").ask("x", 1, {})
+
+
+def test_a_peer_that_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make bench-peers"):
+        llama_server(tmp_path)
+
+
+def test_the_copied_model_has_the_same_weights_rounded_once(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "small.gguf", small_metadata(), small_tensors())
+    copy = write_bfloat16(source, tmp_path / "copy.gguf")
+    before, after = GgufFile(source), {t.name: t for t in gguf.GGUFReader(copy).tensors}
+    for name, shape in before.tensor_shapes.items():
+        kind = after[name].tensor_type
+        values = gguf.quants.dequantize(after[name].data, kind).reshape(shape)
+        assert kind.name == ("F32" if len(shape) == 1 else "BF16")
+        np.testing.assert_allclose(values, before.tensor(name), rtol=2 ** -8)
+    assert GgufFile(copy).values("tokenizer.ggml.tokens", str) == before.values("tokenizer.ggml.tokens", str)
+
+
+def test_our_copy_set_reads_like_any_other() -> None:
+    questions = read(Path("bench/sets"), "copy", 99)
+    assert len({q.text for q in questions}) == 12
+
+
+def test_the_work_of_a_process_is_told_and_of_none_is_zero() -> None:
+    assert cpu_s(os.getpid()) > 0
+    assert resident(os.getpid()) > 10
+    assert cpu_s(0) == resident(0) == 0
+
+
+def test_names_are_families_that_can_be_built() -> None:
+    assert {name.split("-")[0] for name in NAMES} == {"slipstream", "transformers", "llamacpp"}
