@@ -14,6 +14,7 @@ import torch
 
 from slipstream.config import Config, TargetSection
 from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.memory import Memory
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
@@ -102,8 +103,18 @@ def threads(wanted: int) -> int:
 
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:
     """KV slots: what the configuration says, else room for all sessions at a typical length, and for one whole context
-    with its tree in any case."""
-    if config.slots:
-        return config.slots
+    with its tree in any case. Raises ConfigError where that does not fit a GPU."""
+    memory = Memory.of(model.config, model.dtype, model.device, config.max_step_rows)
+    slots = config.slots or _slots(config, model, max_context, memory)
+    if model.device.type == "cuda":  # a CPU's memory is taken as it is written
+        memory.check(slots)
+    logger("target").info("memory", device=str(model.device), gb=memory.report(slots), slots=slots)
+    return slots
+
+
+def _slots(config: TargetSection, model: CausalModel, max_context: int, memory: Memory) -> int:
+    if model.device.type == "cuda":
+        wanted = config.max_sessions * min(TYPICAL_CONTEXT, max_context)
+        return max(memory.slots(wanted), max_context + MAX_NODES)
     typical = default_slots(model.config, model.dtype, config.max_sessions, TYPICAL_CONTEXT, device=model.device)
     return max(typical, max_context + MAX_NODES)

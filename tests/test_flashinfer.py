@@ -3,7 +3,11 @@ computes in plain torch stands in its place."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,10 +17,11 @@ import torch
 
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.flashinfer import FlashInferAttention, attention_for, missing, variant
+from slipstream.engine.flashinfer import VARIANT, FlashInferAttention, attention_for, missing, variant
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PageTensors, attend_pages, plan_pages
+from slipstream.engine.pages import PageTensors, attend_pages, placed, plan_pages, visible
 from slipstream.errors import ModelError
+from tests.test_attention import random_batch
 from tests.tiny import tiny_config
 
 CPU, HEAD_DIM = torch.device("cpu"), 64
@@ -130,3 +135,53 @@ def test_auto_takes_torch_where_there_is_none_and_a_name_is_refused() -> None:
 def test_kernels_of_different_kinds_have_different_names() -> None:
     names = {variant(dtype, size)[0][0] for dtype in (torch.bfloat16, torch.float16) for size in (64, 128)}
     assert len(names) == 4
+
+
+SHIM = r"""
+#include <cstdint>
+#define __device__
+#define __host__
+namespace math { constexpr float log2e = 1.442695f; }
+struct AttentionVariantBase {};
+#define REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...) \
+  template <typename Params> bool mask(const Params& params, uint32_t batch_idx, uint32_t qo_idx, uint32_t kv_idx, \
+                                       uint32_t qo_head_idx, uint32_t kv_head_idx) { __VA_ARGS__ }
+struct Params {
+  const int32_t *q_indptr, *kv_indptr, *firsts, *limits;
+  const uint64_t *words;
+  float sm_scale;
+  uint32_t get_qo_len(uint32_t b) const { return q_indptr[b + 1] - q_indptr[b]; }
+  uint32_t get_kv_len(uint32_t b) const { return kv_indptr[b + 1] - kv_indptr[b]; }
+};
+"""
+ASKED = r"""
+extern "C" void seen(const int32_t* q_indptr, const int32_t* kv_indptr, const int32_t* firsts, const int32_t* limits,
+                     const uint64_t* words, uint32_t segment, uint32_t rows, uint32_t entries, uint8_t* out) {
+  Params params{q_indptr, kv_indptr, firsts, limits, words, 1.0f};
+  RowRules rules(params, segment, nullptr);
+  for (uint32_t row = 0; row < rows; ++row)
+    for (uint32_t entry = 0; entry < entries; ++entry)
+      out[row * entries + entry] = rules.mask(params, segment, row, entry, 0, 0);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_the_kernels_rule_is_the_specification(tmp_path: Path) -> None:
+    """The C++ that is compiled into the kernel, on the host, beside ``pages.visible``; and beyond a segment's ends."""
+    (tmp_path / "rule.cpp").write_text(SHIM + VARIANT + ASKED)
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "rule.so", tmp_path / "rule.cpp"], check=True)
+    seen = ctypes.CDLL(str(tmp_path / "rule.so")).seen
+    for seed, window in ((0, 0), (1, 0), (2, 64)):
+        batch = random_batch(np.random.default_rng(seed), 12, True, longest=200)
+        plan = plan_pages(batch, window)
+        pages = placed(plan, CPU)
+        for b in range(12):
+            rows, entries = slice(*plan.q_indptr[b : b + 2]), int(np.diff(plan.kv_indptr)[b])
+            count = rows.stop - rows.start
+            found = np.zeros((count + 2, entries + 5), np.uint8)
+            arrays = (plan.q_indptr, plan.kv_indptr, plan.firsts, plan.limits, plan.words)
+            seen(*(array.ctypes.data_as(ctypes.c_void_p) for array in arrays), ctypes.c_uint32(b),
+                 ctypes.c_uint32(count + 2), ctypes.c_uint32(entries + 5), found.ctypes.data_as(ctypes.c_void_p))
+            assert np.array_equal(found[:count, :entries], visible(pages, rows, entries).numpy()), f"seed {seed}"
+            assert not found[count:].any() and not found[:, entries:].any()

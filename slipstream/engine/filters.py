@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from slipstream.messages import Sampling
 
-FIRST_WIDTH = 64  # candidates looked at before the search widens
+FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear
 BLOCK = 64  # columns that are summed, or searched, as one
 COLDEST = 1e-30  # temperature that float32 can divide by
 
@@ -46,9 +46,11 @@ def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Samp
     whole = (top_p < 1.0) & (top_k == vocab)
     highest, heat = logits.amax(1, keepdim=True), heat[:, None]
     log_mass = torch.zeros_like(heat)
-    if bool(whole.any()):  # a row that does not need it is not shifted, whatever its company needs
+    # The host knows whether there are any. A row that does not need it is not shifted, whatever its company needs.
+    if any(s.top_p < 1.0 and limit == vocab for s, limit in zip(samplings, limits, strict=True)):
         log_mass = torch.where(whole, _log_mass(logits - highest, heat), log_mass)
-    width = max(FIRST_WIDTH, at_least, *(limit + 1 for limit in limits if limit < vocab))
+    first = FIRST_WIDTH_CPU if logits.device.type == "cpu" else FIRST_WIDTH
+    width = max(first, at_least, *(limit + 1 for limit in limits if limit < vocab))
     while True:
         values, columns = _best(logits, min(width, vocab))
         values = (values.to(torch.float64) - highest).div_(heat).sub_(log_mass)

@@ -58,12 +58,24 @@ def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
     peaks = _peaks(keys, blocks)
     bounds = grid.amax(-1).to(torch.float64).div_(heat).add_(peaks)
     floor = _floor(grid, heat, keys, bounds, most)
+    if logits.device.type != "cpu":
+        ids = torch.arange(blocks * BLOCK, device=keys.device).clamp_(max=vocab - 1)[None]
+        return ids.expand(rows, -1), _everywhere(grid, heat, noise(keys, ids), peaks, floor)
     row, block = (bounds >= floor).nonzero(as_tuple=True)
     tiles = grid[row, block].to(torch.float64).div_(heat[row])  # [P, BLOCK]
     pair, place = (tiles + peaks[row, block, None] >= floor[row]).nonzero(as_tuple=True)
     row, ids = row[pair], block[pair] * BLOCK + place
     scores = tiles[pair, place] + noise(keys[row], ids[:, None])[:, 0]
     return _in_rows(row, ids.clamp_(max=vocab - 1), scores, rows)
+
+
+def _everywhere(grid: torch.Tensor, heat: torch.Tensor, every: torch.Tensor, peaks: torch.Tensor,
+                floor: torch.Tensor) -> torch.Tensor:
+    """The same scores in the places of all tokens, -inf elsewhere. every: noise of all. To a device that is cheaper
+    than a host that waits to hear which are needed."""
+    tiles = grid.to(torch.float64).div_(heat[..., None])
+    keep = (tiles + peaks[..., None] >= floor[..., None]).flatten(1)
+    return every.add_(tiles.flatten(1)).masked_fill_(~keep, -math.inf)
 
 
 def _floor(grid: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor, bounds: torch.Tensor,

@@ -47,10 +47,11 @@ class TokenHistory:
 class Columns:
     """Where target token ids stand among the columns of some logits: ``vocabulary`` int64 [V], None: id is column."""
 
-    __slots__ = ("column_of", "device")
+    __slots__ = ("_is_plain", "column_of", "device")
 
     def __init__(self, width: int, vocabulary: torch.Tensor | None, device: torch.device) -> None:
         self.device = device
+        self._is_plain = vocabulary is None
         columns = torch.arange(width, device=device)
         if vocabulary is None:
             self.column_of = columns
@@ -60,6 +61,10 @@ class Columns:
 
     def find(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [F]: the columns of those ids that have one, and int64 [F]: which of ``ids`` they were."""
+        if self._is_plain:  # nothing to look up: the host knows, and does not wait for a device to say so
+            given = np.asarray(ids, np.int64)
+            inside = np.flatnonzero((given >= 0) & (given < len(self.column_of)))
+            return torch.from_numpy(given[inside]).to(self.device), torch.from_numpy(inside).to(self.device)
         wanted = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
         known = ((wanted >= 0) & (wanted < len(self.column_of))).nonzero()[:, 0]
         columns = self.column_of[wanted[known]]

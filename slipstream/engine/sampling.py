@@ -61,24 +61,38 @@ class ChoiceRows:
 
 
 def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
-    """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R."""
-    chosen = torch.zeros(len(logits), dtype=torch.int64)
+    """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
+    come back in one copy."""
+    parts: list[tuple[Sequence[int], torch.Tensor]] = []  # rows, and their choices where they were made
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain:
-        chosen[plain] = _argmax(logits if len(plain) == len(logits) else logits[plain])
+        parts.append((plain, _argmax(logits if len(plain) == len(logits) else _picked(logits, plain))))
     for session in sessions:
         if session.sampling.greedy and not session.plain_greedy:
-            chosen[list(session.rows)] = _argmax(_penalised(logits, session, None))
+            parts.append((session.rows, _argmax(_penalised(logits, session, None))))
+    most = ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE
     for is_adjusted in (False, True):  # apart, as an adjusted row is summed in another type
         sampled = [s for s in sessions if not s.sampling.greedy and _is_adjusted(s.sampling) is is_adjusted]
         free = [s for s in sampled if not is_filtered(s.sampling)]
-        if free:
-            chosen[_rows_of(free)] = _race(logits, free)
+        for few in [free] if most == ROWS_AT_ONCE_CPU and free else _packs(free, most):
+            parts.append((_rows_of(few), _race(logits, few)))
         filtered = [s for s in sampled if is_filtered(s.sampling)]
-        for few in _packs(filtered, ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE):
-            columns, scores = _survivors(_gathered(logits, few), few, None)
-            chosen[_rows_of(few)] = _lowest_winner(columns, scores).cpu()
-    return [int(token) for token in chosen.tolist()]
+        for few in _packs(filtered, most):
+            parts.append((_rows_of(few), _lowest_winner(*_survivors(_gathered(logits, few), few, None))))
+    return _brought(parts, len(logits))
+
+
+def _brought(parts: Sequence[tuple[Sequence[int], torch.Tensor]], count: int) -> list[int]:
+    """The choices by row, on the host."""
+    chosen = [0] * count
+    values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
+    for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
+        chosen[row] = token
+    return chosen
+
+
+def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
@@ -158,7 +172,7 @@ def logprobs(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[Toke
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type != "cpu":
-        return logits.argmax(1).cpu()
+        return logits.argmax(1)
     # numpy's argmax is vectorised, torch's is not: ten times faster on a CPU. Both take the first of equals.
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.to(torch.float32)
     return torch.from_numpy(wide.detach().numpy().argmax(1))
@@ -167,7 +181,7 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
     """int64 [r]: the choices of sampled sessions without a filter."""
     rows = _gathered(logits, sessions)
-    return _lowest_winner(*leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)).cpu()
+    return _lowest_winner(*leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1))
 
 
 def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,76 @@
+"""A device's memory, sized before anything is served: what is free beside the model, what a step may need, what is left
+for tokens.
+
+Rules:
+1. What a step needs is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies
+   for choosing, and the widest activations twice.
+2. Feature rows lie beside the KV, one a slot, as soon as a drafter asks for them; they are counted from the start.
+3. What cannot fit is a ConfigError with numbers, before it is allocated.
+
+It knows nothing about how memory is given back when it runs out all the same (see the target's ``shedding``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from slipstream.engine.model import ModelConfig
+from slipstream.errors import ConfigError
+
+SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
+MOST_TAPS = 3  # that a head of a known kind reads
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one device, the model being there already."""
+
+    total: int
+    free: int
+    slot: int  # one token's KV and feature rows
+    step: int  # what the largest step may need beside them
+
+    @staticmethod
+    def of(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rows: int) -> Memory:
+        """As it is now. max_rows: of one step."""
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+        else:
+            now = psutil.virtual_memory()
+            free, total = int(now.available), int(now.total)
+        return Memory(total, free, slot_bytes(config, dtype), step_bytes(config, dtype, max_rows))
+
+    def slots(self, wanted: int) -> int:
+        """How many of ``wanted`` slots there is room for."""
+        return max(0, min(wanted, (int(self.free * SHARE) - self.step) // self.slot))
+
+    def check(self, slots: int) -> None:
+        """Raises ConfigError where so many slots do not fit."""
+        if slots > self.slots(slots):
+            raise ConfigError(
+                f"target.slots: {slots} tokens need {_gb(slots * self.slot)} GB and a step up to {_gb(self.step)} GB, "
+                f"of {_gb(self.free)} GB that are free beside the model; {self.slots(slots)} fit: lower target.slots, "
+                "target.max_context or target.max_step_rows")
+
+    def report(self, slots: int) -> dict[str, float]:
+        """Gigabytes, for the log."""
+        return {"total": _gb(self.total), "free_beside_model": _gb(self.free), "tokens": _gb(slots * self.slot),
+                "largest_step": _gb(self.step), "left": _gb(self.free - slots * self.slot - self.step)}
+
+
+def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return (kv + MOST_TAPS * config.hidden_size) * dtype.itemsize
+
+
+def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    widest = max(3 * config.intermediate_size, 2 * heads) + (4 + MOST_TAPS) * config.hidden_size
+    return rows * (2 * widest * dtype.itemsize + config.vocab_size * (4 + 4 + 8))
+
+
+def _gb(size: int) -> float:
+    return round(size / 1e9, 2)
