@@ -15,12 +15,8 @@ PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup run test test-long test-k8s lint proto bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
-=======
 .PHONY: help setup run test test-long test-k8s lint proto bench bench-peers bench-load bench-router \
-	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-network \
->>>>>>> a081e59 (make bench: Slipstream beside transformers and llama.cpp, batches and goals; router overhead, load by aiperf, scale on timed devices)
+	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
 	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image clean
 
 help:  ## what there is
