@@ -2,13 +2,16 @@
 
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
-a row. Rows are in ``build/bench/round.json``. What is not here: forwards, threads that wait for one another, sockets.
+a row. Rows are in ``build/bench/round.json``. The exchange is between two processes, over gRPC on loopback; sums stand
+last. What is not here: forwards, and threads that wait for one another.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,13 +20,14 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from bench.exchange import Echo, exchanges, serve
 from bench.report import Row, write
 from slipstream.config import PolicySection
 from slipstream.drafters.grow import Children, TreeGrowth
 from slipstream.drafters.sent import SentTrees
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
-from slipstream.messages import Commit, Features, Growth, Sampling
+from slipstream.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
 from slipstream.policy import Round, SpeculationPolicy, StepCosts
 from slipstream.session import TargetSide
 from slipstream.verify import walk
@@ -40,6 +44,9 @@ LEVELS, TOPK, NODES = 3, 4, 8
 ACCEPTED = 2
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
 MAX_BYTES = 1 << 22
+FEATURES = FeatureSpec((1,), HIDDEN, "bfloat16")
+HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", HIDDEN, 30, 8192)
+ECHO = (sys.executable, "-m", "bench.host", "--echo")
 LIMITS = FrameLimits(VOCAB, 8192, feature_width=HIDDEN, feature_dtype="bfloat16")
 SAMPLINGS = {"greedy": Sampling(), "T = 1": Sampling(temperature=1.0, seed=7),
              "T = 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=7)}
@@ -66,6 +73,11 @@ def children(count: int, seed: int) -> list[Children]:
             for _ in range(count)]
 
 
+def levels_of_a_tree() -> list[list[Children]]:
+    """What a drafter's forwards would say, level by level."""
+    return [children(TOPK if level else 1, level) for level in range(LEVELS)]
+
+
 def grown(levels: Sequence[list[Children]]) -> Growth:
     """A tree of the default shape, as a drafter makes it once its forwards are done."""
     growth, sent = TreeGrowth(TOPK), SentTrees().open(1, CONTEXT)
@@ -81,6 +93,14 @@ def side_with_tree(growth: Growth) -> TargetSide:
     return side
 
 
+def commit_of(growth: Growth) -> Commit:
+    """What a target sends when it accepted some of ``growth``."""
+    tree = side_with_tree(growth).tree.best(NODES)
+    tokens = [*tree.tokens[tree.path(len(tree) - 1)[1:]].tolist(), 0][:ACCEPTED + 1]
+    features = Features(1, CONTEXT - 1, bytes(2 * HIDDEN * len(tokens)), len(tokens), "bfloat16")
+    return Commit(1, CONTEXT, np.array(tokens, np.int32), features, NODES, NODES)
+
+
 def parts_of_choosing() -> Iterator[tuple[str, Part]]:
     logits, drafts = zipf_logits(NODES + 1, VOCAB, 0), zipf_logits(TOPK, DRAFT_VOCAB, 1)
     vocabulary = torch.arange(0, VOCAB, VOCAB // DRAFT_VOCAB)
@@ -91,15 +111,13 @@ def parts_of_choosing() -> Iterator[tuple[str, Part]]:
 
 
 def parts_of_a_round() -> Iterator[tuple[str, Part]]:
-    levels = [children(TOPK if level else 1, level) for level in range(LEVELS)]
+    levels = levels_of_a_tree()
     growth = grown(levels)
     side = side_with_tree(growth)
     tree = side.tree.best(NODES)
-    path = tree.path(len(tree) - 1)
-    tokens = [*tree.tokens[path[1:]].tolist(), 0][:ACCEPTED + 1]
     choices = [int(tree.tokens[child]) if child < len(tree) else 0 for child in range(1, len(tree) + 1)]
-    features = Features(1, CONTEXT - 1, bytes(2 * HIDDEN * len(tokens)), len(tokens), "bfloat16")
-    commit = Commit(1, CONTEXT, np.array(tokens, np.int32), features, NODES, NODES)
+    commit = commit_of(growth)
+    tokens, features = commit.tokens.tolist(), commit.features
     (commit_frame,), _ = encode_target_frames(1, [commit], MAX_BYTES)
     (growth_frame,), _ = encode_draft_frames(1, [growth], MAX_BYTES)
     policy = SpeculationPolicy(PolicySection(), StepCosts({1: 0.015, 8: 0.017, 16: 0.022}))
@@ -134,6 +152,11 @@ def measured(name: str, part: Part, repeats: int) -> Row:
         part()
         if run >= 0:
             times.append(1e6 * (time.perf_counter() - began))
+    return row_of(name, times)
+
+
+def row_of(name: str, times: list[float]) -> Row:
+    """``times`` in microseconds."""
     cuts = statistics.quantiles(times, n=100)
     return {"part": name, "p50_us": cuts[49], "p99_us": cuts[98]}
 
@@ -158,10 +181,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
+    parser.add_argument("--echo", type=int, default=0, metavar="PORT", help="be the draft's end of the exchange")
     options = parser.parse_args()
+    if options.echo:
+        asyncio.run(serve(options.echo, Echo(grown(levels_of_a_tree()), FEATURES)))
     torch.set_num_threads(options.threads)
     parts = [*parts_of_a_round(), *parts_of_choosing()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]
+    times = asyncio.run(exchanges(commit_of(grown(levels_of_a_tree())), HELLO, options.repeats, ECHO))
+    rows.append(row_of("wire: exchange over loopback, commit to growth", times))
     rows += sums(rows)
     write("round", rows, "a round besides its forwards, microseconds")
 
