@@ -1,0 +1,35 @@
+"""``make bench-load``: what aiperf is told, what is read from it, and what is said without it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.load import FIGURES, questions, row_of, run
+from slipstream.errors import ConfigError, Unavailable
+
+
+def test_chat_and_copy_questions_come_in_turn(tmp_path: Path) -> None:
+    lines = [json.loads(line)["text"] for line in questions(tmp_path / "new" / "q.jsonl").read_text().splitlines()]
+    assert len(lines) == 24
+    assert len(set(lines[1::2])) == 12
+    assert len(set(lines[0::2])) == 6
+
+
+def test_a_row_has_what_aiperf_said() -> None:
+    exported = {metric: {"p50": 2.0, "p99": 3.0, "avg": 4.0} for metric, _ in FIGURES.values()}
+    row = row_of("slipstream-plain", 0.5, exported)
+    assert (row["first_p50_ms"], row["between_p99_ms"], row["tokens_per_s"]) == (2.0, 3.0, 4.0)
+
+
+def test_a_run_without_answers_is_an_error_that_names_the_run() -> None:
+    with pytest.raises(Unavailable, match=r"slipstream-plain at 0\.5"):
+        row_of("slipstream-plain", 0.5, {})
+
+
+async def test_without_aiperf_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="make bench-peers"):
+        await run(argparse.Namespace(peers=tmp_path))
