@@ -3,7 +3,7 @@
 *Floor* is the time in which the machine reads all weights once, at the rate of a sum over memory. *Products* are those
 of all layers and the head on rows of their own, *attention* the calls of all layers behind the same context; *rest* is
 what remains of a step: norms, rotary positions, KV writes, dispatch. All in turn, so that a slow moment hurts all
-alike; medians and the fastest. ``--exact`` adds ``model.exact``.
+alike; medians and the fastest. ``--exact`` is with ``model.exact``, ``--int4`` with ``model.quantize: int4``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from slipstream.models import resolve
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256
+INT4_BYTES = 0.5 + 4 / 32  # of a number: its level, and its share of two bfloat16 for 32 of them
 SUMMED = 1 << 26  # float32 numbers: more than caches hold
 
 Part = Callable[[], object]
@@ -72,14 +73,23 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
-def run(model: str, dtype: str, threads: list[int], exact: bool, repeats: int) -> tuple[list[Row], list[Row]]:
-    """Steps by rows, and the parts of a plain one, for each number of threads."""
-    decoder = load_model(resolve(model), dtype, exact=exact)
+def loaded(model: str, dtype: str, exact: bool, quantize: str) -> Decoder:
+    decoder = load_model(resolve(model), dtype, exact=exact, quantize=quantize)
     if not isinstance(decoder, Decoder):
         raise ModelError("bench-steps measures the engine 'decoder' alone")
+    return decoder
+
+
+def bytes_read(decoder: Decoder) -> float:
+    """By a plain step, of weights."""
+    return sum(linear.in_features * linear.out_features * (decoder.dtype.itemsize if linear.few is None else INT4_BYTES)
+               for linear in decoder.linears())
+
+
+def run(decoder: Decoder, threads: list[int], repeats: int) -> tuple[list[Row], list[Row]]:
+    """Steps by rows, and the parts of a plain one, for each number of threads."""
     runner = ModelRunner(decoder, CONTEXT + max(ROWS))
     runner.pool.kv.zero_()
-    bytes_read = sum(linear.in_features * linear.out_features for linear in decoder.linears()) * decoder.dtype.itemsize
     by_rows: list[Row] = []
     split: list[Row] = []
     for count in track(threads, description="threads"):
@@ -90,15 +100,15 @@ def run(model: str, dtype: str, threads: list[int], exact: bool, repeats: int) -
             median, least = found[str(rows)]
             by_rows.append({"threads": count, "rows": rows, "ms": 1e3 * median, "least_ms": 1e3 * least,
                             "against_one": median / found["1"][0]})
-        split.append(consists_of(count, found, bytes_read))
+        split.append(consists_of(count, found, bytes_read(decoder)))
     return by_rows, split
 
 
-def consists_of(threads: int, found: dict[str, tuple[float, float]], bytes_read: int) -> Row:
+def consists_of(threads: int, found: dict[str, tuple[float, float]], read: float) -> Row:
     median = {name: taken[0] for name, taken in found.items()}
     rate = 4 * SUMMED / found["sum"][1]
     known = sum(median[name] for name in ("products", "head", "attention"))
-    return {"threads": threads, "step_ms": 1e3 * median["1"], "floor_ms": 1e3 * bytes_read / rate,
+    return {"threads": threads, "step_ms": 1e3 * median["1"], "floor_ms": 1e3 * read / rate,
             "memory_gb_s": rate / 1e9, "products_ms": 1e3 * median["products"], "head_ms": 1e3 * median["head"],
             "attention_ms": 1e3 * median["attention"], "rest_ms": 1e3 * (median["1"] - known)}
 
@@ -109,11 +119,13 @@ def main() -> None:
     parser.add_argument("--dtype", default=ModelSection().dtype)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--exact", action="store_true", help="with model.exact")
+    parser.add_argument("--int4", action="store_true", help="with model.quantize: int4")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
     counts = [int(count) for count in given.threads.split(",")]
-    by_rows, split = run(given.model, given.dtype, counts, given.exact, given.repeats)
-    name = f"{given.dtype}, exact" if given.exact else given.dtype
+    decoder = loaded(given.model, given.dtype, given.exact, "int4" if given.int4 else "none")
+    by_rows, split = run(decoder, counts, given.repeats)
+    name = given.dtype + ", exact" * given.exact + ", int4" * given.int4
     write("steps", by_rows, f"a step behind {CONTEXT} tokens, {name}")
     write("plain_step", split, f"what a plain step consists of, {name}, medians")
 

@@ -51,7 +51,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
     model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
-                       section.graphs, section.exact)
+                       section.graphs, section.exact, section.quantize)
     name = config.router.model_name or folder.name
     return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
 

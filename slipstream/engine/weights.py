@@ -22,6 +22,7 @@ from slipstream.engine.decoder import Decoder
 from slipstream.engine.exact import exact_decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
+from slipstream.engine.int4 import with_int4
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.errors import ModelError
 from slipstream.log import logger
@@ -51,10 +52,12 @@ def tensor_names(folder: str | Path) -> set[str]:
 
 def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu", engine: str = "decoder",
                compile_layers: bool = False, attention: str = "auto", graphs: bool = False,
-               exact: bool = False) -> CausalModel:
+               exact: bool = False, quantize: str = "none") -> CausalModel:
     """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
     see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
-    spare slots; exact: see ``exact``. Raises ModelError."""
+    spare slots; exact: see ``exact``; quantize: "none" or "int4" (see ``int4``). Raises ModelError."""
+    if quantize != "none" and (exact or engine != "decoder" or compile_layers):
+        raise ModelError("model.quantize: it is for engine decoder, without exact and without compile")
     if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
         raise ModelError("model.exact: it is for dtype bfloat16, device cpu, engine decoder and without compile; "
                          "float32 and float64 need no such mode")
@@ -76,7 +79,7 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves, backend), run_decoder, "model")
     if graphs and isinstance(backend, FlashInferAttention):
         return GraphedDecoder(decoder, backend, CudaCapture())
-    return decoder
+    return with_int4(decoder) if quantize == "int4" else decoder
 
 
 def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
