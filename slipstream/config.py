@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from slipstream.errors import ConfigError
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Attention = Literal["auto", "torch", "flashinfer"]
 
 
 class Section(BaseModel):
@@ -36,8 +37,7 @@ class ModelSection(Section):
     threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
     compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
                           "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
-    attention: Literal["auto", "torch", "flashinfer"] = Field("auto", description="auto: FlashInfer on a GPU where it "
-                                                              "is installed, else torch's")
+    attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
     quantize: Literal["none", "int4"] = Field("none", description="int4: steps of at most 8 rows read 4-bit weights; "
                                               "bfloat16 on a CPU, other answers on near ties")
     exact: bool = Field(False, description="bfloat16 on a CPU whose answers equal plain decoding's bit for bit, at a "
@@ -79,6 +79,7 @@ class DraftSection(Section):
                                    "a third of the bytes; off: it sends them as they are")
     combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
+    attention: Attention = Field("auto", description="of the draft model or head; as in model")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)

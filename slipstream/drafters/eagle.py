@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from slipstream.drafters.checkpoint import EagleHead
 from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
-from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, rms_norm
@@ -38,9 +38,10 @@ class EagleNetwork:
     lag = 1
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
-                 project: bool = False, halves: Halves = EAGER) -> None:
+                 project: bool = False, halves: Halves = EAGER, attention: str = "auto") -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
-        before it and rows get shorter by it; halves: how the layer runs. Raises ModelError for an unknown dtype."""
+        before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``.
+        Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -70,7 +71,7 @@ class EagleNetwork:
         self._norm = tensors["norm.weight"]
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, kind, device)
-        self._attention = TorchAttention(config, kind)
+        self._attention = attention_for(attention, config, kind, device)
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:

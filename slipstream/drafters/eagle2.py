@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from slipstream.drafters.eagle2_checkpoint import Eagle2Head
 from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
-from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope
@@ -36,7 +36,7 @@ class Eagle2Network:
     lag = 1
 
     def __init__(self, head: Eagle2Head, dtype: str, device: torch.device, num_slots: int,
-                 halves: Halves = EAGER) -> None:
+                 halves: Halves = EAGER, attention: str = "auto") -> None:
         """dtype: of weights, KV and features on the wire; halves: how the layer runs. Raises ModelError for an unknown
         dtype."""
         kind = dtype_of(dtype)
@@ -59,7 +59,7 @@ class Eagle2Network:
         self._layer = DecoderLayer(config, tensors, LAYER, input_norm=False, halves=halves)
         self._lm_head = Linear(head.lm_head.to(device, kind))
         self._rope = Rope(config, kind, device)
-        self._attention = TorchAttention(config, kind)
+        self._attention = attention_for(attention, config, kind, device)
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:

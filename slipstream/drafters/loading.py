@@ -38,7 +38,8 @@ def load_standalone(section: DraftSection) -> Drafter:
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
     vocabulary = _token_map(section, config.vocab_size)
-    model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile)
+    model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
+                                    attention=section.attention)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
@@ -50,7 +51,7 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
     return _drafter(section, _ready(section, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves)))
+        head, section.dtype, device, num_slots, section.project_features, halves, section.attention)))
 
 
 def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
@@ -60,8 +61,8 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    return _drafter(section, _ready(section, lambda halves: Eagle2Network(head, section.dtype, device, num_slots,
-                                                                          halves)))
+    return _drafter(section, _ready(section, lambda halves: Eagle2Network(
+        head, section.dtype, device, num_slots, halves, section.attention)))
 
 
 def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
@@ -72,7 +73,7 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, head.vocab_size)
 
     def build(halves: Halves) -> Network:
-        blocks = mtp_blocks(head, section.dtype, section.device, halves)
+        blocks = mtp_blocks(head, section.dtype, section.device, halves, section.attention)
         return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
 
     if section.compile and head.layout.own_kind:
@@ -81,12 +82,12 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     return _drafter(section, _ready(section, build))
 
 
-def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER) -> Blocks:
+def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, attention: str = "auto") -> Blocks:
     """The decoder layers of a head, on whichever engine has them; ``halves`` are those of ``decoder.py``'s. Raises
     ModelError."""
     kind, place = dtype_of(dtype), device_of(device)
     if not head.layout.own_kind:
-        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, halves)
+        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, halves, attention)
     # transformers takes seconds to import, which other heads need not pay.
     from slipstream.engine.hf import HFLayers
 

@@ -33,9 +33,9 @@ import torch.nn.functional as F
 
 from slipstream.drafters.mtp_checkpoint import MtpHead, MtpLayer
 from slipstream.drafters.network import Output, apart, wire_rows
-from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, rms_norm
@@ -61,14 +61,14 @@ class DecoderBlocks:
     """Layers of ``decoder.py``."""
 
     def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device,
-                 halves: Halves = EAGER) -> None:
+                 halves: Halves = EAGER, attention: str = "auto") -> None:
         """config: of the model that the layers are like; halves: how a layer runs. Raises ModelError."""
         prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
         tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
         self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
         self._layers = [DecoderLayer(config, tensors, layer.prefix, halves=halves) for layer in head.layers]
         self._rope = Rope(config, dtype, device)
-        self._attention = TorchAttention(config, dtype)
+        self._attention = attention_for(attention, config, dtype, device)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
         """See ``Blocks``."""

@@ -62,6 +62,9 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         raise ModelError("model.exact: it is for dtype bfloat16, device cpu, engine decoder and without compile; "
                          "float32 and float64 need no such mode")
     if engine == "hf":
+        if attention == "flashinfer":
+            raise ModelError("attention 'flashinfer' cannot be used: engine hf gathers slots; use engine: decoder, or "
+                             "attention: auto")
         if compile_layers:
             logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
         # transformers takes seconds to import, which the default engine need not pay.
