@@ -80,9 +80,10 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     backend = attention_for(attention, config, kind, place)
     decoder = Decoder.from_tensors(config, tensors, kind, place, attention=backend) if not compile_layers else compiled(
         lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves, backend), run_decoder, "model")
-    if graphs and isinstance(backend, FlashInferAttention):
-        return GraphedDecoder(decoder, backend, CudaCapture())
-    return with_int4(decoder) if quantize == "int4" else decoder
+    if quantize == "int4":
+        return with_int4(decoder)
+    return GraphedDecoder(decoder, backend, CudaCapture()) if graphs and isinstance(
+        backend, FlashInferAttention) else decoder
 
 
 def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
