@@ -17,6 +17,7 @@ from slipstream.wire.fields import (
     INT32_MAX,
     decode_sampling,
     encode_sampling,
+    few_ints_of,
     int_bytes,
     ints_of,
     microseconds,
@@ -111,14 +112,14 @@ def decode_piece(data: bytes) -> Piece:
     """Raises RemoteProtocolError."""
     wire = target_pb2.GenerateResponse()
     parse(wire, data, "piece")
-    tokens = ints_of("tokens", wire.tokens, 0, INT32_MAX, INT32_MAX).tolist()
+    tokens = few_ints_of("tokens", wire.tokens, 0, INT32_MAX)
     require(wire.accepted <= len(tokens), "accepted", "more than the tokens of the piece")
     require(len(wire.logprobs) in (0, len(tokens)), "logprobs", "not as many as the tokens")
     require(wire.finish_reason in FINISHES, "finish_reason", f"unknown reason {wire.finish_reason}")
     require(wire.state in STATES, "state", f"unknown state {wire.state}")
     logprobs = tuple(_logprob(entry) for entry in wire.logprobs)
     return Piece(
-        tuple(tokens), wire.accepted, wire.drafted, logprobs, FINISHES[wire.finish_reason], wire.verify_us / 1e6,
+        tokens, wire.accepted, wire.drafted, logprobs, FINISHES[wire.finish_reason], wire.verify_us / 1e6,
         wire.wait_us / 1e6, STATES[wire.state], wire.cached_tokens, wire.queue_us / 1e6,
         wire.lossy,
     )

@@ -9,6 +9,7 @@ It knows nothing about whole messages or sockets.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,6 +61,16 @@ def ints_of(field: str, data: bytes, low: int, high: int, max_count: int) -> Int
     if len(values):
         within(field, int(values.min()), low, high)
         within(field, int(values.max()), low, high)
+    return values
+
+
+def few_ints_of(field: str, data: bytes, low: int, high: int) -> tuple[int, ...]:
+    """The same for the handful of a message that comes often, where an array costs more than its numbers."""
+    require(len(data) % 4 == 0, field, f"{len(data)} bytes are not whole int32 values")
+    values = struct.unpack(f"<{len(data) // 4}i", data)
+    if values:
+        within(field, min(values), low, high)
+        within(field, max(values), low, high)
     return values
 
 
