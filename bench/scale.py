@@ -28,7 +28,8 @@ import numpy as np
 
 from bench.bars import bars
 from bench.fleet import Process, free_port
-from bench.network import Window, connected, stream
+from bench.network import connected
+from bench.readers import Window, stream
 from bench.report import FOLDER, Row, write
 from bench.timed import Timing
 from bench.work import cpu_s

@@ -17,12 +17,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.timed import STREAMS, SYMBOLS, VOCAB, Device, TimedDrafter, TimedModel, Timing
+from bench.cast import Cast, TimedCast, hello_of
+from bench.timed import Device, Timing
 from draft_service.assembly import assemble
 from slipstream.config import PolicySection, TargetSection
 from slipstream.engine.runner import ModelRunner
 from slipstream.errors import ConfigError
-from slipstream.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBound, TargetHello
+from slipstream.messages import DraftBound, TargetBound
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
 from slipstream.requests import Piece, Request
@@ -32,8 +33,6 @@ from target_service.worker import TargetWorker
 SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
 RUN_AHEAD = 239  # nodes beyond those that are verified next
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-SLOTS = 1 << 16
-ANSWER = 2000  # tokens; the next one begins when it is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,8 @@ class Deployment:
     speculate: bool = True
     traces: str = ""  # folder for a trace of the first target and the first draft; empty: none
     policy: PolicySection = field(default_factory=PolicySection)
+    cast: Cast = field(default_factory=TimedCast)
+    answers: int = 0  # of each stream, and then it is over; 0: without end
 
 
 class World:
@@ -133,8 +134,7 @@ class Line:
         self._delay_s = delay_s
 
     def join(self) -> None:
-        hello = TargetHello(PROTOCOL_VERSION, 1, "timed", VOCAB, "", 1, 1, SLOTS)
-        self._target.worker.link_up(self, self._draft.worker.peer_up(Answers(self), hello))
+        self._target.worker.link_up(self, self._draft.worker.peer_up(Answers(self), self._target.hello))
 
     def send(self, items: Sequence[DraftBound]) -> None:
         peer = Answers(self)
@@ -163,7 +163,7 @@ class Answers:
 class Draft:
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
-        drafter = TimedDrafter(deployment.timing, device, deployment.run_ahead > 0)
+        drafter = deployment.cast.drafter(deployment.timing, device, deployment.run_ahead > 0)
         trace = Trace(f"{deployment.traces}/draft" if deployment.traces else "", "draft")
         self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, trace, self.actor.clock).worker
         self.actor.act = self._act
@@ -180,27 +180,28 @@ class Target:
         self.actor = Actor(world, device)
         self.pieces: list[tuple[float, Piece]] = []
         self._deployment = deployment
-        timing = deployment.timing
-        runner = ModelRunner(TimedModel(timing, device), SLOTS)
+        timing, cast = deployment.timing, deployment.cast
+        runner = ModelRunner(cast.model(timing, device), cast.slots)
+        self.hello = hello_of(runner.model, cast.slots)
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
-        section = TargetSection(policy=deployment.policy, slots=SLOTS, drafts=(), prefix_cache=False,
+        section = TargetSection(policy=deployment.policy, slots=cast.slots, drafts=(), prefix_cache=False,
                                 max_sessions=max(64, deployment.batch), max_step_rows=4096)
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
                                    Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"))
         self.actor.act = self._act
         self._numbers = itertools.count(1)
         for stream in range(deployment.batch):
-            self._ask(first + stream)
+            self._ask(first + stream, deployment.answers)
 
-    def _ask(self, stream: int) -> None:
-        token = stream % STREAMS * SYMBOLS
-        request = Request("r", (token, token), Sampling(), ANSWER, None, self._deployment.speculate)
+    def _ask(self, stream: int, left: int) -> None:
+        cast = self._deployment.cast
+        request = Request("r", cast.prompt(stream), cast.sampling, cast.answer, None, self._deployment.speculate)
 
         def sink(piece: Piece | Exception) -> None:
             assert isinstance(piece, Piece), piece
             self.pieces.append((self.actor.now_s, piece))
-            if piece.finish:
-                self._ask(stream + 17)
+            if piece.finish and left != 1:
+                self._ask(stream + 17, left - 1)
 
         self.worker.enqueue(self.worker.answers.begin(next(self._numbers), request, sink, self.actor.now_s))
 
@@ -249,7 +250,7 @@ class Predicted:
 
 
 def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> Predicted:
-    """Play ``warmup_s`` and then ``seconds`` of simulated time."""
+    """Play ``warmup_s`` and then ``seconds`` of simulated time; with ``deployment.answers`` until these are given."""
     world = World()
     devices = [Accelerator() for _ in range(deployment.targets)]
     targets = [Target(world, device, deployment, 7 * number) for number, device in enumerate(devices)]
@@ -261,9 +262,11 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> P
             if not deployment.colocated or number == other:
                 Line(f"{number}-{other}", target, draft, delay_s).join()
         target.actor.wake(0.0)
-    world.run(warmup_s)
+    world.run(0.0 if deployment.answers else warmup_s)
     busy = [device.busy_s for device in (*devices, *beside)]
-    world.run(warmup_s + seconds)
+    world.run(float("inf") if deployment.answers else warmup_s + seconds)
+    if deployment.answers:
+        warmup_s, seconds = 0.0, max(at_s for target in targets for at_s, _ in target.pieces) + 1e-9
     for worker in (targets[0].worker, drafts[0].worker):
         worker.stop()  # they have no thread; this writes their traces
     pieces = [piece for target in targets for at_s, piece in target.pieces if warmup_s <= at_s < warmup_s + seconds]

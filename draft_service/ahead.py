@@ -23,10 +23,10 @@ LEAST = log(1 / 256)  # the score below which a node is not worth a level of the
 
 
 class Ahead:
-    __slots__ = ("_barren", "_extra", "_usual", "tree")
+    __slots__ = ("_barren", "_usual", "extra", "tree")
 
     def __init__(self, extra: int) -> None:
-        self._extra = extra
+        self.extra = extra
         self._barren = 0  # growths in a row without a likely node
         self._usual = 0.0  # what a whole tree promises
         self.tree = DraftTree.root_only(1, 0)
@@ -56,7 +56,7 @@ class Ahead:
 
     def room(self, wanted: int) -> int:
         """Further nodes that it is to hold, when it would verify ``wanted``."""
-        return max(0, min(MAX_HELD - 1, wanted + self._extra) - (len(self.tree) - 1))
+        return max(0, min(MAX_HELD - 1, wanted + self.extra) - (len(self.tree) - 1))
 
     def budget(self, wanted: int) -> int:
         """Nodes of the next growth at most. A level's best are sent, and not all that it found: better ones may come

@@ -33,3 +33,13 @@ class Followed:
     def budget(self) -> int:
         """Nodes of its next growth at most."""
         return self.wanted if self.ahead is None else self.ahead.budget(self.wanted)
+
+    @property
+    def starving(self) -> bool:
+        """Whether its target waits for a whole tree, or should."""
+        return self.ahead is None or self.ahead.starving(self.wanted)
+
+    @property
+    def held(self) -> int:
+        """Nodes that its target holds."""
+        return 0 if self.ahead is None else len(self.ahead.tree) - 1

@@ -21,3 +21,9 @@ class Round:
     commits: list[Commit] = field(default_factory=list)
     closes: list[int] = field(default_factory=list)
     answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
+
+    def unsay(self, number: int) -> None:
+        """What was to be told of a session is void."""
+        self.opens = [o for o in self.opens if o.session != number]
+        self.features = [f for f in self.features if f.session != number]
+        self.commits = [c for c in self.commits if c.session != number]

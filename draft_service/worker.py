@@ -8,7 +8,7 @@ Rules:
 3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it
    is freed.
 4. With ``run_ahead``, sessions are grown on, a level at a time, whenever the inbox is empty and growing pays
-   (``ahead.Ahead``); what comes in is looked at between two levels.
+   (``ahead.Ahead``). A level is for the few sessions whose targets hold the least: only few rows are free.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
@@ -47,6 +47,7 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
+AT_ONCE = 8  # sessions of one level ahead, and of those that may hold all of ``run_ahead``; more share as much
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
@@ -184,7 +185,7 @@ class DraftWorker:
         match event, item:
             case DraftEvent.OPEN, Open():
                 # An earlier opening in the same round is void: the drafter hears of the newest alone.
-                self._unsay(number, round_)
+                round_.unsay(number)
                 round_.opens.append(replace(item, session=number))
                 followed.wanted, followed.stale = item.wanted, True
                 if followed.ahead is not None:
@@ -220,7 +221,7 @@ class DraftWorker:
         for number in self._drafter.open(round_.opens) if round_.opens else ():
             refused = self._by_number.get(number)
             if refused is not None:
-                self._unsay(number, round_)
+                round_.unsay(number)
                 self._drop(refused, DraftEvent.CLOSE, "capacity", round_)
         if round_.features:
             self._drafter.absorb(round_.features)
@@ -230,15 +231,13 @@ class DraftWorker:
                 self._metrics.committed(len(commit.tokens))
 
     def _grow(self, round_: Round) -> None:
-        wanting = [f for f in self._sessions.values() if f.wanted > 0 and (f.stale or f.hungry)]
-        answers = {f.number for f in wanting if f.stale}
-        for followed in self._sessions.values():
-            followed.stale = False
+        wanting = self._next()
         if not wanting:
             return
         started_s = self._clock()
         budgets = [min(followed.budget, self._drafter.max_nodes) for followed in wanting]
-        steps = self._steps(wanting)
+        # One whole tree for all costs little more than for those that wait for it.
+        steps = 0 if wanting[0].starving else 1
         growths = self._drafter.grow([followed.number for followed in wanting], budgets, steps)
         draft_s = self._clock() - started_s
         self._trace.span("device", "level" if steps else "tree", started_s, started_s + draft_s, sessions=len(wanting))
@@ -246,27 +245,29 @@ class DraftWorker:
         by_number = {growth.session: growth for growth in growths}
         for followed in wanting:
             growth = by_number.get(followed.number, Growth.empty(followed.number, followed.side.base))
-            self._send_growth(followed, replace(growth, session=followed.side.session, draft_s=draft_s),
-                              followed.number in answers, round_)
+            self._send_growth(followed, replace(growth, session=followed.side.session, draft_s=draft_s), round_)
 
-    def _steps(self, wanting: Sequence[Followed]) -> int:
-        # One whole tree for all costs little more than for those that wait for it.
-        whole = any(followed.ahead is None or followed.ahead.starving(followed.wanted) for followed in wanting)
-        return 0 if whole else 1
+    def _next(self) -> list[Followed]:
+        """Whose trees are grown now: all that starve, and of the others those with the fewest nodes."""
+        extra = self._run_ahead * AT_ONCE // max(AT_ONCE, len(self._sessions))
+        for followed in self._sessions.values():
+            followed.stale = followed.stale and followed.wanted > 0
+            if followed.ahead is not None:
+                followed.ahead.extra = extra
+        wanting = [f for f in self._sessions.values() if f.wanted > 0 and (f.stale or f.hungry)]
+        wanting.sort(key=lambda followed: (not followed.starving, followed.held))
+        starving = sum(followed.starving for followed in wanting)
+        return wanting[:max(starving, AT_ONCE)]
 
-    def _send_growth(self, followed: Followed, growth: Growth, answer: bool, round_: Round) -> None:
-        """``answer``: the target waits to hear of its newest commit, be it that there is nothing."""
+    def _send_growth(self, followed: Followed, growth: Growth, round_: Round) -> None:
+        # A target may wait to hear of its newest commit, be it that there is nothing.
+        answer, followed.stale = followed.stale, False
         if followed.ahead is not None:
             followed.ahead.grew(growth)
         if answer or len(growth.ids):
             self._trace.left("device", "growth", growth_key(growth), self._clock())
             followed.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
             round_.answers[followed.peer].append(growth)
-
-    def _unsay(self, number: int, round_: Round) -> None:
-        round_.opens = [o for o in round_.opens if o.session != number]
-        round_.features = [f for f in round_.features if f.session != number]
-        round_.commits = [c for c in round_.commits if c.session != number]
 
     def _drop(self, followed: Followed, event: DraftEvent, reason: str, round_: Round) -> None:
         followed.side.apply(event)
@@ -276,7 +277,7 @@ class DraftWorker:
     def _forget(self, followed: Followed, round_: Round) -> None:
         self._sessions.pop((followed.peer, followed.side.session), None)
         self._by_number.pop(followed.number, None)
-        self._unsay(followed.number, round_)
+        round_.unsay(followed.number)
         followed.span.end()
         round_.closes.append(followed.number)
 

@@ -32,6 +32,7 @@ class Counted:
     """A network that counts its forwards and their rows."""
 
     lag = 0
+    keeps = True
     hidden_size = 0
     features: FeatureSpec | None = None
 

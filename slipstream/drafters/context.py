@@ -9,8 +9,9 @@ Rules:
 3. With features (lag 1) a row can be computed only when the target's state before it is here. States that leave a gap
    begin the context anew behind the gap; states that are known already are passed over.
 4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
-   from guessed states. The newest token stays pending, because its row gives the logits to grow from; unless it was
-   drafted and grown on ``ahead``: then the tree below it goes on.
+   from guessed states and are pending again, with the target's. The newest token stays pending, because its row gives
+   the logits to grow from; unless it was drafted and grown on ``ahead``: then the tree below it goes on. With features
+   it goes on from the states that were guessed, once the rows above it have the true ones.
 
 It knows nothing about networks, batches or other sessions. Slots that it gives up are returned, for the owner to free.
 """
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.drafters.grow import TreeGrowth
+from slipstream.drafters.grow import ROOT, TreeGrowth
 from slipstream.drafters.sent import SentTree
 from slipstream.engine.sampling import TokenHistory
 from slipstream.messages import Sampling
@@ -42,6 +43,7 @@ class DraftContext:
     history: TokenHistory | None
     window: int
     lag: int
+    keeps: bool = True  # what stands below a commit, when it is grown on ahead
     start: int = 0  # position of the oldest row
     origin: int = 0  # taken from positions before they are rotated
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
@@ -64,6 +66,11 @@ class DraftContext:
     def done(self) -> int:
         """Position of the first row that is not computed."""
         return self.start + len(self.slots)
+
+    @property
+    def behind(self) -> bool:
+        """Whether rows above the tree are missing, or there is no tree."""
+        return self.tree is None or self.done < self.base
 
     @property
     def num_pending(self) -> int:
@@ -125,7 +132,7 @@ class DraftContext:
 
     def commit(self, tokens: list[int]) -> Indices:
         """Append committed tokens. Returns slots to free."""
-        freed = self._follow(self.tree, tokens) if self.tree is not None and not self.lag else self.prune()
+        freed = self.prune() if self.tree is None else self._follow(self.tree, tokens)
         base = self.base
         self.tokens.extend(tokens)
         self.sent.commit(base, tokens)
@@ -135,15 +142,20 @@ class DraftContext:
 
     def _follow(self, tree: TreeGrowth, tokens: list[int]) -> Indices:
         # The KV of drafted tokens that became true is kept, and of those below them if the tree goes on there.
-        rerooted = tree.reroot(tokens) if self.ahead else None
+        before = tree.computed
+        rerooted = tree.reroot(tokens) if self.ahead and self.keeps else None
         if rerooted is None:
-            places = tree.follow(tokens[:-1])
+            places = [] if self.lag else tree.follow(tokens[:-1])
             self.slots = np.concatenate([self.slots, self.tree_slots[places]])
             self.tree_slots = np.delete(self.tree_slots, places)
             return self.prune()
         path, kept = rerooted
-        self.slots = np.concatenate([self.slots, self.tree_slots[path]])
-        freed, self.tree_slots = np.delete(self.tree_slots, [*path, *kept]), self.tree_slots[kept]
+        true = [] if self.lag else path
+        self.slots = np.concatenate([self.slots, self.tree_slots[true]])
+        freed, self.tree_slots = np.delete(self.tree_slots, [*true, *kept]), self.tree_slots[kept]
+        if self.lag:
+            self.states = {ROOT: self.states[before[path[-1]]],
+                           **{now: self.states[before[was]] for now, was in zip(tree.computed, kept, strict=True)}}
         return freed
 
     def prune(self) -> Indices:

@@ -8,7 +8,8 @@ Rules:
 4. ``aim`` widens the frontier to ``AHEAD`` nodes of any level: a forward of few rows costs what one row costs, and what
    the target will ask for next is not known.
 5. Growth goes on where it stopped: more levels and more ``send`` at the same base extend the same tree.
-6. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
+6. A tree that was kept below a commit may learn better of its root (``correct``); deeper nodes stay as they are.
+7. Computed nodes stand in the KV list in the order in which they were expanded; bit j of an ancestor word is the j-th.
 
 It knows nothing about logits, slots or sessions; it is plain Python on lists of at most a few hundred candidates.
 """
@@ -61,6 +62,25 @@ class TreeGrowth:
         level = sorted(range(first, len(self.tokens)), key=lambda n: -self.scores[n])
         room = max(0, self.most - len(self.computed))
         self.frontier = sorted(level[:min(self.topk, room)])
+
+    def correct(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Give the root the children that it should have had, now that more is known of it: those that are here move
+        to their new score with all that stands below them, others join, and none goes."""
+        here = {self.tokens[node]: node for node, parent in enumerate(self.parents) if parent == ROOT}
+        gains = [0.0] * len(self.tokens)
+        for token, score in zip(tokens[:self.topk], scores[:self.topk], strict=True):
+            if isfinite(score) and int(token) in here:
+                gains[here[int(token)]] = min(0.0, score) - self.scores[here[int(token)]]
+            elif isfinite(score):
+                self.tokens.append(int(token))
+                self.parents.append(ROOT)
+                self.scores.append(min(0.0, score))
+                self.depths.append(1)
+                self.ids.append(0)
+        for node, gain in enumerate(gains):  # a parent stands before its children
+            gains[node] = gain if self.parents[node] == ROOT else gains[self.parents[node]]
+            self.scores[node] += gains[node]
+        self.aim()
 
     def depth(self) -> int:
         """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""

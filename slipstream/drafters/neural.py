@@ -20,7 +20,7 @@ import torch
 
 from slipstream.config import GrowthSection
 from slipstream.drafters.context import DraftContext, Indices
-from slipstream.drafters.grow import Children, TreeGrowth
+from slipstream.drafters.grow import ROOT, Children, TreeGrowth
 from slipstream.drafters.network import Network, Output
 from slipstream.drafters.sent import Proposal, SentTrees, send
 from slipstream.engine.batch import BatchBuilder
@@ -81,7 +81,7 @@ class NeuralDrafter:
                 self.slots.free(known.close())
             self._contexts[message.session] = DraftContext(
                 message.session, message.sampling, message.prompt_len, tokens, sent, history, self.max_context,
-                self._network.lag)
+                self._network.lag, self._network.keeps and self._growth.keep)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -145,7 +145,7 @@ class NeuralDrafter:
         contexts = {session: self._contexts[session] for session in wanted}
         if steps:
             self._aim(contexts.values())
-        fresh = self._catch_up([c for c in contexts.values() if c.tree is None])
+        fresh = self._catch_up([c for c in contexts.values() if c.behind])
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
         left = {session: min(most, budget) - (session in fresh) for session, budget in wanted.items()}
@@ -186,10 +186,14 @@ class NeuralDrafter:
         fresh = set()
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
-            if finished:
+            if not finished:
+                continue
+            if context.tree is None:
                 context.tree = TreeGrowth(self._growth.topk, most=MAX_HELD if context.ahead else MAX_NODES)
-                self._expand(context, output, range(place, place + 1))
+                self._expand(context, context.tree.frontier, output, range(place, place + 1))
                 fresh.add(context.session)
+            else:
+                self._expand(context, [ROOT], output, range(place, place + 1))
         return fresh
 
     def _slide(self, contexts: Sequence[DraftContext]) -> None:
@@ -198,7 +202,7 @@ class NeuralDrafter:
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree
-        if tree is None or not tree.frontier or context.sent.full:
+        if tree is None or context.behind or not tree.frontier or context.sent.full:
             return False
         # A frontier at depth d stands at base - 1 + d and must fit the window too.
         return context.base + tree.depth() - context.start <= self.max_context
@@ -221,21 +225,25 @@ class NeuralDrafter:
             return False
         output = self._forward(builder, inputs)
         for context, rows in taken:
-            self._expand(context, output, rows)
+            assert context.tree is not None
+            self._expand(context, context.tree.frontier, output, rows)
         return True
 
-    def _expand(self, context: DraftContext, output: Output, rows: range) -> None:
-        """Rank the children of the frontier, whose outputs are ``rows``."""
+    def _expand(self, context: DraftContext, nodes: Sequence[int], output: Output, rows: range) -> None:
+        """Rank the children of ``nodes``, whose outputs are ``rows``: of the frontier, or of the root anew."""
         tree = context.tree
         assert tree is not None
-        paths = [tree.path(node) for node in tree.frontier]
+        paths = [tree.path(node) for node in nodes]
         choice = ChoiceRows(context.sampling, rows, [context.base + len(path) for path in paths],
                             [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
         tokens, scores = rank(output.logits, choice, self._growth.topk, self._network.vocabulary)
         if output.states is not None:
-            context.states.update(zip(tree.frontier, output.states[rows.start:rows.stop].unbind(), strict=True))
+            context.states.update(zip(nodes, output.states[rows.start:rows.stop].unbind(), strict=True))
         children: list[Children] = list(zip(tokens.tolist(), scores.tolist(), strict=True))
-        tree.expand(children)
+        if nodes == tree.frontier:
+            tree.expand(children)
+        else:
+            tree.correct(*children[0])
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
         device = self._network.device

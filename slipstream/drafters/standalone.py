@@ -24,6 +24,7 @@ class StandaloneNetwork:
     """A ``network.Network`` over a whole causal model."""
 
     lag = 0
+    keeps = True
     hidden_size = 0
     features: FeatureSpec | None = None
 

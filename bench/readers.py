@@ -1,0 +1,108 @@
+"""Readers: streams that are answered side by side, and what came between two tokens of each.
+
+Windows are counted in tokens and not in seconds, so that every schedule is measured on the same text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from bench.timed import STREAMS, SYMBOLS
+from slipstream.messages import Sampling
+from slipstream.requests import Piece, Request
+from slipstream.wire.target import TargetClient
+
+
+@dataclass(slots=True)
+class Reader:
+    """One stream. What it reads after token ``begin`` and up to token ``end`` counts; it reads on, so that the others
+    are not alone."""
+
+    number: int
+    begin: int
+    end: int
+    tokens: int = 0
+    pieces: list[tuple[float, Piece]] = field(default_factory=list)  # counted ones, and the one before; when they came
+
+    @property
+    def began(self) -> bool:
+        return self.tokens >= self.begin
+
+    @property
+    def ended(self) -> bool:
+        return self.tokens >= self.end
+
+    def take(self, now_s: float, piece: Piece) -> None:
+        self.tokens += len(piece.tokens)
+        if self.began and self.tokens - len(piece.tokens) < self.end:
+            self.pieces.append((now_s, piece))
+
+    @property
+    def counted(self) -> list[Piece]:
+        return [piece for _, piece in self.pieces[1:]]
+
+    @property
+    def tokens_per_s(self) -> float:
+        if len(self.pieces) < 2:
+            return 0.0
+        return sum(len(piece.tokens) for piece in self.counted) / (self.pieces[-1][0] - self.pieces[0][0])
+
+    @property
+    def hits_ms(self) -> list[float]:
+        """What rounds took whose tree was there and for which nobody waited."""
+        return [1e3 * (now_s - before_s) for (before_s, _), (now_s, piece) in itertools.pairwise(self.pieces)
+                if piece.drafted and not piece.wait_s]
+
+    async def read(self, client: TargetClient, speculate: bool) -> None:
+        """An answer after the other, each of another text, until cancelled."""
+        for turn in itertools.count():
+            async for piece in client.submit(asked(self.number, turn, speculate)):
+                self.take(time.perf_counter(), piece)
+
+
+class Window:
+    """The pieces that came while it was open: for so many seconds, and not for so many tokens."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.opened_s = self.closed_s = float("inf")
+
+    def open(self) -> None:
+        self.opened_s = time.perf_counter()
+
+    def close(self) -> None:
+        self.closed_s = time.perf_counter()
+
+    def take(self, piece: Piece) -> None:
+        if self.opened_s <= time.perf_counter() < self.closed_s:
+            self.pieces.append(piece)
+
+
+def asked(number: int, turn: int, speculate: bool) -> Request:
+    """What stream ``number`` asks in its turn: each time another text."""
+    first = (number + 37 * turn) % STREAMS * SYMBOLS
+    return Request(f"{number}-{turn}", (first, first), Sampling(), 4000, None, speculate)
+
+
+async def stream(client: TargetClient, number: int, speculate: bool, window: Window) -> None:
+    """One endless reader, until cancelled."""
+    for turn in itertools.count():
+        async for piece in client.submit(asked(number, turn, speculate)):
+            window.take(piece)
+
+
+@asynccontextmanager
+async def reading(client: TargetClient, readers: Sequence[Reader], speculate: bool) -> AsyncIterator[None]:
+    """All of them read meanwhile."""
+    tasks = [asyncio.create_task(reader.read(client, speculate)) for reader in readers]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
