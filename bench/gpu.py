@@ -61,7 +61,7 @@ def info_stage(given: Given) -> Iterator[Finding]:
 
 def suite_stage(given: Given) -> Iterator[Finding]:
     began = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", str(given.device)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device", str(given.device)]
     done = subprocess.run([*command, *DEVICE_TESTS], capture_output=True, text=True, timeout=SUITE_S, check=False)
     print(done.stdout[-4000:] + done.stderr[-2000:] if done.returncode else "")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout)}

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from slipstream.config import NgramSection
+from slipstream.config import GrowthSection, NgramSection
+from slipstream.drafters.neural import NeuralDrafter
 from slipstream.drafters.ngram import NgramDrafter
+from slipstream.drafters.standalone import StandaloneNetwork
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
 from slipstream.errors import CapacityError, DeviceFull
-from slipstream.messages import Sampling
+from slipstream.messages import Open, Sampling
 from slipstream.requests import Request
 from target_service.scheduler import Limits
 from target_service.shedding import CALM_S, Shedding
@@ -109,3 +114,22 @@ def test_a_step_of_few_rows_is_not_made_smaller_than_rows_can_be() -> None:
     shedding = Shedding(Limits(4, 16, 16), lambda: 0.0)
     shedding.failed(16)
     assert shedding.limits() == Limits(4, 16, 16) and [shedding.nodes(n) for n in (1, 2, 3)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("room", [8, 3], ids=["in the prompt", "in the tree"])
+def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_folder: Path, room: int) -> None:
+    device = Cramped(load_model(tiny_draft_folder, "float64"), 1000)
+    network = StandaloneNetwork(ModelRunner(device, 200))
+    drafter = NeuralDrafter("standalone", network, GrowthSection(topk=4, num_steps=3, num_draft_tokens=8), 4)
+    opening = Open(1, np.array(PROMPT[:20], np.int32), 20, Sampling())
+    drafter.open([opening])
+    if room == 3:
+        drafter.grow([1], [0])  # the prompt is computed while there is room
+    device.room = room
+    with pytest.raises(DeviceFull, match="draft's device"):
+        drafter.grow([1], [8])
+    drafter.close([1])
+    drafter.slots.check([])
+    device.room = 1000
+    drafter.open([opening])
+    assert len(drafter.grow([1], [8])[0].tokens) == 8

@@ -26,7 +26,7 @@ from slipstream.drafters.sent import Proposal, SentTrees, send
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
-from slipstream.errors import CapacityError, ConfigError
+from slipstream.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.tree import MAX_HELD, MAX_NODES
 
@@ -182,7 +182,12 @@ class NeuralDrafter:
             rows_left -= count
         if not taken:
             return set()
-        output = self._forward(builder, inputs)
+        try:
+            output = self._forward(builder, inputs)
+        except DeviceFull:
+            for _, slots, _ in taken:  # nobody's yet
+                self.slots.free(slots)
+            raise
         fresh = set()
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
@@ -247,7 +252,11 @@ class NeuralDrafter:
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
         device = self._network.device
-        return self._network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
+        try:
+            return self._network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull("the draft's device has no memory for this step; lower draft.slots or "
+                             "draft.max_sessions") from error
 
     def _alloc(self, count: int) -> Indices | None:
         if count == 0:
