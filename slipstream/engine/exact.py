@@ -27,6 +27,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import MOST_ROWS, Linear, Tensors
 from slipstream.engine.model import ModelConfig
 from slipstream.errors import ModelError
+from slipstream.log import logger
 
 Indices = NDArray[np.int64]
 
@@ -175,6 +176,7 @@ def exact_decoder(config: ModelConfig, tensors: Tensors) -> Decoder:
             if size not in known:
                 known[size] = agreeing_rows(*cancelling(*size))
             linear.rows = known[size]
+    logger("engine").info("exact", rows={f"{inner} x {outer}": rows for (inner, outer), rows in known.items()})
     if not passes_trial(decoder):
         raise ModelError("model.exact: on this machine a tree's rows differ from plain steps; serve with "
                          "model.dtype=float32 instead")
