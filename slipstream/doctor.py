@@ -123,7 +123,7 @@ def _flashinfer() -> list[Check]:
         return [Check("flashinfer", "ok", importlib.metadata.version("flashinfer-python"))]
     if not _has_cuda():
         return [Check("flashinfer", "ok", "not installed; only CUDA uses it")]
-    return [Check("flashinfer", "warn", "not installed: slower attention", "run: pip install flashinfer-python")]
+    return [Check("flashinfer", "warn", "not installed: slower attention", "run: pip install 'slipstream[gpu]'")]
 
 
 def _has_cuda() -> bool:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from bench.gpu_bundle import PACKAGES, join, pinned, split
-from bench.gpu_kernels import wanted
+from bench.gpu_kernels import FLASHINFER, wanted
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
 
@@ -41,3 +42,8 @@ def test_of_flashinfer_go_python_and_the_templates_of_one_kernel(tmp_path: Path)
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     assert {str(path) for path in wanted(tmp_path)} == kept
+
+
+def test_the_bundle_has_the_version_that_the_project_asks_for() -> None:
+    project = tomllib.loads((LOCK.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"]["gpu"] == [FLASHINFER]

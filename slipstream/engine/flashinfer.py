@@ -90,7 +90,7 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
     if config.head_dim not in HEAD_DIMS:
         return f"its heads have {', '.join(map(str, HEAD_DIMS))} numbers, and this model's {config.head_dim}"
     if importlib.util.find_spec("flashinfer") is None:
-        return "it is not installed (pip install flashinfer-python)"
+        return "it is not installed (extra 'gpu': flashinfer-python)"
     return ""
 
 
