@@ -21,6 +21,7 @@ from slipstream.engine.weights import load_model, load_tensors
 from slipstream.errors import ModelError
 from slipstream.messages import Sampling
 from slipstream.requests import Piece, Request
+from slipstream.tree import DraftTree
 from tests.pair import drafting, local_link, target
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, write_tiny_model
@@ -72,6 +73,17 @@ def test_a_prompts_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
         alone, behind = run(runner, [token], behind)
         assert torch.equal(alone[0], whole[i]), f"row {i}"
     assert torch.equal(halves, whole[:70])
+
+
+def test_a_chain_of_the_longest_word_is_like_plain_steps(runner: ModelRunner) -> None:
+    context = run(runner, TEXT[:31])[1]
+    tokens = np.random.default_rng(5).integers(VOCAB, size=64).astype(np.int32)
+    chain = DraftTree(32, tokens, np.arange(-1, 63, dtype=np.int32), np.arange(64, dtype=np.int32),
+                      np.zeros(64, np.float32))
+    logits, _ = run_tree(runner, chain, context)
+    for node in range(64):
+        alone, context = run(runner, [int(tokens[node])], context)
+        assert torch.equal(alone[0], logits[node]), f"node {node}"
 
 
 def test_neighbours_do_not_matter(runner: ModelRunner) -> None:

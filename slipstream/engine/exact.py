@@ -77,9 +77,11 @@ def _paths(batch: ForwardBatch, segment: int) -> list[Path]:
 def _in_order(batch: ForwardBatch, segment: int) -> bool:
     """Whether each row sees just what stands before it: a prompt, or a chain."""
     first, end = batch.q_indptr[segment : segment + 2]
-    mask_len = batch.mask_lens[segment]
-    return mask_len == 0 or (batch.words[first:end].tolist() == [
-        (1 << mask_len - end + row + 1) - 1 for row in range(first, end)] and mask_len < 64)
+    before = batch.mask_lens[segment] - (end - first)  # entries of the mask that are no rows
+    if batch.mask_lens[segment] == 0:
+        return True
+    words = batch.words[first:end].numpy().view(np.uint64).tolist()
+    return bool(words == [(2 << before + row) - 1 for row in range(end - first)])
 
 
 def _filled(length: int) -> int:
