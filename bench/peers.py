@@ -43,6 +43,7 @@ BATCHES = (4, 16)
 NAMES = ("slipstream-plain", "slipstream-ngram", "slipstream-standalone", "slipstream-default", "slipstream-colocated",
          "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain", "llamacpp-speculative")
 TOGETHER = ("slipstream-plain", "slipstream-ngram", "slipstream-default")
+NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
 
 
@@ -77,20 +78,29 @@ async def started(names: Sequence[str], arguments: argparse.Namespace, stack: As
     return up
 
 
+async def answer_of(system: System, prompt: Sequence[int], max_tokens: int) -> Answered:
+    """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired."""
+    try:
+        return await system.ask(prompt, max_tokens)
+    except SlipstreamError as error:
+        print(f"{system.name}: no answer: {error}", file=sys.stderr)
+        return NOTHING
+
+
 async def one_by_one(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results) -> AsyncIterator[None]:
     """Every question to every system."""
     for name, prompts in sets.items():
         for number, prompt in enumerate(prompts):
             for turn in range(len(systems)):
                 system = systems[(number + turn) % len(systems)]
-                results[system.name, 1, name].append(await system.ask(prompt, max_tokens))
+                results[system.name, 1, name].append(await answer_of(system, prompt, max_tokens))
                 yield
 
 
 async def together(system: System, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answered:
     """All prompts at once, as one answer."""
     began_s = asyncio.get_running_loop().time()
-    all_ = await asyncio.gather(*(system.ask(prompt, max_tokens) for prompt in prompts))
+    all_ = await asyncio.gather(*(answer_of(system, prompt, max_tokens) for prompt in prompts))
     took_s = asyncio.get_running_loop().time() - began_s
     return Answered(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s, sum(a.rounds for a in all_))
 
@@ -114,7 +124,7 @@ def rows_of(results: Results, dtype: str) -> list[Row]:
 
 def row_of(key: tuple[str, int, str], results: Results, dtype: str) -> Row:
     system, batch, set_ = key
-    answers = results[key]
+    answers = [answer for answer in results[key] if answer.tokens] or [NOTHING]
     rounds = sum(a.rounds for a in answers)
     return {"system": system, "precision": dtype, "batch": batch, "set": set_,
             "tokens_per_s": statistics.median(speed(a, batch) for a in answers),
@@ -122,7 +132,7 @@ def row_of(key: tuple[str, int, str], results: Results, dtype: str) -> Row:
             "end_to_end": statistics.median(a.end_to_end for a in answers),
             "first_ms": 1e3 * statistics.median(a.first_s for a in answers),
             "acceptance_length": sum(a.tokens for a in answers) / rounds if rounds else 0.0,
-            "answers": len(answers)}
+            "answers": sum(answer.tokens > 0 for answer in answers)}
 
 
 async def run(arguments: argparse.Namespace) -> None:

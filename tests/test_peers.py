@@ -71,6 +71,22 @@ async def test_every_system_gets_every_question_and_none_is_always_first() -> No
     assert ratio(results, "slipstream-default", "slipstream-plain", 1, "copy") == pytest.approx(2.0)
 
 
+async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> None:
+    class Fails(Told):
+        async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+            if prompt == [2]:
+                raise Unavailable("gone")
+            return await Told.ask(self, prompt, max_tokens)
+
+    results: Results = defaultdict(list)
+    systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 30)]
+    async for _ in one_by_one(systems, {"copy": [[1], [2], [3]]}, 11, results):
+        pass
+    row = row_of(("slipstream-default", 1, "copy"), results, "bfloat16")
+    assert row["answers"] == 2
+    assert row["against_plain"] == pytest.approx(3.0)
+
+
 async def test_a_batch_is_asked_at_once_and_counts_all_tokens() -> None:
     system = Told("slipstream-plain", 10)
     results: Results = defaultdict(list)
