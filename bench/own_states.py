@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.real import HEAD, SLOTS, prompts_of
 from bench.report import write
-from slipstream.config import DraftSection, ModelSection
+from slipstream.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafters import create
 from slipstream.drafters.base import Drafter
 from slipstream.engine.batch import BatchBuilder
@@ -123,7 +123,8 @@ def compare(levels: int, tokens: int, prompts: Sequence[Sequence[int]], stops: S
     """Answers of at most ``tokens`` tokens to all ``prompts``. Raises ModelError."""
     section = ModelSection()
     runner = ModelRunner(load_model(resolve(section.path), section.dtype, section.device), SLOTS)
-    draft = DraftSection(drafter="eagle3", model=HEAD, slots=SLOTS, max_sessions=2, project_features=False)
+    draft = DraftSection(drafter="eagle3", model=HEAD, slots=SLOTS, max_sessions=2, project_features=False,
+                         growth=GrowthSection(own_states=True))
     ahead, anew = create(draft, section), create(draft, section)
     assert ahead.features is not None
     runner.set_taps(ahead.features.layers)

@@ -29,11 +29,11 @@ from slipstream.models import resolve
 
 HEAD = "smollm2-135m-eagle3"
 SLOTS = 4096
-ANEW = "eagle3, drafted anew"
+OWN = "eagle3, own states"
 DRAFTERS: dict[str, dict[str, object]] = {
     "ngram": {"drafter": "ngram"},
     "eagle3": {"drafter": "eagle3", "model": HEAD},
-    ANEW: {"drafter": "eagle3", "model": HEAD, "growth": {"keep": False}},
+    OWN: {"drafter": "eagle3", "model": HEAD, "growth": {"own_states": True}},
     "default": {"drafter": "eagle3", "model": HEAD, "combine_ngram": True},
 }
 SWEPT = "default"  # the one that is asked over every round trip
@@ -71,7 +71,7 @@ def cells(rtts_ms: Sequence[float]) -> list[tuple[str, str, float]]:
     rows = [(SWEPT, "plain", 0.0), (SWEPT, "colocated", 0.0)]
     rows += [(SWEPT, schedule, rtt_ms) for schedule in ("serial", "run-ahead") for rtt_ms in rtts_ms]
     others = [(name, schedule, 1.0) for name in DRAFTERS if name != SWEPT for schedule in ("serial", "run-ahead")]
-    return [*rows, *(row for row in others if row != (ANEW, "serial", 1.0))]  # it differs in growth ahead alone
+    return [*rows, *(row for row in others if row != (OWN, "serial", 1.0))]  # it differs in growth ahead alone
 
 
 def run(folder: str | None, sets: Sequence[str], count: int, tokens: int, rtts_ms: Sequence[float]) -> None:

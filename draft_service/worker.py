@@ -5,8 +5,7 @@ Rules:
    thread and touches nothing that changes).
 2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each
    peer with one frame.
-3. A session belongs to the peer that opened it. When the peer vanishes, or nobody speaks of a session for a lease, it
-   is freed.
+3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions are grown on, a level at a time, whenever the inbox is empty and growing pays
    (``ahead.Ahead``). A level is for the few sessions whose targets hold the least: only few rows are free.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
@@ -47,7 +46,8 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
-AT_ONCE = 8  # sessions of one level ahead, and of those that may hold all of ``run_ahead``; more share as much
+AT_ONCE = 8  # sessions of one level ahead
+FEW, MANY = 4, 16  # so many sessions may hold all of ``run_ahead`` each; more share as much, down to FEW / MANY each
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
@@ -249,7 +249,7 @@ class DraftWorker:
 
     def _next(self) -> list[Followed]:
         """Whose trees are grown now: all that starve, and of the others those with the fewest nodes."""
-        extra = self._run_ahead * AT_ONCE // max(AT_ONCE, len(self._sessions))
+        extra = self._run_ahead * FEW // min(MANY, max(FEW, len(self._sessions)))
         for followed in self._sessions.values():
             followed.stale = followed.stale and followed.wanted > 0
             if followed.ahead is not None:

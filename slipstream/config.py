@@ -65,8 +65,8 @@ class GrowthSection(Section):
     num_steps: int = Field(3, ge=1, le=16, description="depth of the tree")
     topk: int = Field(4, ge=1, le=16, description="children of a node; 1 is a chain")
     num_draft_tokens: int = Field(8, ge=1, le=63, description="nodes that are sent, root not counted")
-    keep: bool = Field(True, description="with run_ahead, what was grown goes on below a commit, a head's from its own "
-                       "states; off: it is drafted anew from the target's")
+    own_states: bool = Field(False, description="with run_ahead, a head's tree goes on below a commit from its own "
+                             "states; off: it is drafted anew from the target's")
 
 
 class DraftSection(Section):

@@ -87,18 +87,19 @@ class DraftTree:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5); one that is not a number counts as the worst."""
         where = dict(zip(self.ids.tolist(), range(len(self)), strict=True))
-        taken = set(zip(self.parents.tolist(), self.tokens.tolist(), strict=True))
+        # An edge as one number: this runs for every message of a drafter that grows ahead.
+        taken = set((self.parents.astype(np.int64) << 32 | self.tokens).tolist())
         rows: list[tuple[int, int, int, float]] = []
         known = self.scores.tolist()
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
-            parent = where.get(int(parent_id))
-            if parent is None or int(node_id) in where or (parent, int(token)) in taken or len(known) >= MAX_HELD:
+            parent = where.get(parent_id)
+            if parent is None or node_id in where or len(known) >= MAX_HELD or parent << 32 | token in taken:
                 continue
             bounded = min(float(score), known[parent]) if score == score else -np.inf
-            where[int(node_id)] = len(known)
-            taken.add((parent, int(token)))
+            where[node_id] = len(known)
+            taken.add(parent << 32 | token)
             known.append(bounded)
-            rows.append((int(token), parent, int(node_id), bounded))
+            rows.append((token, parent, node_id, bounded))
         if not rows:
             return self
         new = list(zip(*rows, strict=True))

@@ -116,7 +116,8 @@ def test_trees_follow_the_committed_states(head: EagleHead, topk: int, steps: in
 
 def test_growth_ahead_goes_on_below_a_commit_and_learns_the_true_states(head: EagleHead) -> None:
     """The tree is kept, its rows above get the target's states, and the root the children that those speak for."""
-    rng, written, of = random.Random(7), Written(), drafter(head, 1200, topk=2, num_steps=3, num_draft_tokens=63)
+    rng, written = random.Random(7), Written()
+    of = drafter(head, 1200, topk=2, num_steps=3, num_draft_tokens=63, own_states=1)
     tokens, states = [rng.randrange(VOCAB) for _ in range(6)], states_of(60, seed=8)
     ledger = GrowthLedger(tokens)
     of.open([opening(1, tokens)])

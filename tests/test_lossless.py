@@ -67,7 +67,7 @@ def write_map(path: Path) -> Path:
 
 def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
     model = ModelSection(path=str(folders["target"]), dtype="float64")
-    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
+    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8, own_states=True)
     if kind == "ngram":
         return create(DraftSection(drafter="ngram", ngram=NgramSection(min_match=1)), model)
     head = {"mapped": "eagle2", "merged": "eagle3"}.get(kind, kind)

@@ -81,7 +81,7 @@ class NeuralDrafter:
                 self.slots.free(known.close())
             self._contexts[message.session] = DraftContext(
                 message.session, message.sampling, message.prompt_len, tokens, sent, history, self.max_context,
-                self._network.lag, self._network.keeps and self._growth.keep)
+                self._network.lag, self._network.keeps and (not self._network.lag or self._growth.own_states))
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
