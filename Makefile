@@ -82,7 +82,7 @@ bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PR
 	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
 		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
 
-bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full" for the whole sweep)
+bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS="--real": the default model)
 	$(BIN)/python -m bench.network $(ARGS)
 
 # On a machine without .venv: its own python3, and what gpu-bundle brought.

@@ -9,11 +9,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench.cast import RealCast
 from bench.picture import COLOURS, panel, picture
 from bench.simulation import Deployment, of_schedule, simulate
 from bench.timed import Timing
+from slipstream.config import NgramSection
+from slipstream.drafters.ngram import NgramDrafter
+from slipstream.engine.weights import load_model
 from slipstream.errors import ConfigError
-from slipstream.messages import Growth
+from slipstream.messages import Growth, Sampling
 from slipstream.trace import Trace, commit_key, growth_key, merge
 from slipstream.tree import DraftTree
 from target_service.scheduler import holds
@@ -35,6 +39,18 @@ def test_plain_decoding_takes_a_step_a_token() -> None:
     found = simulate(of_schedule("plain", replace(SOME, host_s=0.0)), 5.0)
     assert found.tokens_per_s == pytest.approx(50.0, rel=0.01) and found.waiting_share < 0.01
     assert found.acceptance_length == 1.0
+
+
+def test_a_real_model_plays_at_the_set_times_until_its_prompts_are_answered(tiny_folder: Path) -> None:
+    """It computes what it does, and a step takes what the timed device takes."""
+    model = load_model(tiny_folder, "float64", "cpu")
+    cast = RealCast(model, lambda: NgramDrafter(NgramSection(), 4), [(65, 66, 67, 65, 66), (70, 71, 70, 71)],
+                    Sampling(), answer=40, slots=512)
+    deployment = replace(SOME, cast=cast, answers=2, host_s=0.0)
+    plain = simulate(of_schedule("plain", deployment), 0.0)
+    assert plain.tokens_per_s == pytest.approx(50.0, rel=0.03) and plain.acceptance_length == 1.0
+    serial = simulate(of_schedule("serial", deployment), 0.0)
+    assert serial.acceptance_length > 1.0 and serial.draft_busy > 0.0
 
 
 def test_a_serial_round_is_a_step_a_tree_and_a_round_trip() -> None:
