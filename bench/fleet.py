@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,13 +25,20 @@ from slipstream.launch import SHARED_CORES, answers
 from slipstream.wire.target import TargetClient
 
 READY_S = 120.0
+LISTENING = (10_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, below those that outgoing connections are given: one of theirs may have taken
+    it when its process comes to listen."""
+    while True:
+        port = random.SystemRandom().randrange(*LISTENING)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 @dataclass(slots=True)
