@@ -6,8 +6,8 @@ work, which is Python, on the cores of this machine. Every process's processor t
 The model that is fitted to it, and what it assumes:
 1. A part (target, draft, client) takes ``round_us`` of a core for a round and ``stream_us`` for each stream in it:
    least squares over all rows.
-2. A target with b streams ends a round in the longer of its device's step and its host's work, and one process does not
-   use more than one core. What all processes take may not exceed the machine's cores.
+2. A round of a target with b streams is one after the other: its draft's device and host, its own device (as many rows
+   as were drafted, and one a stream) and host. What all processes take may not exceed the machine's cores.
 3. With a machine of its own for each pod (a core for each service is enough), pods do not slow one another down, and a
    draft serves as many streams as its own host work allows within a round.
 """
@@ -120,7 +120,9 @@ async def measure(rig: Rig, streams: int, seconds: float) -> Row:
     tokens = sum(len(piece.tokens) for piece in pieces)
     return {"targets": len(rig.targets), "drafts": len(rig.drafts), "streams": streams,
             "tokens_per_s": tokens / took_s, "round_ms": 1e3 * took_s / pieces_a_stream,
-            "acceptance_length": tokens / max(1, len(pieces)), "cores": sum(spent.values()) / took_s,
+            "acceptance_length": tokens / max(1, len(pieces)),
+            "drafted": sum(piece.drafted for piece in pieces) / max(1, len(pieces)),
+            "cores": sum(spent.values()) / took_s,
             **{f"{part}_us_a_round": 1e6 * spent[part] / max(1, len(pieces)) for part in PARTS}}
 
 
@@ -142,25 +144,26 @@ def round_s(costs: dict[str, Cost], timing: Timing, targets: int, streams: int, 
     batch = streams / targets
     device = timing.step_of(round(batch * rows_a_stream))
     host = {part: 1e-6 * cost.of(batch) for part, cost in costs.items()}
-    if cores is None:
-        return max(device + host["target"], host["draft"])
-    return max(device + host["target"], targets * sum(host.values()) / cores)
+    alone = device + host["target"] + timing.draft_s + host["draft"]
+    return alone if cores is None else max(alone, targets * sum(host.values()) / cores)
 
 
 def prediction(rows: Sequence[Row], costs: dict[str, Cost], timing: Timing, pods: int) -> list[str]:
     """The fit in words, how well it meets what was measured, and what it says of ``pods`` targets."""
     cores, length = float(os.cpu_count() or 1), statistics.median(_number(row, "acceptance_length") for row in rows)
+    verified = statistics.median(_number(row, "drafted") for row in rows) + 1
     lines = [f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it"
              for part, cost in costs.items()]
     for row in rows:
-        expected = round_s(costs, timing, int(_number(row, "targets")), int(_number(row, "streams")), cores, length)
+        expected = round_s(costs, timing, int(_number(row, "targets")), int(_number(row, "streams")), cores,
+                           _number(row, "drafted") + 1)
         lines.append(f"{row['targets']} × {row['drafts']}, {row['streams']} streams: a round took "
                      f"{_number(row, 'round_ms'):.0f} ms, the model says {1e3 * expected:.0f}")
     for batch in (8, 32, 128):
-        alone = round_s(costs, timing, pods, batch * pods, None, length)
+        alone = round_s(costs, timing, pods, batch * pods, None, verified)
         lines.append(f"{pods} targets with a draft each, {batch} streams a target, a core for each service: "
                      f"{1e3 * alone:.0f} ms a round, {batch * pods * length / alone:,.0f} tokens/s "
-                     f"(the devices alone: {1e3 * timing.step_of(round(batch * length)):.0f} ms)")
+                     f"(the devices alone: {1e3 * timing.step_of(round(batch * verified)):.0f} ms)")
     per_stream = sum(cost.stream_us for cost in costs.values())
     lines.append(f"this machine's limit: {cores:.0f} cores of Python, {1e6 * cores / per_stream:,.0f} stream rounds a "
                  f"second, {1e6 * cores * length / per_stream:,.0f} tokens/s, client included")

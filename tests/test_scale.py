@@ -20,7 +20,7 @@ def rows() -> list[dict[str, Any]]:
         batch = streams / targets
         took_s = round_s(PLANTED, TIMING, targets, streams, 2.0, 2.5)
         out.append({"targets": targets, "drafts": targets, "streams": streams, "round_ms": 1e3 * took_s,
-                    "acceptance_length": 2.5, **{f"{part}_us_a_round": PLANTED[part].of(batch) / batch
+                    "acceptance_length": 2.5, "drafted": 1.5, **{f"{part}_us_a_round": PLANTED[part].of(batch) / batch
                                                  for part in PARTS}})
     return out
 
