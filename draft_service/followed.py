@@ -38,8 +38,3 @@ class Followed:
     def starving(self) -> bool:
         """Whether its target waits for a whole tree, or should."""
         return self.ahead is None or self.ahead.starving(self.wanted)
-
-    @property
-    def held(self) -> int:
-        """Nodes that its target holds."""
-        return 0 if self.ahead is None else len(self.ahead.tree) - 1

@@ -6,8 +6,8 @@ Rules:
 2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each
    peer with one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
-4. With ``run_ahead``, sessions are grown on, a level at a time, whenever the inbox is empty and growing pays
-   (``ahead.Ahead``). A level is for the few sessions whose targets hold the least: only few rows are free.
+4. With ``run_ahead``, the first ``FEW`` sessions are grown on, a level at a time, whenever the inbox is empty and
+   growing pays (``ahead.Ahead``); later ones get one growth a commit.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
@@ -46,8 +46,7 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
-AT_ONCE = 8  # sessions of one level ahead
-FEW, MANY = 4, 16  # so many sessions may hold all of ``run_ahead`` each; more share as much, down to FEW / MANY each
+FEW = 4  # sessions that run ahead; what nodes cost a host takes more from further ones than hits give
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
@@ -209,8 +208,9 @@ class DraftWorker:
         if self._draining or len(self._sessions) >= self._drafter.max_sessions:
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
+        few = sum(followed.ahead is not None for followed in self._sessions.values()) < FEW
         followed = Followed(next(self._numbers), peer, DraftSide(item.session),
-                            ahead=Ahead(self._run_ahead) if self._run_ahead else None,
+                            ahead=Ahead(self._run_ahead) if self._run_ahead and few else None,
                             span=self._spans.begin("draft.session", item.trace, prompt=item.prompt_len))
         self._sessions[(peer, item.session)] = followed
         self._by_number[followed.number] = followed
@@ -248,16 +248,11 @@ class DraftWorker:
             self._send_growth(followed, replace(growth, session=followed.side.session, draft_s=draft_s), round_)
 
     def _next(self) -> list[Followed]:
-        """Whose trees are grown now: all that starve, and of the others those with the fewest nodes."""
-        extra = self._run_ahead * FEW // min(MANY, max(FEW, len(self._sessions)))
+        """Whose trees are grown now, those that starve first."""
         for followed in self._sessions.values():
             followed.stale = followed.stale and followed.wanted > 0
-            if followed.ahead is not None:
-                followed.ahead.extra = extra
         wanting = [f for f in self._sessions.values() if f.wanted > 0 and (f.stale or f.hungry)]
-        wanting.sort(key=lambda followed: (not followed.starving, followed.held))
-        starving = sum(followed.starving for followed in wanting)
-        return wanting[:max(starving, AT_ONCE)]
+        return sorted(wanting, key=lambda followed: not followed.starving)
 
     def _send_growth(self, followed: Followed, growth: Growth, round_: Round) -> None:
         # A target may wait to hear of its newest commit, be it that there is nothing.
