@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from bench import real
 from bench.claims import verdicts
 from bench.fleet import Process, free_port
-from bench.readers import Reader, reading
+from bench.readers import Reader
 from bench.report import FOLDER as REPORTS
 from bench.report import Row, save, write
 from bench.simulation import RUN_AHEAD, SCHEDULES, Deployment, of_schedule, simulate
 from bench.timed import Timing
 from slipstream.config import WireSection
 from slipstream.errors import Unavailable
+from slipstream.process import kept_up
 from slipstream.trace import merge
 from slipstream.wire.target import TargetClient
 
@@ -122,7 +123,7 @@ async def measure(rig: Rig, cell: Cell, seconds: float) -> Row:
     """Answer ``batch`` streams side by side, for ``seconds`` at most."""
     begin, count = cell.tokens
     readers = [Reader(number, begin, begin + count) for number in range(cell.batch)]
-    async with reading(rig.client, readers, cell.schedule != "plain"):
+    async with kept_up(*(reader.read(rig.client, cell.schedule != "plain") for reader in readers)):
         began_s = time.perf_counter()
         while not all(reader.began for reader in readers) and time.perf_counter() < began_s + seconds:
             await asyncio.sleep(0.01)

@@ -5,11 +5,8 @@ Windows are counted in tokens and not in seconds, so that every schedule is meas
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from bench.timed import STREAMS, SYMBOLS
@@ -94,15 +91,3 @@ async def stream(client: TargetClient, number: int, speculate: bool, window: Win
     for turn in itertools.count():
         async for piece in client.submit(asked(number, turn, speculate)):
             window.take(piece)
-
-
-@asynccontextmanager
-async def reading(client: TargetClient, readers: Sequence[Reader], speculate: bool) -> AsyncIterator[None]:
-    """All of them read meanwhile."""
-    tasks = [asyncio.create_task(reader.read(client, speculate)) for reader in readers]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -38,8 +38,9 @@ class ModelSection(Section):
     compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
                           "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
     attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
-    quantize: Literal["none", "int4"] = Field("none", description="int4: steps of at most 8 rows read 4-bit weights; "
-                                              "bfloat16 on a CPU, other answers on near ties")
+    quantize: Literal["none", "int4"] = Field("none", description="int4: steps of at most 8 rows read 4-bit weights, "
+                                              "larger ones bfloat16's, on a CPU: drafts may change answers, the more "
+                                              "the less the model's file was 4-bit")
     exact: bool = Field(False, description="bfloat16 on a CPU whose answers equal plain decoding's bit for bit, at a "
                         "price (`make bench-exact`)")
     graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")

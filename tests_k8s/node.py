@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import yaml
 
+from slipstream.process import kept_up
 from tests_k8s.cluster import Cluster
 from tests_k8s.kubelet import kubelet
 from tests_k8s.pod import Pod, now
@@ -91,13 +92,10 @@ class Node:
         """Registered, heard of, and taking pods while the block lasts."""
         async with kubelet(self.folder, self._log, self._begin) as port:
             await self.register()
-            tasks = [asyncio.create_task(work) for work in (self.beat(port), self.work())]
             try:
-                yield
+                async with kept_up(self.beat(port), self.work()):
+                    yield
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
                 await self.aclose()
 
     async def register(self) -> None:

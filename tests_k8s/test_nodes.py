@@ -111,12 +111,15 @@ def claim(cluster: Cluster, namespace: str, folder: Path) -> str:
 
 
 async def drafted_by(r: Release) -> set[str]:
-    """The drafters whose tokens were verified, as the target's metrics have it."""
+    """The drafters whose tokens were verified, as the targets' metrics have it. Pods come and go meanwhile."""
     found = set()
-    for pod in r.node.pods.values():
+    for pod in list(r.node.pods.values()):
         if "-target-" in pod.found["metadata"]["name"]:
-            async with httpx.AsyncClient() as http:
-                page = (await http.get(f"http://{pod.address}:9101/metrics")).text
+            try:
+                async with httpx.AsyncClient() as http:
+                    page = (await http.get(f"http://{pod.address}:9101/metrics")).text
+            except httpx.TransportError:  # it has ended
+                continue
             found |= {line.split('drafter="')[1].split('"')[0] for line in page.splitlines()
                       if line.startswith("slipstream_drafter_tokens_total{") and 'kind="drafted"' in line
                       and not line.endswith(" 0.0")}
