@@ -48,7 +48,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     _tell(link, config)
     if ready is not None:
         ready()
-    await stop.wait()
+    await target.until(stop)
     up.clear()
     await router.drain(config.router.drain_s)
     await target.service.drain(config.target.drain_s)
@@ -66,7 +66,7 @@ def _tell(link: LocalLink, config: Config) -> None:
 
 async def _end(target: Target, draft: Draft, link: LocalLink, pages: list[MetricsServer]) -> None:
     link.cut("stopped")
-    await asyncio.to_thread(target.worker.stop)
+    await asyncio.to_thread(target.end)
     await asyncio.to_thread(draft.worker.stop)
     for page in pages:
         await asyncio.to_thread(page.close)

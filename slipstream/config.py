@@ -44,6 +44,8 @@ class ModelSection(Section):
     exact: bool = Field(False, description="bfloat16 on a CPU whose answers equal plain decoding's bit for bit, at a "
                         "price (`make bench-exact`)")
     graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
+    tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs of one target that share its model, layer by layer; "
+                                 "its heads and intermediate_size must divide by it")
 
 
 class NgramSection(Section):

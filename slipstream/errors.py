@@ -53,6 +53,10 @@ class Unavailable(SlipstreamError):
     """No backend can take the request now."""
 
 
+class RanksLost(Unavailable):
+    """Processes that compute one model together are out of step, or one is gone. The service has to start again."""
+
+
 class DeadlineExceeded(SlipstreamError):
     """A request took longer than the configuration allows."""
 

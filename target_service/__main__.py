@@ -62,7 +62,7 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
                 await _until_stopped(config, target, server, up, stop, ready)
     finally:
         await drafts.aclose()
-        await asyncio.to_thread(target.worker.stop)
+        await asyncio.to_thread(target.end)
         await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")
 
@@ -74,7 +74,7 @@ async def _until_stopped(config: Config, target: Target, server: GrpcServer, up:
     logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
     if ready is not None:
         ready()
-    await stop.wait()
+    await target.until(stop)
     up.clear()
     logger("target").info("draining")
     await server.set_ready(False)

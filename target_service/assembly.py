@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from slipstream.config import Config, TargetSection
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.memory import Memory
 from slipstream.engine.model import CausalModel
+from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
 from slipstream.lenient import Thresholds
@@ -28,6 +29,7 @@ from slipstream.requests import DraftStatus
 from slipstream.spans import spans_of
 from slipstream.trace import Trace
 from slipstream.tree import MAX_NODES
+from target_service.lost import RankWatch
 from target_service.service import LoopDispatch, Served, TargetService
 from target_service.worker import TargetWorker
 
@@ -42,6 +44,17 @@ class Target:
     service: TargetService
     hello: TargetHello
     metrics: TargetMetrics
+    ranks: RankWatch | None = None  # None: the model has one
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set. Raises RanksLost."""
+        await (stop.wait() if self.ranks is None else self.ranks.until(stop))
+
+    def end(self) -> None:
+        """End the worker, and with it the model's ranks."""
+        self.worker.stop()
+        if self.ranks is not None:
+            self.ranks.end()
 
 
 def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], Sequence[DraftStatus]]) -> Target:
@@ -50,10 +63,14 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     section = config.model
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
-    model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
-                       section.graphs, section.exact, section.quantize)
     name = config.router.model_name or folder.name
-    return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
+    if section.tensor_parallel == 1:
+        model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
+                           section.graphs, section.exact, section.quantize)
+        return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
+    ranked = ranked_model(folder, section)
+    watch = RankWatch(ranked, loop)
+    return replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts), ranks=watch)
 
 
 def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,
@@ -80,10 +97,11 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
 
 def _runner(config: TargetSection, model: CausalModel, max_context: int) -> ModelRunner:
     slots = slots_for(config, model, max_context)
-    if not isinstance(model, GraphedDecoder):
+    if not isinstance(model, GraphedDecoder | RankedModel):
         return ModelRunner(model, slots)
     runner = ModelRunner(model, slots, model.spare_slots)
-    logger("target").info("graphs captured", count=model.warm(runner.pool, config.max_sessions))
+    if model.spare_slots:
+        logger("target").info("graphs captured", count=model.warm(runner.pool, config.max_sessions))
     return runner
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from slipstream.config import TargetSection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
-from slipstream.errors import DeviceFull, Draining, RemoteProtocolError
+from slipstream.errors import DeviceFull, Draining, RanksLost, RemoteProtocolError
 from slipstream.lenient import Thresholds
 from slipstream.log import logger
 from slipstream.messages import DraftHello, Growth, TargetBound
@@ -273,6 +273,8 @@ class TargetWorker:
         except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
             if isinstance(error, DeviceFull) and self.shedding.failed(rows):
                 return  # nobody was in it yet: the next turn asks for less
+            if isinstance(error, RanksLost):  # there will be no other step
+                raise
             self._log.exception("step failed", rows=rows)
             for running in [r for r, _ in prefill] + [r for r, _ in trees]:
                 self._running.remove(running)

@@ -69,6 +69,9 @@ WRONG = {
     "no way to roll": (("target.strategy.maxSurge=0",), "target.strategy: maxSurge and maxUnavailable are both 0"),
     "a policy that flaps": (("config.target.policy.leave_gain=2",), "config.target.policy.enter_gain is 1.05"),
     "fewest nodes above most": (("config.target.policy.min_nodes=20",), "min_nodes is 20 but max_nodes is 16"),
+    "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda",
+                               "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
+                              "tensor_parallel is 4 but target.resources.limits has 2"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
@@ -316,6 +319,16 @@ def test_threads_follow_the_cpus_unless_they_are_set() -> None:
 
     assert "--set=model.threads=$(CPUS)" in arguments()
     assert not [a for a in arguments("--set", "config.model.threads=3") if "threads" in a]
+
+
+def test_only_a_target_whose_model_is_shared_out_has_shared_memory() -> None:
+    def shared(profile: str) -> set[str]:
+        return {name for name, spec in deployments(rendered(profile)).items()
+                for container in spec["template"]["spec"]["containers"] for mount in container["volumeMounts"]
+                if mount["mountPath"] == "/dev/shm"}
+
+    (name,) = shared("70b-tp")
+    assert name.endswith("-target") and not shared("h100")
 
 
 @pytest.mark.parametrize(("drafter", "reads"), [("", True), ("auto", True), ("mtp", True), ("ngram", False)])

@@ -104,16 +104,16 @@ class Decoder:
     __slots__ = ("_attention", "_embedding", "_head", "_layers", "_norm", "config", "device", "dtype", "rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, halves: Halves = EAGER,
-                 attention: Attention | None = None) -> None:
-        """tensors: by name, already in the dtype and on the device to run in. attention: None is torch's. Raises
-        ModelError naming a tensor."""
+                 attention: Attention | None = None, head: torch.Tensor | None = None) -> None:
+        """tensors: by name, already in the dtype and on the device to run in. attention: None is torch's. head: of a
+        part of the vocabulary (see ``shards``). Raises ModelError naming a tensor."""
         self.config = config
         self._embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
         self._layers = [DecoderLayer(config, tensors, f"model.layers.{i}", halves=halves)
                         for i in range(config.num_layers)]
         self._norm = take(tensors, "model.norm.weight", config.hidden_size)
-        self._head = Linear(self._embedding if config.tied_embeddings
+        self._head = Linear(head if head is not None else self._embedding if config.tied_embeddings
                             else take(tensors, "lm_head.weight", config.vocab_size, config.hidden_size))
         self.rope = Rope(config, self.dtype, self.device)
         self._attention = attention or TorchAttention(config, self.dtype)

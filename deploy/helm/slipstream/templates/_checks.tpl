@@ -48,6 +48,11 @@
 {{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (eq .Values.images.engine.variant "cpu") -}}
 {{- fail (printf "config.model.device is %q but images.engine.variant is \"cpu\": set images.engine.variant=cuda" $model.device) -}}
 {{- end -}}
+{{- $ranks := int (default 1 $model.tensor_parallel) -}}
+{{- $gpus := get (default dict .Values.target.resources.limits) "nvidia.com/gpu" -}}
+{{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (gt $ranks 1) $gpus (ne (int $gpus) $ranks) -}}
+{{- fail (printf "config.model.tensor_parallel is %d but target.resources.limits has %d of nvidia.com/gpu: give a target as many GPUs as share its model" $ranks (int $gpus)) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "slipstream.checks.scaling" -}}

@@ -168,6 +168,9 @@ volumeMounts:
   {{- end }}
   - {name: scratch, mountPath: /tmp, subPath: tmp}
   - {name: scratch, mountPath: /cache, subPath: cache}
+  {{- if include "slipstream.ranks" . }}
+  - {name: shared-memory, mountPath: /dev/shm}
+  {{- end }}
   {{- if .root.Values.tls.enabled }}
   - {name: tls, mountPath: /etc/slipstream-tls, readOnly: true}
   {{- end }}
@@ -190,12 +193,24 @@ volumeMounts:
 {{- toYaml $found -}}
 {{- end -}}
 
+{{- /* Whether several processes of a pod compute one model; they exchange through shared memory. */ -}}
+{{- define "slipstream.ranks" -}}
+{{- $model := default dict .root.Values.config.model -}}
+{{- if and (eq .role "target") (gt (int (default 1 $model.tensor_parallel)) 1) -}}
+true
+{{- end -}}
+{{- end -}}
+
 {{- define "slipstream.volumes" -}}
 - name: config
   configMap:
     name: {{ .name }}
 - name: scratch
   emptyDir: {}
+{{- if include "slipstream.ranks" . }}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: 1Gi}
+{{- end }}
 {{- if .model }}
 - name: model
   {{- with .root.Values.model }}

@@ -1,0 +1,85 @@
+"""A decoder cut for several ranks, as Megatron cuts it (Shoeybi et al., arXiv 1909.08053).
+
+Rules:
+1. A rank holds whole heads, KV heads with their query heads, and as many columns of the MLP: a smaller model, whose
+   attention, KV pool and batches are as any other's. The residual stream is whole on every rank.
+2. Two sums a layer: after ``o`` and after ``down``, which are cut along what they sum over. Their biases are rank 0's.
+3. The embedding is whole on every rank: its rows are looked up, not multiplied, and cutting it would cost a third sum.
+   The head is cut by vocabulary, since a step reads all of it; its logits are put side by side.
+4. What does not divide is a ModelError that names the field.
+
+It knows nothing about processes or who tells a rank what to compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.engine.backend import Attention
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.group import Group
+from slipstream.engine.halves import Halves, before_attention
+from slipstream.engine.layers import Linear, Tensors, rms_norm, silu_mul, take
+from slipstream.engine.model import ModelConfig
+from slipstream.errors import ModelError
+
+ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+
+
+def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """The measures of one rank's part. Raises ModelError naming what does not divide."""
+    for field, whole in (("num_attention_heads", config.num_heads), ("num_key_value_heads", config.num_kv_heads),
+                         ("intermediate_size", config.intermediate_size)):
+        if whole % ranks:
+            raise ModelError(f"model.tensor_parallel: {field} {whole} of this model does not divide by {ranks}")
+    return replace(config, num_heads=config.num_heads // ranks, num_kv_heads=config.num_kv_heads // ranks,
+                   intermediate_size=config.intermediate_size // ranks)
+
+
+def part_tensors(tensors: Tensors, rank: int, ranks: int, dtype: torch.dtype,
+                 device: torch.device) -> dict[str, torch.Tensor]:
+    """A rank's part of a checkpoint's tensors, in ``dtype`` on ``device``; the head stays whole and on the CPU."""
+    return {name: (tensor if name == "lm_head.weight" else _part(name, tensor, rank, ranks).to(device, dtype))
+            for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    *_, module, kind = name.split(".")
+    if module not in ALONG or tensor.shape[ALONG[module] if kind == "weight" else 0] % ranks:
+        return tensor  # whole, or of a wrong shape, which the decoder names
+    if kind == "bias" and ALONG[module] == 1:
+        return tensor if rank == 0 else torch.zeros_like(tensor)
+    return tensor.chunk(ranks, ALONG[module] if kind == "weight" else 0)[rank]
+
+
+def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's rows of the head [ceil(V / ranks), H]; those beyond the vocabulary are zeros."""
+    name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    head = take(tensors, name, config.vocab_size, config.hidden_size)
+    width = -(-config.vocab_size // ranks)
+    rows = head[rank * width : (rank + 1) * width]
+    return F.pad(rows, (0, 0, 0, width - len(rows)))
+
+
+def summed_halves(group: Group) -> Halves:
+    """A layer's halves with a sum of all ranks after ``o`` and after ``down``."""
+
+    def after(x: torch.Tensor, attended: torch.Tensor, o: Linear, norm: torch.Tensor, gate_up: Linear, down: Linear,
+              eps: float) -> torch.Tensor:
+        x = x + group.sum(o(attended))
+        return x + group.sum(down(silu_mul(gate_up(rms_norm(x, norm, eps)))))
+
+    return Halves(before_attention, after)
+
+
+def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: torch.dtype, device: torch.device,
+                    attention: Attention | None = None) -> Decoder:
+    """This rank's part of a decoder, whose logits are of its part of the vocabulary. config, tensors: of the whole
+    model; attention: of the part. Raises ModelError."""
+    part = part_config(config, group.ranks)
+    own = part_tensors(tensors, group.rank, group.ranks, dtype, device)
+    head = part_head(config, own, group.rank, group.ranks).to(device, dtype)
+    return Decoder(part, own, summed_halves(group), attention, head)
