@@ -498,14 +498,23 @@ class Machine:
         return INFO
 
 
-async def serve_target(machine: Machine) -> tuple[GrpcServer, TargetClient]:
+@pytest.fixture(params=["call", "shared call"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    """Whether answers share a call, as they do once a client has asked for the target's info."""
+    return bool(request.param == "shared call")
+
+
+async def serve_target(machine: Machine, shared: bool) -> tuple[GrpcServer, TargetClient]:
     server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(machine)])
-    return server, TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+    client = TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+    if shared:
+        await client.info()
+    return server, client
 
 
-async def test_an_answer_comes_through_and_is_closed() -> None:
+async def test_an_answer_comes_through_and_is_closed(shared: bool) -> None:
     machine = Machine(Counting(5))
-    server, client = await serve_target(machine)
+    server, client = await serve_target(machine, shared)
     request = replace(REQUEST, sampling=Sampling(0.5, seed=3), top_logprobs=2, speculate=False)
     pieces = [piece async for piece in client.submit(request)]
     assert [piece.tokens for piece in pieces] == [(n,) for n in range(5)] and pieces[-1].finish == "length"
@@ -519,9 +528,9 @@ async def test_an_answer_comes_through_and_is_closed() -> None:
     InvalidRequest("top_p", "must be at most 1", "too_large"), NotFound("model", "no such model ünï"),
     CapacityError("full", 7.5), Draining("going"), Unavailable("not now")])
 @pytest.mark.parametrize("late", [False, True])
-async def test_errors_keep_their_class(error: SlipstreamError, late: bool) -> None:
+async def test_errors_keep_their_class(error: SlipstreamError, late: bool, shared: bool) -> None:
     machine = Machine(Counting(2, error), None if late else error)
-    server, client = await serve_target(machine)
+    server, client = await serve_target(machine, shared)
     got = []
     with pytest.raises(type(error)) as raised:
         async for piece in client.submit(REQUEST):
@@ -535,8 +544,8 @@ async def test_errors_keep_their_class(error: SlipstreamError, late: bool) -> No
     await server.drain(0)
 
 
-async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there() -> None:
-    server, client = await serve_target(Machine(Counting(1), ValueError("secret")))
+async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there(shared: bool) -> None:
+    server, client = await serve_target(Machine(Counting(1), ValueError("secret")), shared)
     with pytest.raises(Unavailable) as raised:
         async for _ in client.submit(REQUEST):
             pass
@@ -545,9 +554,9 @@ async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there() ->
     await server.drain(0)
 
 
-async def test_a_token_outside_the_vocabulary_never_reaches_the_backend() -> None:
+async def test_a_token_outside_the_vocabulary_never_reaches_the_backend(shared: bool) -> None:
     machine = Machine(Counting(1))
-    server, client = await serve_target(machine)
+    server, client = await serve_target(machine, shared)
     with pytest.raises(InvalidRequest) as raised:
         async for _ in client.submit(replace(REQUEST, tokens=(1, 1000))):
             pass
@@ -557,9 +566,9 @@ async def test_a_token_outside_the_vocabulary_never_reaches_the_backend() -> Non
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
-async def test_leaving_an_answer_frees_it(how: str) -> None:
+async def test_leaving_an_answer_frees_it(how: str, shared: bool) -> None:
     machine = Machine(Counting(1 << 30, pause_s=0.001))
-    server, client = await serve_target(machine)
+    server, client = await serve_target(machine, shared)
     answer, seen = client.submit(REQUEST), asyncio.Event()
 
     async def read() -> None:
@@ -583,9 +592,9 @@ async def test_leaving_an_answer_frees_it(how: str) -> None:
     await server.drain(0)
 
 
-async def test_speculation_is_switched_in_mid_answer() -> None:
+async def test_speculation_is_switched_in_mid_answer(shared: bool) -> None:
     machine = Machine(Counting(1 << 30, pause_s=0.001))
-    server, client = await serve_target(machine)
+    server, client = await serve_target(machine, shared)
     answer = client.submit(REQUEST)
     async with asyncio.timeout(20):
         async for piece in answer:
@@ -615,9 +624,9 @@ async def test_a_target_that_is_not_there_or_says_nothing_is_unavailable() -> No
     silent.close()
 
 
-async def test_a_draining_target_refuses_and_finishes_what_runs() -> None:
+async def test_a_draining_target_refuses_and_finishes_what_runs(shared: bool) -> None:
     machine = Machine(Counting(50, pause_s=0.002))
-    server, client = await serve_target(machine)
+    server, client = await serve_target(machine, shared)
     running = client.submit(REQUEST)
     pieces = []
     async for piece in running:

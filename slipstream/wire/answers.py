@@ -42,19 +42,22 @@ STATE_NUMBERS = {name: target_pb2.SpeculationState.ValueType(number) for number,
 
 def encode_start(request: Request) -> bytes:
     """The first message of a Generate call."""
-    return target_pb2.GenerateRequest(start=target_pb2.GenerateStart(
+    return target_pb2.GenerateRequest(start=start_of(request)).SerializeToString()
+
+
+def start_of(request: Request) -> target_pb2.GenerateStart:
+    return target_pb2.GenerateStart(
         request_id=request.request_id, tokens=int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
-        max_tokens=request.max_tokens, top_logprobs=request.top_logprobs, mode=_mode(request.speculate),
-        answered=request.answered,
-    )).SerializeToString()
+        max_tokens=request.max_tokens, top_logprobs=request.top_logprobs, mode=mode_of(request.speculate),
+        answered=request.answered)
 
 
 def encode_control(speculate: bool) -> bytes:
     """A later message of a Generate call: the mode from now on."""
-    return target_pb2.GenerateRequest(control=target_pb2.GenerateControl(mode=_mode(speculate))).SerializeToString()
+    return target_pb2.GenerateRequest(control=target_pb2.GenerateControl(mode=mode_of(speculate))).SerializeToString()
 
 
-def _mode(speculate: bool) -> common_pb2.Mode.ValueType:
+def mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
     return common_pb2.MODE_AUTO if speculate else common_pb2.MODE_PLAIN
 
 
@@ -64,10 +67,17 @@ def decode_start(data: bytes, vocab_size: int, max_context: int) -> Request:
     try:
         parse(message, data, "request")
         require(message.WhichOneof("content") == "start", "request", "the first message of the call must be start")
-        wire = message.start
+    except RemoteProtocolError as error:
+        raise InvalidRequest(error.field, error.message) from error
+    return request_of(message.start, vocab_size, max_context)
+
+
+def request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
+    """Raises InvalidRequest naming the field."""
+    try:
         name_of("request_id", wire.request_id)
         tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
-        speculate = _speculate(wire.mode)
+        speculate = speculates(wire.mode)
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
@@ -80,7 +90,8 @@ def decode_start(data: bytes, vocab_size: int, max_context: int) -> Request:
     if wire.answered >= min(len(tokens), wire.max_tokens):
         raise InvalidRequest("answered", "must leave a prompt, and a token to answer with")
     sampling = decode_sampling(wire.sampling, vocab_size)
-    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate, wire.answered)
+    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate, wire.answered,
+                   trace)
 
 
 def decode_control(data: bytes) -> bool:
@@ -88,15 +99,20 @@ def decode_control(data: bytes) -> bool:
     message = target_pb2.GenerateRequest()
     parse(message, data, "control")
     require(message.WhichOneof("content") == "control", "control", "a later message of the call must be control")
-    return _speculate(message.control.mode)
+    return speculates(message.control.mode)
 
 
-def _speculate(mode: int) -> bool:
+def speculates(mode: int) -> bool:
+    """Raises RemoteProtocolError."""
     require(mode in (common_pb2.MODE_AUTO, common_pb2.MODE_PLAIN), "mode", f"unknown mode {mode}")
     return mode == common_pb2.MODE_AUTO
 
 
 def encode_piece(piece: Piece) -> bytes:
+    return message_of(piece).SerializeToString()
+
+
+def message_of(piece: Piece) -> target_pb2.GenerateResponse:
     return target_pb2.GenerateResponse(
         tokens=int_bytes(piece.tokens), accepted=piece.accepted, drafted=piece.drafted,
         logprobs=[target_pb2.TokenLogprobs(
@@ -104,14 +120,18 @@ def encode_piece(piece: Piece) -> bytes:
             top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
         finish_reason=FINISH_NUMBERS[piece.finish], verify_us=microseconds(piece.verify_s),
         wait_us=microseconds(piece.wait_s), state=STATE_NUMBERS[piece.state], cached_tokens=piece.cached_tokens,
-        queue_us=microseconds(piece.queue_s), lossy=piece.lossy,
-    ).SerializeToString()
+        queue_us=microseconds(piece.queue_s), lossy=piece.lossy)
 
 
 def decode_piece(data: bytes) -> Piece:
     """Raises RemoteProtocolError."""
     wire = target_pb2.GenerateResponse()
     parse(wire, data, "piece")
+    return piece_of(wire)
+
+
+def piece_of(wire: target_pb2.GenerateResponse) -> Piece:
+    """Raises RemoteProtocolError."""
     tokens = few_ints_of("tokens", wire.tokens, 0, INT32_MAX)
     require(wire.accepted <= len(tokens), "accepted", "more than the tokens of the piece")
     require(len(wire.logprobs) in (0, len(tokens)), "logprobs", "not as many as the tokens")
@@ -130,15 +150,23 @@ def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
 
-def encode_info(info: TargetInfo) -> bytes:
+def encode_info(info: TargetInfo, many: bool = False) -> bytes:
+    """``many``: whether many answers may share a call."""
     drafts = [target_pb2.DraftInfo(address=draft.address, connected=draft.connected, drafter=draft.drafter,
                                    problem=draft.problem) for draft in info.drafts]
     return target_pb2.GetInfoResponse(
         model_id=info.model_id, vocab_size=info.vocab_size, max_context=info.max_context,
         tokenizer_hash=info.tokenizer_hash, sessions_running=info.sessions_running,
         sessions_waiting=info.sessions_waiting, slots_total=info.slots_total, slots_free=info.slots_free,
-        draining=info.draining, drafts=drafts, lossy=info.lossy,
+        draining=info.draining, drafts=drafts, lossy=info.lossy, generates_many=many,
     ).SerializeToString()
+
+
+def decode_many(data: bytes) -> bool:
+    """Whether who sent this info lets many answers share a call. Raises RemoteProtocolError."""
+    wire = target_pb2.GetInfoResponse()
+    parse(wire, data, "info")
+    return wire.generates_many
 
 
 def decode_info(data: bytes) -> TargetInfo:

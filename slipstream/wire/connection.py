@@ -55,6 +55,11 @@ class Connection:
         self._line.calls += 1
         return self._line
 
+    def is_current(self, line: Line) -> bool:
+        """Whether a call that begins now takes ``line``, too."""
+        self._follow_files()
+        return line is self._line
+
     def end(self, line: Line) -> None:
         line.calls -= 1
         if line in self._replaced and line.calls == 0:

@@ -25,9 +25,12 @@ from slipstream.config import WireSection
 from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, Unavailable
 from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
 from slipstream.spans import HEADER, well_formed
+from slipstream.wire.answer_call import AnswerCall
+from slipstream.wire.answer_stream import AnswerStream, SharedAnswer
 from slipstream.wire.answers import (
     decode_control,
     decode_info,
+    decode_many,
     decode_piece,
     decode_start,
     encode_control,
@@ -40,6 +43,7 @@ from slipstream.wire.connection import Connection
 from slipstream.wire.status import abort, error_of
 from slipstream.wire.tls import TlsFiles
 
+MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 CONNECT_S = 5.0
 FIRST_S = 5.0  # from the beginning of a call to its request
 
@@ -51,25 +55,31 @@ class TargetServicer:
 
     service = TARGET_SERVICE
 
-    def __init__(self, backend: Backend, *, first_s: float = FIRST_S) -> None:
+    def __init__(self, backend: Backend, *, first_s: float = FIRST_S, max_bytes: int = MAX_BYTES) -> None:
         self._backend = backend
         self._first_s = first_s
+        self._max_bytes = max_bytes
+        self._calls: set[AnswerCall] = set()
         self._info: TargetInfo | None = None
         self._draining = False
         self._log = structlog.get_logger(part="wire")
 
     def handler(self) -> grpc.GenericRpcHandler:
         generate: Any = grpc.stream_stream_rpc_method_handler(self._generate)
+        many: Any = grpc.stream_stream_rpc_method_handler(self._generate_many)
         info: Any = grpc.unary_unary_rpc_method_handler(self._get_info)
-        return grpc.method_handlers_generic_handler(TARGET_SERVICE, {"Generate": generate, "GetInfo": info})
+        return grpc.method_handlers_generic_handler(
+            TARGET_SERVICE, {"Generate": generate, "GenerateMany": many, "GetInfo": info})
 
     def drain(self) -> None:
         """Refuse new requests; running answers go on."""
         self._draining = True
+        for call in self._calls:
+            call.drain()
 
     async def _get_info(self, _request: bytes, context: Context) -> bytes:
         try:
-            return encode_info(await self._backend.info())
+            return encode_info(await self._backend.info(), many=True)
         except Exception as error:
             await abort(context, error)
             raise
@@ -86,11 +96,30 @@ class TargetServicer:
         except Exception as error:
             await abort(context, error)
 
-    async def _first(self, context: Context) -> Request | None:
-        if self._draining:
-            raise Draining("this target is shutting down")
+    async def _generate_many(self, _requests: object, context: Context) -> None:
+        try:
+            await context.send_initial_metadata(())
+            call = AnswerCall(self._backend, await self._taking(), self._max_bytes)
+            self._calls.add(call)
+            try:
+                await call.run(context)
+            finally:
+                self._calls.discard(call)
+        except asyncio.InvalidStateError:
+            return  # the call ended under our hands
+        except Exception as error:
+            await abort(context, error)
+
+    async def _taking(self) -> TargetInfo:
+        """What is served. Raises Draining."""
         if self._info is None:
             self._info = await self._backend.info()
+        if self._draining:
+            raise Draining("this target is shutting down")
+        return self._info
+
+    async def _first(self, context: Context) -> Request | None:
+        info = await self._taking()
         try:
             async with asyncio.timeout(self._first_s):
                 data = await context.read()
@@ -99,7 +128,7 @@ class TargetServicer:
         if not isinstance(data, bytes):
             return None
         shown = [value for name, value in context.invocation_metadata() or () if name == HEADER]
-        request = decode_start(data, self._info.vocab_size, self._info.max_context)
+        request = decode_start(data, info.vocab_size, info.max_context)
         return replace(request, trace=well_formed(str(shown[0]))) if shown else request
 
     async def _answer(self, answer: Answer, context: Context) -> None:
@@ -130,12 +159,16 @@ class TargetClient:
         self._connect_s = connect_s
         self._max_bytes = wire.max_message_bytes
         self._connection = Connection(address, wire, tls)
+        self._many = False  # whether the target lets many answers share a call
+        self._stream: AnswerStream | None = None
 
-    def submit(self, request: Request) -> RemoteAnswer:
+    def submit(self, request: Request) -> Answer:
         """The answer, not begun: the call starts with its iteration. InvalidRequest if it is too large to send."""
         start = encode_start(request)
         if len(start) > self._max_bytes:
             raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_bytes}")
+        if self._many:
+            return SharedAnswer(self._join, request, self._connect_s)
         return RemoteAnswer(self._connection, start, self.address, self._connect_s, request.trace)
 
     async def info(self) -> TargetInfo:
@@ -143,7 +176,11 @@ class TargetClient:
         line = self._connection.begin()
         try:
             method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
-            return decode_info(await method(b"", timeout=self._connect_s))
+            data = await method(b"", timeout=self._connect_s)
+            self._many = decode_many(data)
+            if self._stream is not None and not self._stream.takes:
+                self._stream = None
+            return decode_info(data)
         except aio.AioRpcError as error:
             raise error_of(error, self.address) from error
         except RemoteProtocolError as error:
@@ -152,7 +189,14 @@ class TargetClient:
             self._connection.end(line)
 
     async def aclose(self) -> None:
+        if self._stream is not None:
+            await self._stream.aclose()
         await self._connection.aclose()
+
+    def _join(self) -> AnswerStream:
+        if self._stream is None or not self._stream.takes:
+            self._stream = AnswerStream(self._connection, self.address, MAX_BYTES)
+        return self._stream
 
 
 class RemoteAnswer:

@@ -1,0 +1,272 @@
+"""Many answers on one call: each as if it were alone, whatever the others and their readers do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from slipstream.config import WireSection
+from slipstream.errors import CapacityError, Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.messages import Sampling
+from slipstream.requests import Piece, Request, TargetInfo, TokenLogprob
+from slipstream.wire.answer_frames import TAKEN, Flow, decode_asked, decode_told, encode_asked, encode_told
+from slipstream.wire.answer_stream import HOLD_AT
+from slipstream.wire.answers import decode_info, decode_many, encode_info
+from slipstream.wire.frames import joined
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.status import Reported
+from slipstream.wire.target import TargetClient, TargetServicer
+
+WIRE = WireSection()
+INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
+SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@dataclass
+class Steps:
+    """A Backend whose answers advance together, as a scheduler's do; a prompt's first token says how an answer goes."""
+
+    requests: list[Request] = field(default_factory=list)
+    sent: dict[str, int] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def submit(self, request: Request) -> OneOfThem:
+        if request.tokens[0] == 13:
+            raise CapacityError("full", 3.5)
+        self.requests.append(request)
+        return OneOfThem(self, request)
+
+    async def info(self) -> TargetInfo:
+        return INFO
+
+
+@dataclass
+class OneOfThem:
+    """Counts up from its prompt's first token; a prompt that begins with 66 fails after two pieces."""
+
+    steps: Steps
+    request: Request
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        await self.steps.go.wait()
+        for n in range(self.request.max_tokens):
+            await asyncio.sleep(0)
+            if n == 2 and self.request.tokens[0] == 66:
+                raise InvalidRequest("tokens", "sixty-six", "odd")
+            self.steps.sent[self.request.request_id] = n + 1
+            last = n + 1 == self.request.max_tokens
+            yield Piece((self.request.tokens[0] + n,), finish="length" if last else "")
+
+    def set_speculation(self, allowed: bool) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self.steps.closed.append(self.request.request_id)
+
+
+def asked(number: int, max_tokens: int = 20) -> Request:
+    return Request(f"r{number}", (number,), Sampling(), max_tokens)
+
+
+@asynccontextmanager
+async def served(steps: Steps) -> AsyncIterator[tuple[GrpcServer, TargetClient]]:
+    """``steps`` behind a client whose answers share a call."""
+    server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(steps)])
+    client = TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+    await client.info()
+    try:
+        yield server, client
+    finally:
+        await client.aclose()
+        await server.drain(0)
+
+
+async def tokens_of(client: TargetClient, request: Request) -> list[int]:
+    return [token async for piece in client.submit(request) for token in piece.tokens]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def test_each_gets_its_own_and_all_is_freed() -> None:
+    steps = Steps()
+    steps.go.set()
+    async with served(steps) as (_, client):
+        numbers = [*range(100, 140)]
+        assert await asyncio.gather(*(tokens_of(client, asked(n)) for n in numbers)) == [
+            [*range(n, n + 20)] for n in numbers]
+        assert sorted(steps.closed) == sorted(f"r{n}" for n in numbers)
+
+
+async def test_what_one_meets_is_its_own_affair() -> None:
+    steps = Steps()
+    steps.go.set()
+    async with served(steps) as (_, client):
+        prompts = [100, 13, 66, 2000, 101]
+        results = await asyncio.gather(*(tokens_of(client, asked(n)) for n in prompts), return_exceptions=True)
+        assert results[0] == [*range(100, 120)] and results[4] == [*range(101, 121)]
+        full, odd, outside = results[1:4]
+        assert isinstance(full, CapacityError) and full.retry_after_s == 3.5
+        assert isinstance(odd, InvalidRequest) and (odd.field, odd.code) == ("tokens", "odd")
+        assert isinstance(outside, InvalidRequest) and outside.field == "tokens"
+        assert all(request.tokens != (2000,) for request in steps.requests)
+
+
+async def test_a_slow_reader_holds_up_nobody_and_loses_nothing() -> None:
+    steps, long = Steps(), 40 * HOLD_AT
+    steps.go.set()
+    async with served(steps) as (_, client):
+        slow = aiter(client.submit(asked(100, long)))
+        first = await anext(slow)
+        for n in range(101, 104):
+            assert await tokens_of(client, asked(n, 500)) == [*range(n, n + 500)]
+        await asyncio.sleep(0.1)
+        told = steps.sent["r100"]
+        await asyncio.sleep(0.1)
+        assert steps.sent["r100"] == told < long, f"nobody reads, and the target has sent {told} of {long}"
+        rest = [token async for piece in slow for token in piece.tokens]
+        assert [*first.tokens, *rest] == [*range(100, 100 + long)]
+
+
+async def test_a_span_reaches_the_target_if_it_is_one() -> None:
+    steps = Steps()
+    steps.go.set()
+    async with served(steps) as (_, client):
+        for trace in (SPAN, "", "nonsense"):
+            await tokens_of(client, replace(asked(100), trace=trace))
+    assert [request.trace for request in steps.requests] == [SPAN, "", ""]
+
+
+async def test_an_idle_call_ends_with_its_target() -> None:
+    steps = Steps()
+    steps.go.set()
+    async with served(steps) as (server, client):
+        await tokens_of(client, asked(100))
+        async with asyncio.timeout(10):
+            await server.drain(60)  # does not wait for a call that nothing runs on
+        with pytest.raises((Draining, Unavailable)):
+            await tokens_of(client, asked(101))
+
+
+async def test_answers_end_with_a_call_that_breaks_and_the_next_one_begins_another() -> None:
+    steps = Steps()
+    async with served(steps) as (server, client):
+        lost = [asyncio.create_task(tokens_of(client, asked(n))) for n in (100, 101)]
+        await until(lambda: len(steps.requests) == 2)
+        await server.drain(0)
+        assert all(isinstance(error, Unavailable | Draining)
+                   for error in await asyncio.gather(*lost, return_exceptions=True))
+        await until(lambda: sorted(steps.closed) == ["r100", "r101"])
+        steps.go.set()
+        again = GrpcServer(client.address, WIRE, [TargetServicer(steps)])
+        await again.start()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert await tokens_of(client, asked(102)) == [*range(102, 122)]
+                    break
+                except Unavailable:
+                    await asyncio.sleep(0.05)
+        await again.drain(0)
+
+
+@asynccontextmanager
+async def raw_target(many: Callable[[Any], Awaitable[None]]) -> AsyncIterator[TargetClient]:
+    """A server that says it shares calls and does ``many`` with one; its client has heard it."""
+    async def info(_data: bytes, _context: Any) -> bytes:
+        return encode_info(INFO, many=True)
+
+    async def call(_requests: object, context: Any) -> None:
+        await many(context)
+
+    service: dict[str, Any] = {"GetInfo": grpc.unary_unary_rpc_method_handler(info),
+                               "GenerateMany": grpc.stream_stream_rpc_method_handler(call)}
+    server = aio.server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("slipstream.v1.TargetService", service)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = TargetClient(f"127.0.0.1:{port}", WIRE, connect_s=0.3)
+    await client.info()
+    try:
+        yield client
+    finally:
+        await client.aclose()
+        await server.stop(0)
+
+
+async def test_a_target_that_does_not_take_a_request_or_talks_nonsense_is_unavailable() -> None:
+    async def silent(_context: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def garbled(context: Any) -> None:
+        await context.write(b"\xff\xff\xff")
+        await asyncio.Event().wait()
+
+    async def strange(context: Any) -> None:
+        await context.write(encode_told(1, Piece((1,), accepted=2)))
+        await asyncio.Event().wait()
+
+    for many, why in ((silent, "not taken"), (garbled, "not a target"), (strange, "accepted")):
+        async with raw_target(many) as client:
+            with pytest.raises(Unavailable, match=why):
+                await tokens_of(client, asked(1))
+
+
+async def test_a_number_used_twice_or_bytes_that_are_no_frame_end_the_call() -> None:
+    steps = Steps()
+    server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(steps)])
+    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        for frames in ([encode_asked(1, asked(100))] * 2, [b"\xff\xff\xff"]):
+            call: Any = channel.stream_stream("/slipstream.v1.TargetService/GenerateMany")()
+            for frame in frames:
+                await call.write(frame)
+            with pytest.raises(aio.AioRpcError) as refused:
+                while await call.read() is not aio.EOF:
+                    pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await until(lambda: steps.closed == ["r100"])
+    await server.drain(0)
+
+
+def test_items_cross_and_join() -> None:
+    piece = Piece((1, 2), 1, 4, (TokenLogprob(-0.5, ((3, -1.0),)), TokenLogprob(-1.5)), "stop", 0.25, 0.125, "plain", 7,
+                  0.5, True)
+    told = [TAKEN, piece, Reported.of(CapacityError("full", 2.0)), Reported.of(ValueError("secret"))]
+    data = b"".join(encode_told(n, content) for n, content in enumerate(told))
+    assert decode_told(data) == list(enumerate(told)) and b"secret" not in data
+    request = Request("r", (1, 2, 3), Sampling(0.5, seed=3), 8, 2, False, 1, SPAN)
+    contents: list[Request | bool | Flow] = [request, True, False, *Flow]
+    data = b"".join(encode_asked(n, content) for n, content in enumerate(contents))
+    assert [*decode_asked(data, 1000, 100)] == list(enumerate(contents))
+    (_, short), = decode_asked(encode_asked(0, request), 1000, 2)
+    assert isinstance(short, InvalidRequest) and short.field == "tokens"
+    assert isinstance(decode_told(b"\n\x02\x08\x05")[0][1], RemoteProtocolError)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("top_p", "no", "big"), Draining("going"), Unavailable("not now"),
+                                   RemoteProtocolError("frame", "none"), CapacityError("full", 7.5)])
+def test_an_error_keeps_its_class(error: SlipstreamError) -> None:
+    again = Reported.of(error).error()
+    assert type(again) is type(error) and str(again) == str(error)
+
+
+def test_frames_are_as_few_as_fit() -> None:
+    items = [b"a" * size for size in (3, 3, 3, 9, 1)]
+    assert [*joined(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
+    assert [*joined([], 6)] == [] and [*joined(items, 100)] == [b"a" * 19]
+
+
+def test_who_does_not_say_that_it_shares_calls_is_asked_one_by_one() -> None:
+    assert decode_many(encode_info(INFO, many=True)) and not decode_many(encode_info(INFO))
+    assert decode_info(encode_info(INFO, many=True)) == INFO
