@@ -22,9 +22,11 @@ from pathlib import Path
 import torch
 
 from bench.answers import answers_stage
+from bench.eight_bits import fp8_stage
 from bench.exactness import logits_stage, padding_stage
 from bench.pace import choose_stage, decode_stage, head_stage
 from bench.paged import graphs_stage, kernel_stage
+from bench.ranks import ranks_stage
 from bench.report import Row, save, write
 from bench.stage import Finding, Given, copy_rate, free, seconds
 from slipstream.engine.model import device_of
@@ -74,8 +76,8 @@ def suite_stage(given: Given) -> Iterator[Finding]:
 
 STAGES: dict[str, Stage] = {
     "info": info_stage, "logits": logits_stage, "padding": padding_stage, "kernel": kernel_stage,
-    "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "head": head_stage,
-    "answers": answers_stage, "suite": suite_stage,
+    "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "fp8": fp8_stage, "head": head_stage,
+    "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
 }
 
 

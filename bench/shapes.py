@@ -98,12 +98,15 @@ def write_folder(folder: Path, fields: Fields) -> Path:
     return folder
 
 
-def read_bytes(config: ModelConfig, itemsize: int, context: int) -> int:
-    """Bytes that one plain step reads at least: all weights but the embedding's rows, and the KV of a context."""
-    shapes = decoder_shapes(config)
-    numbers = sum(torch.Size(shape).numel() for name, shape in shapes.items()
-                  if config.tied_embeddings or not name.endswith("embed_tokens.weight"))
-    return itemsize * (numbers + 2 * context * config.num_layers * config.num_kv_heads * config.head_dim)
+def read_bytes(config: ModelConfig, itemsize: int, context: int, layer_itemsize: int = 0) -> int:
+    """Bytes that one plain step reads at least: all weights but the embedding's rows, and the KV of a context.
+    layer_itemsize: of weights in layers; 0: as of all else."""
+    size = itemsize * 2 * context * config.num_layers * config.num_kv_heads * config.head_dim
+    for name, shape in decoder_shapes(config).items():
+        if config.tied_embeddings or not name.endswith("embed_tokens.weight"):
+            in_layer = name.startswith("model.layers.") and layer_itemsize
+            size += torch.Size(shape).numel() * (layer_itemsize if in_layer else itemsize)
+    return size
 
 
 def head_bytes(config: ModelConfig, draft_vocab: int, itemsize: int) -> int:

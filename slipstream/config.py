@@ -38,9 +38,9 @@ class ModelSection(Section):
     compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
                           "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
     attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
-    quantize: Literal["none", "int4"] = Field("none", description="int4: steps of at most 8 rows read 4-bit weights, "
-                                              "larger ones bfloat16's, on a CPU: drafts may change answers, the more "
-                                              "the less the model's file was 4-bit")
+    quantize: Literal["none", "int4", "fp8"] = Field(
+        "none", description="int4: steps of at most 8 rows read 4-bit weights, larger ones bfloat16's, on a CPU: "
+        "drafts may change answers, the more the less the model's file was 4-bit. fp8: for GPUs (Hopper or newer)")
     exact: bool = Field(False, description="bfloat16 on a CPU whose answers equal plain decoding's bit for bit, at a "
                         "price (`make bench-exact`)")
     graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
@@ -85,6 +85,8 @@ class DraftSection(Section):
     combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     attention: Attention = Field("auto", description="of the draft model or head; as in model")
+    quantize: Literal["none", "fp8"] = Field("none", description="of the draft model or head, for GPUs (Hopper or "
+                                             "newer); it may cost acceptance, never an answer")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)

@@ -62,6 +62,10 @@ class Eagle2Network:
         self._rope = Rope(config, kind, device)
         self._attention = attention_for(attention, config, kind, device)
 
+    def linears(self) -> tuple[Linear, ...]:
+        """The products of a step."""
+        return self._fc, *self._layer.linears(), self._lm_head
+
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Rows of the wire, already checked against ``features``: [M, H] for each."""

@@ -5,7 +5,8 @@ It knows nothing about how a network works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
@@ -25,12 +26,17 @@ from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.standalone import StandaloneNetwork
 from slipstream.drafters.token_map import MappedModel, load_token_map
 from slipstream.engine.compiled import compiled
+from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.layers import Linear
 from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
+from slipstream.errors import ModelError
 from slipstream.log import logger
 from slipstream.models import resolve
+
+N = TypeVar("N", bound=Network)
 
 
 def load_standalone(section: DraftSection) -> Drafter:
@@ -39,7 +45,7 @@ def load_standalone(section: DraftSection) -> Drafter:
     config = ModelConfig.from_folder(folder)
     vocabulary = _token_map(section, config.vocab_size)
     model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
-                                    attention=section.attention)
+                                    attention=section.attention, quantize=section.quantize)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
@@ -50,8 +56,10 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    return _drafter(section, _ready(section, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves, section.attention)))
+    network = _ready(section, lambda halves: EagleNetwork(
+        head, section.dtype, device, num_slots, section.project_features, halves, section.attention))
+    _quantized(section, network.linears())
+    return _drafter(section, network)
 
 
 def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
@@ -61,13 +69,17 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    return _drafter(section, _ready(section, lambda halves: Eagle2Network(
-        head, section.dtype, device, num_slots, halves, section.attention)))
+    network = _ready(section, lambda halves: Eagle2Network(
+        head, section.dtype, device, num_slots, halves, section.attention))
+    _quantized(section, network.linears())
+    return _drafter(section, network)
 
 
 def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
     the target in ``model.path``. Raises ModelError."""
+    if section.quantize != "none":
+        raise ModelError("draft.quantize: it is for eagle2, eagle3 and standalone; use none with mtp")
     target = resolve(model.path)
     head = read_mtp(resolve(section.model) if section.model else target, target)
     vocabulary = _token_map(section, head.vocab_size)
@@ -94,8 +106,16 @@ def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, a
     return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
 
 
-def _ready(section: DraftSection, build: Callable[[Halves], Network]) -> Network:
+def _ready(section: DraftSection, build: Callable[[Halves], N]) -> N:
+    if section.compile and section.quantize != "none":
+        raise ModelError("draft.quantize: it is for drafters without compile")
     return compiled(build, run_network, section.drafter) if section.compile else build(EAGER)
+
+
+def _quantized(section: DraftSection, linears: Iterable[Linear]) -> None:
+    if section.quantize == "fp8":
+        check_fp8(dtype_of(section.dtype), device_of(section.device))
+        into_fp8(linears)
 
 
 def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:

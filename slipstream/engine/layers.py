@@ -11,6 +11,7 @@ It knows nothing about batches, attention or files.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,11 @@ class Linear:
             y = self.few.product(x)
             return y if self._bias is None else y.add_(self._bias)
         return self._product(x) if self.rows is None else in_calls(self._product, x, *self.rows)
+
+    def only(self, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compute x W^T by ``product``, however many rows there are; W itself is given up."""
+        self.few, self._packed = Few(product, sys.maxsize), False
+        self._weight = torch.empty(0)
 
     def weight(self) -> torch.Tensor:
         """W [O, I], as it was given."""

@@ -14,6 +14,7 @@ import torch
 from slipstream.config import ModelSection
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
+from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.group import Group
 from slipstream.engine.model import ModelConfig, dtype_of
@@ -36,6 +37,7 @@ class Part:
     attention: str = "auto"
     graphs: bool = True
     threads: int = 0  # of a CPU; 0: leave them as they are
+    quantize: str = "none"  # or fp8
 
     def of(self, rank: int, port: int) -> Part:
         return replace(self, rank=rank, port=port)
@@ -56,8 +58,8 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     """The first part of a model. Raises ModelError where it cannot be cut as the section says, or devices are missing;
     before anything is loaded."""
     ranks, field = section.tensor_parallel, "model.tensor_parallel"
-    if section.engine != "decoder" or section.compile or section.exact or section.quantize != "none":
-        raise ModelError(f"{field}: it is for engine decoder, without compile, exact and quantize")
+    if section.engine != "decoder" or section.compile or section.exact or section.quantize == "int4":
+        raise ModelError(f"{field}: it is for engine decoder, without compile, exact and int4")
     if section.device not in ("cpu", "cuda"):
         raise ModelError(f"{field}: device '{section.device}' cannot be shared out; use cuda (the first GPUs) or cpu")
     if section.device == "cuda" and torch.cuda.device_count() < ranks:
@@ -66,7 +68,7 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     dtype_of(section.dtype)
     part_config(ModelConfig.from_folder(folder), ranks)
     return Part(0, ranks, 0, str(folder), section.dtype, section.device, section.attention, section.graphs,
-                section.threads)
+                section.threads, section.quantize)
 
 
 def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
@@ -75,6 +77,8 @@ def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
     dtype, device = dtype_of(part.dtype), part.place
     attention = attention_for(part.attention, part_config(config, part.ranks), dtype, device)
     decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention)
+    if part.quantize == "fp8":
+        decoder = with_fp8(decoder)
     if part.graphs and isinstance(attention, FlashInferAttention):
         return GraphedDecoder(decoder, attention, CudaCapture())
     return decoder

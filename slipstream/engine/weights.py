@@ -21,6 +21,7 @@ from slipstream.engine.compiled import compiled, run_decoder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.exact import exact_decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
+from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.int4 import with_int4
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
@@ -55,7 +56,7 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
                exact: bool = False, quantize: str = "none") -> CausalModel:
     """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
     see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
-    spare slots; exact: see ``exact``; quantize: "none" or "int4" (see ``int4``). Raises ModelError."""
+    spare slots; exact: see ``exact``; quantize: "none", "int4" or "fp8" (see there). Raises ModelError."""
     if quantize != "none" and (exact or engine != "decoder" or compile_layers):
         raise ModelError("model.quantize: it is for engine decoder, without exact and without compile")
     if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
@@ -82,6 +83,8 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves, backend), run_decoder, "model")
     if quantize == "int4":
         return with_int4(decoder)
+    if quantize == "fp8":
+        decoder = with_fp8(decoder)
     return GraphedDecoder(decoder, backend, CudaCapture()) if graphs and isinstance(
         backend, FlashInferAttention) else decoder
 

@@ -1,0 +1,94 @@
+"""Weights and activations of 8 bits in floating point, for GPUs: half of what a step reads, and products at twice the
+rate.
+
+Rules:
+1. Numbers are e4m3, which ends at 448. A matrix has a scale for each of its rows (what a row sums to), an activation
+   one for each row of the batch, taken from its own largest number: a row does not depend on its company.
+2. Products and sums are the GPU's; their result is bfloat16. ``specified`` says in plain torch what they must be, and
+   is what runs on a CPU: slow there, and of use to see what answers become.
+3. Matrices whose sides are no multiples of 16 stay as they are: the kernel does not take them.
+4. The weights take the place of those they were made of. A target's head stays as it is: its rounding is the one that
+   answers show. A draft's head does not matter so.
+
+It knows nothing about files or batches. Format: OCP 8-bit floating point, e4m3 ("fn").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.layers import Linear
+from slipstream.errors import ModelError
+from slipstream.log import logger
+
+E4M3 = torch.float8_e4m3fn
+MOST = torch.finfo(E4M3).max
+STEP = 16  # rows and columns come in multiples of it
+CAPABILITY = (9, 0)  # of the first GPUs that multiply with a scale a row
+
+
+def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, C] -> e4m3 [R, C] and float32 scales [R, 1] whose product is x, to rounding. A row of zeros stays one."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).div_(MOST).clamp_min_(torch.finfo(torch.float32).tiny)
+    return (wide / scale).clamp_(-MOST, MOST).to(E4M3), scale
+
+
+def specified(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """e4m3 [T, I] and [O, I] with their scales [T, 1] and [O, 1] -> x W^T in bfloat16 [T, O]."""
+    return (x.float() @ weight.float().t()).mul_(x_scale).mul_(scale.t()).to(torch.bfloat16)
+
+
+def multiplied(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The same by the device's own kernel."""
+    y: torch.Tensor = torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16,
+                                       use_fast_accum=True)
+    return y
+
+
+class Fp8Weights:
+    """y = x W^T."""
+
+    __slots__ = ("_product", "_scale", "_weight")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """weight: bfloat16 [O, I], both multiples of ``STEP``."""
+        self._weight, self._scale = rounded(weight)
+        self._product = multiplied if weight.device.type == "cuda" else specified
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [T, I] -> [T, O]."""
+        return self._product(*rounded(x), self._weight, self._scale)
+
+
+def with_fp8(decoder: Decoder) -> Decoder:
+    """The decoder, with its layers in fp8. Raises ModelError."""
+    check_fp8(decoder.dtype, decoder.device)
+    *layers, _head = decoder.linears()
+    into_fp8(layers)
+    return decoder
+
+
+def into_fp8(linears: Iterable[Linear]) -> None:
+    """Each product in the place of its own, where it can be."""
+    done = kept = 0
+    for linear in linears:
+        if linear.in_features % STEP or linear.out_features % STEP:
+            kept += 1
+        else:
+            linear.only(Fp8Weights(linear.weight()))
+            done += 1
+    logger("engine").info("fp8", matrices=done, kept_in_bfloat16=kept)
+
+
+def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ModelError where fp8 cannot be."""
+    if dtype != torch.bfloat16:
+        raise ModelError(f"quantize: fp8 is for dtype bfloat16, and this is {str(dtype).removeprefix('torch.')}")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise ModelError(f"quantize: fp8 with a scale a row takes a GPU of compute capability 9.0 (Hopper) or newer, "
+                         f"and this one has {found}; use none")
