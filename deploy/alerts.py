@@ -56,6 +56,9 @@ ALERTS = (
           "One request in twenty waits more than 5 s for its first token", "Prompts wait, or are long."),
     Alert("SlipstreamPreempting", f"sum by ({WHERE}) (rate(slipstream_preemptions_total[10m])) > 0.1", "10m", "warning",
           "Targets run out of KV slots", "Sessions lose their KV to others and are computed again: wasted steps."),
+    Alert("SlipstreamDeviceFull", f"max by ({WHERE}) (slipstream_shedding_level) > 0", "5m", "warning",
+          "A target's device runs out of memory again and again", "Drafts are cut short or left out, at worst new "
+          "answers are refused; running ones are right and go on."),
     Alert("SlipstreamDraftDown",
           f"sum by ({WHERE}) (slipstream_drafts_connected) == 0 and sum by ({WHERE}) (slipstream_drafts_expected) > 0 "
           f"and max by ({WHERE}) (max_over_time(slipstream_drafts_connected[6h])) > 0", "5m", "warning",

@@ -171,6 +171,9 @@ class TargetMetrics:
                                             "proposed them.", "drafter", "kind")
         self._moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could take.")
         self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
+        self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
+        self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
+        self.shedding(0)
         self.drafts_connected(0)  # one that never comes is missed too
 
     def request(self, outcome: str) -> None:
@@ -249,6 +252,10 @@ class TargetMetrics:
 
     def drafts_expected(self, count: int) -> None:
         self._expected.of().set(count)
+
+    def shedding(self, level: int, full: bool = False) -> None:
+        self._shedding.of().set(level)
+        self._full.of().inc(full)
 
 
 class DraftMetrics:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from slipstream.log import logger
+from slipstream.metrics import TargetMetrics
 from target_service.scheduler import Limits
 
 CALM_S = 30.0
@@ -24,12 +25,12 @@ FEWEST_ROWS = 16
 
 
 class Shedding:
-    __slots__ = ("_changed_s", "_clock", "_level", "_limits", "_log", "_most_rows")
+    __slots__ = ("_changed_s", "_clock", "_level", "_limits", "_log", "_metrics", "_most_rows")
 
-    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float], metrics: TargetMetrics) -> None:
         self._limits, self._clock = limits, clock
         self._level, self._changed_s, self._most_rows = 0, 0.0, limits.max_step_rows
-        self._log = logger("target")
+        self._metrics, self._log = metrics, logger("target")
 
     @property
     def level(self) -> int:
@@ -44,9 +45,11 @@ class Shedding:
     def failed(self, rows: int) -> bool:
         """The device had no room for a step of so many rows. Returns whether less can be asked for."""
         self._changed_s = self._clock()
-        if self.refuses and rows <= FEWEST_ROWS:
-            return False
+        hopeless = self.refuses and rows <= FEWEST_ROWS
         self._level = min(self._level + 1, len(LEVELS) - 1)
+        self._metrics.shedding(self._level, full=True)
+        if hopeless:
+            return False
         self._most_rows = max(FEWEST_ROWS, rows // 2)
         self._log.warning("the device's memory ran out: less is asked of it; lower target.slots or "
                           "target.max_step_rows if this comes again", rows=rows, now=LEVELS[self._level])
@@ -56,6 +59,7 @@ class Shedding:
         """Those of the next step."""
         if self._level and self._clock() - self._changed_s >= CALM_S:
             self._level, self._changed_s = self._level - 1, self._clock()
+            self._metrics.shedding(self._level)
             self._most_rows = min(2 * self._most_rows, self._limits.max_step_rows)
             self._log.info("the device's memory lasts again", now=LEVELS[self._level])
         given = self._limits

@@ -63,7 +63,7 @@ class TargetWorker:
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
         limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
-        self.shedding = Shedding(limits, clock)
+        self.shedding = Shedding(limits, clock, metrics)
         self._plan = Plan(self.answers, costs, self.shedding)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival

@@ -49,6 +49,7 @@ def target() -> TargetMetrics:
     metrics.lossy(False)
     metrics.lenient(1)
     metrics.judged("ngram", 4, 2)
+    metrics.shedding(1, full=True)
     return metrics
 
 

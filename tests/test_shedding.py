@@ -20,6 +20,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import CapacityError, DeviceFull
 from slipstream.messages import Open, Sampling
+from slipstream.metrics import TargetMetrics
 from slipstream.requests import Request
 from target_service.scheduler import Limits
 from target_service.shedding import CALM_S, Shedding
@@ -57,7 +58,7 @@ def request(tokens: tuple[int, ...] = PROMPT, max_tokens: int = 24) -> Request:
 
 
 async def answers(folder: Path, room: int) -> tuple[list[list[int]], Cramped, int]:
-    """Those of four prompts at once with n-grams, the device, and what was shed in the end."""
+    """Those of four prompts at once with n-grams, the device, and what was shed in the end, as a scrape sees it."""
     made: list[Cramped] = []
 
     def around(model: CausalModel) -> CausalModel:
@@ -70,6 +71,8 @@ async def answers(folder: Path, room: int) -> tuple[list[list[int]], Cramped, in
         again = await rig.answer(request((*PROMPT, 48)))  # reads what the prefix cache holds
         await rig.check()
         texts = [[token for piece in pieces for token in piece.tokens] for pieces in (*done, again)]
+        assert rig.count("device_full_total") == len(made[0].refused)
+        assert rig.count("shedding_level") == rig.worker.shedding.level
         return texts, made[0], rig.worker.shedding.level
 
 
@@ -93,7 +96,7 @@ async def test_a_device_with_no_room_at_all_ends_its_answers_and_refuses_new_one
 
 def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
     now = [0.0]
-    shedding = Shedding(LIMITS, lambda: now[0])
+    shedding = Shedding(LIMITS, lambda: now[0], TargetMetrics("tiny"))
     seen = [(shedding.nodes(17), shedding.limits())]
     for level, rows in enumerate((400, 200, 100), start=1):
         assert shedding.failed(rows) and shedding.level == level and shedding.refuses == (level == 3)
@@ -111,7 +114,7 @@ def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
 
 
 def test_a_step_of_few_rows_is_not_made_smaller_than_rows_can_be() -> None:
-    shedding = Shedding(Limits(4, 16, 16), lambda: 0.0)
+    shedding = Shedding(Limits(4, 16, 16), lambda: 0.0, TargetMetrics("tiny"))
     shedding.failed(16)
     assert shedding.limits() == Limits(4, 16, 16) and [shedding.nodes(n) for n in (1, 2, 3)] == [1, 1, 2]
 

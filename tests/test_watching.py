@@ -50,6 +50,8 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
          'slipstream_time_to_first_token_seconds_bucket{le="+Inf",%s}': "0+100x40"}),
     "SlipstreamPreempting": ({"slipstream_preemptions_total{%s}": "0+60x40"}, 14,
                              {"slipstream_preemptions_total{%s}": "0+1x40"}),
+    "SlipstreamDeviceFull": ({"slipstream_shedding_level{%s}": "0 1 2 3 3 2x20"}, 8,
+                             {"slipstream_shedding_level{%s}": "0x8 1 1 0x20"}),
     "SlipstreamDraftDown": (
         {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x40"}, 13,
         {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x4 0x30"}),  # taken away

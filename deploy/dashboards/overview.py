@@ -55,6 +55,9 @@ TARGETS = Row("Targets", (
     Panel("KV slots", "none", (("sum by (state) (slipstream_kv_slots{$target})", "{{state}}"),), stacked=True),
     Panel("Preemptions", "cps", ((rate("slipstream_preemptions_total", "$target"), "preemptions/s"),),
           text="Sessions whose KV was given to others; they are computed again."),
+    Panel("Device memory", "none", (("max(slipstream_shedding_level{$target})", "what is shed"),
+                                    (rate("slipstream_device_full_total", "$target"), "steps without memory/s")),
+          text="What the worst target sheds: 1 half of each tree, 2 all drafts, 3 new answers too."),
 ))
 
 BOARD = Dashboard("overview", "Overview", "What clients see, and whether anything is wrong.",
