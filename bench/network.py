@@ -6,7 +6,8 @@ network) and plain. The policy is the default one and chooses within each. Nothi
 those of the schedule, the wire and the host's work, not of a model.
 
 ``ARGS=--full`` is the whole sweep; it ends after ``--minutes`` and goes on where it stopped with ``--resume``. The
-claims that the rows bear out, or do not, are printed below them (``bench.claims``).
+claims that the rows bear out, or do not, are printed below them (``bench.claims``). One row scatters by a few per cent,
+so those that are close to a bound, on either side, are measured again beside what they are compared with.
 """
 
 from __future__ import annotations
@@ -17,131 +18,17 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench import real
-from bench.claims import verdicts
-from bench.fleet import Process, free_port
-from bench.readers import Reader
+from bench.claims import KEYS, close, verdicts
+from bench.repeats import Repeats
 from bench.report import FOLDER as REPORTS
 from bench.report import Row, save, write
-from bench.simulation import RUN_AHEAD, SCHEDULES, Deployment, of_schedule, simulate
+from bench.rig import FOLDER, GOOD, USUAL, Cell, deployed, measure, timing_of
+from bench.simulation import SCHEDULES, Deployment, of_schedule, simulate
 from bench.timed import Timing
-from slipstream.config import WireSection
-from slipstream.errors import Unavailable
-from slipstream.process import kept_up
-from slipstream.trace import merge
-from slipstream.wire.target import TargetClient
-
-FOLDER = REPORTS / "logs"
-USUAL, GOOD = (0.75, 0.12, 0.05), (0.95, 0.03, 0.015)  # chances of a node's children
-KEYS = ("schedule", "rtt_ms", "draft_ms", "batch", "acceptance")
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One row to measure."""
-
-    schedule: str
-    rtt_ms: float
-    draft_ms: float
-    batch: int
-    acceptance: tuple[float, ...] = USUAL
-
-    @property
-    def key(self) -> Row:
-        return dict(zip(KEYS, (self.schedule, self.rtt_ms, self.draft_ms, self.batch,
-                               " ".join(f"{chance:g}" for chance in self.acceptance)), strict=True))
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Of each stream: those that are not counted, while the policy learns what an exchange takes; and the rest.
-        Every schedule answers the same text, so it meets the same luck."""
-        return 20 if self.schedule == "plain" else 150, max(150, 800 // self.batch)
-
-
-@dataclass(slots=True)
-class Rig:
-    """A running deployment."""
-
-    client: TargetClient
-    target: Process
-
-
-@asynccontextmanager
-async def deployed(schedule: str, rtt_ms: float, timing: Timing, traced: bool = False,
-                   settings: Sequence[str] = ()) -> AsyncIterator[Rig]:
-    """Target, relay and draft as processes; ready when it ends its first line."""
-    file = timing.save(FOLDER / "timing.json")
-    address = {name: f"127.0.0.1:{free_port()}" for name in ("draft", "draft metrics", "relay", "target", "metrics")}
-    shared = (f"draft.listen={address['draft']}", f"draft.metrics_listen={address['draft metrics']}",
-              f"target.listen={address['target']}", f"target.metrics_listen={address['metrics']}",
-              f"target.drafts=['{address['relay']}']", "target.slots=65536",
-              f"draft.run_ahead={RUN_AHEAD if schedule == 'run-ahead' else 0}", *settings)
-
-    def process(role: str, port: str) -> Process:
-        own = (*shared, f"log.trace={FOLDER / role}.trace") if traced else shared
-        return Process("bench.timed_service", own, int(address[port].rpartition(":")[2]),
-                       FOLDER / f"timed-{role}.log", (role, str(file)))
-
-    relay = Process("bench.delayed", (), 0, FOLDER / "relay.log",
-                    (address["relay"], address["draft"], "--delay-ms", str(rtt_ms / 2)))
-    draft = process("draft", "draft metrics")
-    target = process("colocated" if schedule == "colocated" else "target", "metrics")
-    client = TargetClient(address["target"], WireSection())
-    parts = [target] if schedule in ("colocated", "plain") else [draft, relay, target]
-    try:
-        for part in parts:
-            part.start()
-        for part in parts:
-            if part is not relay:
-                await part.ready()
-        if schedule != "plain":
-            await connected(client)
-        yield Rig(client, target)
-    finally:
-        await client.aclose()
-        for part in reversed(parts):
-            part.stop()
-    if traced:
-        merge([FOLDER / f"{part.arguments[0]}.trace" for part in parts if part is not relay],
-              FOLDER.parent / f"trace-{schedule}-{rtt_ms:g}ms.json")
-
-
-async def connected(client: TargetClient, within_s: float = 30.0) -> None:
-    """Wait until the target has its draft. Raises Unavailable."""
-    deadline_s = time.monotonic() + within_s
-    while not all(draft.connected for draft in (await client.info()).drafts):
-        if time.monotonic() > deadline_s:
-            raise Unavailable(f"the target does not find its draft; see {FOLDER}")
-        await asyncio.sleep(0.05)
-
-
-async def measure(rig: Rig, cell: Cell, seconds: float) -> Row:
-    """Answer ``batch`` streams side by side, for ``seconds`` at most."""
-    begin, count = cell.tokens
-    readers = [Reader(number, begin, begin + count) for number in range(cell.batch)]
-    async with kept_up(*(reader.read(rig.client, cell.schedule != "plain") for reader in readers)):
-        began_s = time.perf_counter()
-        while not all(reader.began for reader in readers) and time.perf_counter() < began_s + seconds:
-            await asyncio.sleep(0.01)
-        opened_s, busy_s = time.perf_counter(), await rig.target.metric("step_seconds_sum", phase="verify")
-        while not all(reader.ended for reader in readers) and time.perf_counter() < began_s + seconds:
-            await asyncio.sleep(0.01)
-        busy_s = await rig.target.metric("step_seconds_sum", phase="verify") - busy_s
-        took_s = time.perf_counter() - opened_s
-    pieces = [piece for reader in readers for piece in reader.counted]
-    rounds = max(1, len(pieces))
-    hits = [ms for reader in readers for ms in reader.hits_ms]
-    return {**cell.key, "tokens_per_s": sum(reader.tokens_per_s for reader in readers), "hit_rate": len(hits) / rounds,
-            "waiting_share": max(0.0, 1.0 - busy_s / took_s), "hit_round_ms": sum(hits) / max(1, len(hits)),
-            "acceptance_length": sum(len(piece.tokens) for piece in pieces) / rounds,
-            "drafted": sum(piece.drafted for piece in pieces) / rounds,
-            "wait_ms": 1e3 * sum(piece.wait_s for piece in pieces) / rounds,
-            "verify_ms": 1e3 * sum(piece.verify_s for piece in pieces) / rounds,
-            "speculating": sum(piece.state == "speculate" for piece in pieces) / rounds}
 
 
 def predicted(cell: Cell, timing: Timing) -> float:
@@ -156,18 +43,17 @@ class Sweep:
 
     seconds: float
     step_ms: float
-    minutes: float  # no deployment is begun later
+    until_s: float  # no deployment is begun later
     traced: bool
     predicts: bool
 
     async def run(self, cells: Sequence[Cell], rows: list[Row]) -> None:
         """Add a row for each cell; those that differ in the batch alone share a deployment."""
-        until_s = time.monotonic() + 60 * self.minutes
         for (schedule, rtt_ms, draft_ms, acceptance), group in itertools.groupby(
                 cells, lambda c: (c.schedule, c.rtt_ms, c.draft_ms, c.acceptance)):
-            if time.monotonic() > until_s:
+            if time.monotonic() > self.until_s:
                 return
-            timing = Timing(self.step_ms / 1e3, draft_s=draft_ms / 1e3, acceptance=acceptance, width=len(acceptance))
+            timing = timing_of(self.step_ms, draft_ms, acceptance)
             async with deployed(schedule, rtt_ms, timing, self.traced) as rig:
                 for cell in group:
                     row = await measure(rig, cell, self.seconds)
@@ -205,6 +91,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--batches", type=numbers, default=(1.0, 8.0))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a row at most")
     parser.add_argument("--minutes", type=float, default=8.0, help="no deployment is begun after so many")
+    parser.add_argument("--repeats", type=int, default=5, help="of each row that is close to a bound")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--acceptance", type=numbers, default=USUAL,
                         help="chance that a node's first, second, ... child is right")
@@ -220,10 +107,10 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def known() -> list[Row]:
+def known(name: str) -> list[Row]:
     """Rows of an earlier run; none if there was none."""
     try:
-        return list(json.loads((REPORTS / "network.json").read_text())["rows"])
+        return list(json.loads((REPORTS / f"{name}.json").read_text())["rows"])
     except (OSError, ValueError, KeyError):
         return []
 
@@ -237,17 +124,21 @@ def main() -> None:
     cells = full() if arguments.full else cells_of(
         arguments.schedules.split(","), arguments.rtts_ms, arguments.drafts_ms,
         [int(batch) for batch in arguments.batches], arguments.acceptance)
-    rows = known() if arguments.resume else []
+    rows, again = (known("network"), known("network-repeats")) if arguments.resume else ([], [])
     done = [{key: row[key] for key in KEYS} for row in rows]
     missing = [cell for cell in cells if cell.key not in done]
-    sweep = Sweep(arguments.seconds, arguments.step_ms, arguments.minutes, arguments.trace, arguments.predict)
+    until_s = time.monotonic() + 60 * arguments.minutes
+    sweep = Sweep(arguments.seconds, arguments.step_ms, until_s, arguments.trace, arguments.predict)
     asyncio.run(sweep.run(missing, rows))
-    write("network", rows, f"bench-network: timed devices, a target step takes {arguments.step_ms:g} ms")
-    for verdict in verdicts(rows, arguments.step_ms):
-        print(verdict)
     left = len(missing) + len(done) - len(rows)
-    if left:
-        print(f"{left} rows are missing: go on with --resume")
+    repeats = Repeats(again, arguments.step_ms, arguments.seconds, until_s)
+    if not left:
+        asyncio.run(repeats.run(close(rows), arguments.repeats))
+    write("network", rows, f"bench-network: timed devices, a target step takes {arguments.step_ms:g} ms")
+    for verdict in verdicts(rows, arguments.step_ms, repeats.rows):
+        print(verdict)
+    if left or repeats.left:
+        print(f"{left} rows and {repeats.left} repeats are missing: go on with --resume")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ import numpy as np
 
 from bench.bars import bars
 from bench.fleet import Process, free_port
-from bench.network import connected
 from bench.readers import Window, stream
 from bench.report import FOLDER, Row, write
+from bench.rig import connected
 from bench.timed import Timing
 from bench.work import cpu_s
 from slipstream.config import WireSection

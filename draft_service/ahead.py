@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from math import log
 
-from slipstream.messages import Commit, Growth, Open
+from slipstream.messages import Commit, Growth
 from slipstream.tree import MAX_HELD, DraftTree
 
 THIN = 0.5  # share of a whole tree's promise
@@ -31,8 +31,9 @@ class Ahead:
         self._usual = 0.0  # what a whole tree promises
         self.tree = DraftTree.root_only(1, 0)
 
-    def opened(self, message: Open) -> None:
-        self.tree = DraftTree.root_only(len(message.tokens), int(message.tokens[-1]))
+    def begin(self, base: int, token: int) -> None:
+        """What the target holds is not known, or nothing: the root, ``token`` at ``base - 1``."""
+        self.tree = DraftTree.root_only(base, token)
         self._barren = 0
 
     def committed(self, message: Commit) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from draft_service.ahead import Ahead
+from slipstream.messages import Commit, Open
 from slipstream.session import DraftSide
 from slipstream.spans import Span, Unfollowed
 from slipstream.wire.peers import Peer
@@ -22,8 +23,19 @@ class Followed:
     side: DraftSide
     wanted: int = 0  # nodes to grow next; 0: none
     stale: bool = False  # committed since the last growth
-    ahead: Ahead | None = None  # None: one growth a commit
+    ahead: Ahead | None = None  # None: one growth a commit, until the target allows more
     span: Span = field(default_factory=Unfollowed)
+
+    def told(self, message: Open | Commit, extra: int) -> None:
+        """The target said what is committed and what it wants. ``extra``: see ``Ahead``; 0: never ahead."""
+        self.wanted, self.stale = message.wanted, True
+        if not (message.ahead and extra):
+            self.ahead = None
+        elif self.ahead is not None and isinstance(message, Commit):
+            self.ahead.committed(message)
+        else:
+            self.ahead = self.ahead or Ahead(extra)
+            self.ahead.begin(self.side.base, int(message.tokens[-1]))
 
     @property
     def hungry(self) -> bool:

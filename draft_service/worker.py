@@ -6,8 +6,8 @@ Rules:
 2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each
    peer with one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
-4. With ``run_ahead``, the first ``FEW`` sessions are grown on, a level at a time, whenever the inbox is empty and
-   growing pays (``ahead.Ahead``); later ones get one growth a commit.
+4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
+   and growing pays (``ahead.Ahead``); others get one growth a commit.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from draft_service.ahead import Ahead
 from draft_service.followed import Followed
 from draft_service.round import Round
 from slipstream.drafters.base import Drafter
@@ -46,7 +45,6 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
-FEW = 4  # sessions that run ahead; what nodes cost a host takes more from further ones than hits give
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
@@ -186,18 +184,14 @@ class DraftWorker:
                 # An earlier opening in the same round is void: the drafter hears of the newest alone.
                 round_.unsay(number)
                 round_.opens.append(replace(item, session=number))
-                followed.wanted, followed.stale = item.wanted, True
-                if followed.ahead is not None:
-                    followed.ahead.opened(item)
+                followed.told(item, self._run_ahead)
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
                 self._trace.came("device", "commit", commit_key(item.session, item.base), self._clock())
                 features = None if item.features is None else replace(item.features, session=number)
                 round_.commits.append(replace(item, session=number, features=features))
-                followed.wanted, followed.stale = item.wanted, True
-                if followed.ahead is not None:
-                    followed.ahead.committed(item)
+                followed.told(item, self._run_ahead)
             case DraftEvent.GAP, _:
                 self._forget(followed, round_)
                 round_.answers[peer].append(Drop(item.session, "gap"))
@@ -208,9 +202,7 @@ class DraftWorker:
         if self._draining or len(self._sessions) >= self._drafter.max_sessions:
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
-        few = sum(followed.ahead is not None for followed in self._sessions.values()) < FEW
         followed = Followed(next(self._numbers), peer, DraftSide(item.session),
-                            ahead=Ahead(self._run_ahead) if self._run_ahead and few else None,
                             span=self._spans.begin("draft.session", item.trace, prompt=item.prompt_len))
         self._sessions[(peer, item.session)] = followed
         self._by_number[followed.number] = followed

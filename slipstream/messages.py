@@ -134,6 +134,7 @@ class Open:
     sampling: Sampling
     wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
     trace: str = ""  # the traceparent of the answer; "": nobody follows
+    ahead: bool = False  # whether more may be grown than is wanted, while the target verifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Commit:
     features: Features | None = None
     drafted: int = 0  # draft nodes that were verified in this round, root not counted
     wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
+    ahead: bool = False  # as in Open, from here on
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,17 +128,17 @@ class TargetSide:
         """Answer tokens committed so far."""
         return len(self.tokens) - self.prompt_len
 
-    def attach(self, wanted: int = MAX_NODES - 1) -> Open:
+    def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
         """A drafter shall follow, from what is committed now."""
         self._move(TargetEvent.ATTACH)
         self._restart()
         self._opened_at = self.base
         self._root_scores = {self.base: 0.0}
         return Open(self.session, np.array(self.tokens, np.int32), self.prompt_len, self.sampling, wanted,
-                    self.trace)
+                    self.trace, ahead)
 
     def commit(self, tokens: Sequence[int], features: Features | None = None, drafted: int = 0,
-               wanted: int = MAX_NODES - 1) -> Commit | None:
+               wanted: int = MAX_NODES - 1, ahead: bool = False) -> Commit | None:
         """Append ``tokens`` to the answer and re-root. Returns what to send: None when nobody follows."""
         assert len(tokens) >= 1
         followed = self.state is TargetState.FOLLOWED
@@ -150,7 +150,7 @@ class TargetSide:
         self.heard = False
         if not followed:
             return None
-        return Commit(self.session, base, np.array(tokens, np.int32), features, drafted, wanted)
+        return Commit(self.session, base, np.array(tokens, np.int32), features, drafted, wanted, ahead)
 
     def receive(self, message: Growth | Drop) -> int:
         """Take what the drafter sent. Returns how many nodes joined the tree (-1: the message was stale).

@@ -107,7 +107,7 @@ class DraftPool:
         return [link for link, hello in self._ready.items()
                 if self._sessions[link] < hello.max_sessions and link not in self._leaving]
 
-    def attach(self, running: Running, now_s: float, wanted: int) -> bool:
+    def attach(self, running: Running, now_s: float, wanted: int, ahead: bool) -> bool:
         """Let a drafter follow ``running``, if there is one that has room: of two drawn at random the one that is less
         busy for its size. Targets that do not know of each other spread their sessions so. A drafter on trial gets its
         share and no more."""
@@ -118,7 +118,7 @@ class DraftPool:
         hello = self._ready[link]
         running.link = link
         self._sessions[link] += 1
-        self._outbox[link].append(running.side.attach(wanted))
+        self._outbox[link].append(running.side.attach(wanted, ahead))
         if hello.features is not None:
             known = self._runner.features_from(running.slots[: running.computed])
             running.features_sent = max(known, running.side.base - hello.max_context)
@@ -161,13 +161,13 @@ class DraftPool:
             self._outbox[running.link].append(self._features(running, spec, running.features_sent, stop))
             running.features_sent = stop
 
-    def commit(self, running: Running, tokens: tuple[int, ...], drafted: int, wanted: int) -> None:
+    def commit(self, running: Running, tokens: tuple[int, ...], drafted: int, wanted: int, ahead: bool) -> None:
         """Commit ``tokens``, whose predecessors' KV (and rows) are computed, and tell the drafter."""
         spec, features = self._spec_of(running), None
         if spec is not None:
             features = self._features(running, spec, running.computed - len(tokens), running.computed)
             running.features_sent = running.computed
-        message: Commit | None = running.side.commit(tokens, features, drafted, wanted)
+        message: Commit | None = running.side.commit(tokens, features, drafted, wanted, ahead)
         if message is not None and running.link in self._ready:
             self._outbox[running.link].append(message)
 

@@ -57,7 +57,7 @@ class Bench:
 
 def test_it_grows_on_while_nothing_comes_and_stops_at_its_bound() -> None:
     bench = Bench(run_ahead=12)
-    (whole,) = bench.deliver(bench.side.attach(wanted=4))
+    (whole,) = bench.deliver(bench.side.attach(wanted=4, ahead=True))
     assert isinstance(whole, Growth) and len(whole.ids) == 4, "first what the target would verify, at once"
     assert bench.idle() > 0
     assert len(bench.side.tree) - 1 <= 4 + 12
@@ -66,7 +66,7 @@ def test_it_grows_on_while_nothing_comes_and_stops_at_its_bound() -> None:
 
 def test_without_run_ahead_it_says_one_thing_for_a_commit() -> None:
     bench = Bench(run_ahead=0)
-    assert len(bench.deliver(bench.side.attach(wanted=4))) == 1
+    assert len(bench.deliver(bench.side.attach(wanted=4, ahead=True))) == 1
     assert bench.idle() == 0
 
 
@@ -75,11 +75,11 @@ def test_what_survives_a_commit_is_there_before_the_drafter_says_a_word(keep: bo
     """The true path is followed for some commits. A drafter that keeps its tree and one that begins anew both get
     below what the target holds."""
     bench, hits = Bench(run_ahead=24, keep=keep), 0
-    bench.deliver(bench.side.attach(wanted=3))
+    bench.deliver(bench.side.attach(wanted=3, ahead=True))
     for _ in range(12):
         bench.idle()
         tokens = bench.true_path(2)
-        message = bench.side.commit(tokens, wanted=3)
+        message = bench.side.commit(tokens, wanted=3, ahead=True)
         hits += len(bench.side.tree) > 1
         before = len(bench.side.tree)
         bench.deliver(message)
@@ -88,24 +88,33 @@ def test_what_survives_a_commit_is_there_before_the_drafter_says_a_word(keep: bo
     assert hits >= 5
 
 
+def test_the_target_says_from_commit_to_commit_whether_it_may_grow_ahead() -> None:
+    bench = Bench(run_ahead=24)
+    assert len(bench.deliver(bench.side.attach(wanted=4))) == 1 and bench.idle() == 0
+    bench.deliver(bench.side.commit(bench.true_path(1), wanted=4, ahead=True))
+    assert bench.idle() > 0 and len(bench.side.tree) - 1 > 8
+    bench.deliver(bench.side.commit(bench.true_path(1), wanted=4))
+    assert bench.idle() == 0
+
+
 def test_a_target_that_wants_nothing_gets_nothing() -> None:
     bench = Bench()
-    bench.deliver(bench.side.attach(wanted=4))
+    bench.deliver(bench.side.attach(wanted=4, ahead=True))
     bench.idle()
-    bench.deliver(bench.side.commit(bench.true_path(1), wanted=0))
+    bench.deliver(bench.side.commit(bench.true_path(1), wanted=0, ahead=True))
     assert bench.idle() == 0
 
 
 def test_a_closed_session_stops_growing() -> None:
     bench = Bench()
-    bench.deliver(bench.side.attach(wanted=4))
+    bench.deliver(bench.side.attach(wanted=4, ahead=True))
     bench.deliver(bench.side.detach())
     assert bench.idle() == 0
 
 
 def test_hopeless_nodes_stop_it() -> None:
     ahead = Ahead(40)
-    ahead.opened(Open(1, np.array([1, 2], np.int32), 2, Sampling()))
+    ahead.begin(2, 2)
     row = np.array([1], np.int32)
     ahead.grew(Growth(1, 2, row, np.array([-2], np.int32), row, np.array([-0.1], np.float32)))
     assert ahead.hungry(8)

@@ -376,7 +376,8 @@ def commits(draw: st.DrawFn, dtype: str) -> Commit:
     tokens = draw(st.lists(tokens_, min_size=1, max_size=64))
     session, base = draw(sessions), draw(st.integers(1, CONTEXT - 64))
     rows = draw(features(dtype, session, base - 1, len(tokens))) if len(tokens) < 10 else None
-    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)), draw(st.integers(0, 63)))
+    return Commit(session, base, ints(*tokens), rows, draw(st.integers(0, 63)), draw(st.integers(0, 63)),
+                  draw(st.booleans()))
 
 
 @st.composite
@@ -389,7 +390,8 @@ def opens(draw: st.DrawFn) -> Open:
         logit_bias=tuple(draw(st.lists(st.tuples(tokens_, st.floats(-100, 100)), max_size=5))),
         min_tokens=draw(st.integers(0, 1 << 30)), stop_token_ids=tuple(draw(st.lists(tokens_, max_size=5))),
         seed=draw(sessions))
-    return Open(draw(sessions), ints(*tokens), draw(st.integers(1, len(tokens))), sampling, draw(st.integers(0, 63)))
+    return Open(draw(sessions), ints(*tokens), draw(st.integers(1, len(tokens))), sampling, draw(st.integers(0, 63)),
+                ahead=draw(st.booleans()))
 
 
 @settings(max_examples=60, deadline=None)

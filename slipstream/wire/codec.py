@@ -104,11 +104,11 @@ def _target_item(item: DraftBound) -> draft_pb2.TargetItem:
         features = None if item.features is None else _features_item(item.features)
         return draft_pb2.TargetItem(commit=draft_pb2.CommitItem(
             session=item.session, base=item.base, tokens=int_bytes(item.tokens), drafted=item.drafted,
-            features=features, wanted=item.wanted))
+            features=features, wanted=item.wanted, ahead=item.ahead))
     if isinstance(item, Open):
         return draft_pb2.TargetItem(open=draft_pb2.OpenItem(
             session=item.session, tokens=int_bytes(item.tokens), prompt_len=item.prompt_len,
-            sampling=encode_sampling(item.sampling), wanted=item.wanted, trace=item.trace))
+            sampling=encode_sampling(item.sampling), wanted=item.wanted, trace=item.trace, ahead=item.ahead))
     if isinstance(item, Features):
         return draft_pb2.TargetItem(features=_features_item(item))
     return draft_pb2.TargetItem(close=draft_pb2.CloseItem(session=item.session))
@@ -163,7 +163,7 @@ def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
     within("open.tokens", len(tokens), 1, limits.max_context)
     prompt_len = within("open.prompt_len", wire.prompt_len, 1, len(tokens))
     return Open(wire.session, tokens, prompt_len, decode_sampling(wire.sampling, limits.vocab_size),
-                within("open.wanted", wire.wanted, 0, MAX_NODES - 1), well_formed(wire.trace))
+                within("open.wanted", wire.wanted, 0, MAX_NODES - 1), well_formed(wire.trace), wire.ahead)
 
 
 def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
@@ -176,7 +176,7 @@ def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
         require(features.start == base - 1, "features.start", f"{features.start} is not the commit's base - 1")
         require(features.num_rows == len(tokens), "features.num_rows", "not as many as the commit's tokens")
     return Commit(wire.session, base, tokens, features, within("commit.drafted", wire.drafted, 0, MAX_NODES - 1),
-                  within("commit.wanted", wire.wanted, 0, MAX_NODES - 1))
+                  within("commit.wanted", wire.wanted, 0, MAX_NODES - 1), wire.ahead)
 
 
 def _features(wire: draft_pb2.FeaturesItem, limits: FrameLimits) -> Features:
