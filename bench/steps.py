@@ -3,7 +3,7 @@
 *Floor* is the time in which the machine reads all weights once, at the rate of a sum over memory. *Products* are those
 of all layers and the head on rows of their own, *attention* the calls of all layers behind the same context; *rest* is
 what remains of a step: norms, rotary positions, KV writes, dispatch. All in turn, so that a slow moment hurts all
-alike; medians and the fastest. ``--exact`` is with ``model.exact``, ``--int4`` with ``model.quantize: int4``.
+alike; medians and the fastest. Of torch's operations (``model.kernels: torch``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from slipstream.models import resolve
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256
-INT4_BYTES = 0.5 + 4 / 32  # of a number: its level, and its share of two bfloat16 for 32 of them
 SUMMED = 1 << 26  # float32 numbers: more than caches hold
 
 Part = Callable[[], object]
@@ -73,8 +72,8 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
-def loaded(model: str, dtype: str, exact: bool, quantize: str) -> Decoder:
-    decoder = load_model(resolve(model), dtype, exact=exact, quantize=quantize)
+def loaded(model: str, dtype: str) -> Decoder:
+    decoder = load_model(resolve(model), dtype, kernels="torch")
     if not isinstance(decoder, Decoder):
         raise ModelError("bench-steps measures the engine 'decoder' alone")
     return decoder
@@ -82,7 +81,7 @@ def loaded(model: str, dtype: str, exact: bool, quantize: str) -> Decoder:
 
 def bytes_read(decoder: Decoder) -> float:
     """By a plain step, of weights."""
-    return sum(linear.in_features * linear.out_features * (decoder.dtype.itemsize if linear.few is None else INT4_BYTES)
+    return sum(linear.in_features * linear.out_features * decoder.dtype.itemsize
                for linear in decoder.linears())
 
 
@@ -118,14 +117,12 @@ def main() -> None:
     parser.add_argument("--model", default=ModelSection().path, help="a name or a folder")
     parser.add_argument("--dtype", default=ModelSection().dtype)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
-    parser.add_argument("--exact", action="store_true", help="with model.exact")
-    parser.add_argument("--int4", action="store_true", help="with model.quantize: int4")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
     counts = [int(count) for count in given.threads.split(",")]
-    decoder = loaded(given.model, given.dtype, given.exact, "int4" if given.int4 else "none")
+    decoder = loaded(given.model, given.dtype)
     by_rows, split = run(decoder, counts, given.repeats)
-    name = given.dtype + ", exact" * given.exact + ", int4" * given.int4
+    name = given.dtype
     write("steps", by_rows, f"a step behind {CONTEXT} tokens, {name}")
     write("plain_step", split, f"what a plain step consists of, {name}, medians")
 

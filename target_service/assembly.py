@@ -66,7 +66,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     name = config.router.model_name or folder.name
     if section.tensor_parallel == 1:
         model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
-                           section.graphs, section.exact, section.quantize)
+                           section.graphs, section.exact, section.quantize, section.kernels)
         return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
     ranked = ranked_model(folder, section)
     watch = RankWatch(ranked, loop)

@@ -10,14 +10,12 @@ import torch
 
 from slipstream.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafters import create
-from slipstream.engine.backend import Attend
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.decoder import Decoder
-from slipstream.engine.exact import ExactAttention, agreeing_rows, exact_decoder, passes_trial
-from slipstream.engine.layers import in_calls
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.exact import check_exact, passes_trial
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model, load_tensors
+from slipstream.engine.weights import load_model
 from slipstream.errors import ModelError
 from slipstream.messages import Sampling
 from slipstream.requests import Piece, Request
@@ -27,16 +25,27 @@ from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, write_tiny_model
 from tests.trees import random_tree
 
-SHAPE = {"hidden_size": 192, "intermediate_size": 1536, "head_dim": 48}  # wide enough for sums to be cut
+SHAPE = {"hidden_size": 192, "intermediate_size": 1536, "head_dim": 64}  # what the CPU kernels take
 TEXT = list(b"Forty words of a prompt, so that a path behind it ends just before or just after a block of KV entries.")
 
 
-class MoreWithCompany(ExactAttention):
-    """An attention whose rows gain by their number."""
+class MoreWithCompany:
+    """A model whose logits gain by the number of rows."""
 
-    def plan(self, batch: ForwardBatch) -> Attend:
-        attend = super().plan(batch)
-        return lambda q, kv: attend(q, kv) * (1 + batch.num_rows / 64)
+    def __init__(self, model: CausalModel) -> None:
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self._model = model
+
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, tapped = self._model.forward(batch, pool, taps)
+        return hidden * (1 + batch.num_rows / 64), tapped
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(tokens)
 
 
 def load(folder: Path) -> ModelRunner:
@@ -115,30 +124,12 @@ async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path) -> None:
     assert sum(piece.accepted for answer in pieces for piece in answer) > 20
 
 
-def test_products_are_tried_and_kept_where_they_agree() -> None:
-    weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-
-    def product(x: torch.Tensor, least: int) -> torch.Tensor:  # other code for fewer rows
-        return (x @ weight.T).float() + (len(x) < least)
-
-    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    assert agreeing_rows(lambda x: product(x, 0), rows) == (1, 64)
-    assert agreeing_rows(lambda x: product(x, 3), rows) == (3, 64)
-    assert agreeing_rows(lambda x: product(x, 40), rows) == (16, 16)
-    x = torch.cat((rows, rows[:3]))
-    assert torch.equal(in_calls(lambda rows: product(rows, 4), x, 4, 64), product(x, 0))
-    with pytest.raises(ModelError, match="in another place"):
-        agreeing_rows(lambda x: x + torch.arange(len(x))[:, None], rows)
-
-
-def test_a_decoder_whose_products_depend_on_row_counts_fails_its_trial(folder: Path) -> None:
-    decoder = exact_decoder(ModelConfig.from_folder(folder), load_tensors(folder))
-    assert passes_trial(decoder)
-    next(decoder.linears()).rows = (2, 64)
-    assert passes_trial(decoder)  # whatever the number, it is the same for all
-    decoder = Decoder.from_tensors(decoder.config, load_tensors(folder), torch.bfloat16, torch.device("cpu"),
-                                   attention=MoreWithCompany(decoder.config))
-    assert not passes_trial(decoder)
+def test_a_model_whose_rows_depend_on_their_company_fails_its_trial(folder: Path) -> None:
+    model = load_model(folder, "bfloat16", exact=True)
+    assert passes_trial(model)
+    assert not passes_trial(MoreWithCompany(model))
+    with pytest.raises(ModelError, match="rows differ from plain steps"):
+        check_exact(MoreWithCompany(model))
 
 
 @pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}, {"compile_layers": True}])

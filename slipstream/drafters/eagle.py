@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,11 @@ from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.layers import Linear, Rope, rms_norm
-from slipstream.engine.model import dtype_of
+from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm
+from slipstream.engine.model import ModelConfig, dtype_of
+from slipstream.engine.native import native_or
+from slipstream.engine.native.decoder import NativeBlock, NativeHead
+from slipstream.engine.native.program import Team
 from slipstream.messages import Features, FeatureSpec, Projection
 
 
@@ -39,10 +43,11 @@ class EagleNetwork:
     keeps = True
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
-                 project: bool = False, halves: Halves = EAGER, attention: str = "auto") -> None:
+                 project: bool = False, halves: Halves = EAGER, attention: str = "auto",
+                 kernels: str = "torch") -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
-        before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``.
-        Raises ModelError for an unknown dtype."""
+        before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``;
+        kernels: see ``native.native_or``. Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -66,17 +71,19 @@ class EagleNetwork:
         self._spec = spec
         self._dtype = kind
         self._embedding = tensors["embed_tokens.weight"]
-        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
+        self._token_norm = tensors[f"{LAYER}.input_layernorm.weight"]
         self._hidden_norm = tensors[f"{LAYER}.hidden_norm.weight"]
         self._norm_before_residual = head.norm_before_residual
-        self._norm = tensors["norm.weight"]
-        self._lm_head = Linear(tensors["lm_head.weight"])
-        self._rope = Rope(config, kind, device)
-        self._attention = attention_for(attention, config, kind, device)
+
+        def native(team: Team) -> Body:
+            return NativeBody(team, config, tensors)
+
+        self._body = native_or(kernels, kind, device, "head", native,
+                               lambda: TorchBody(config, tensors, attention, halves))
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a step."""
-        return *self._layer.linears(), self._lm_head
+        return self._body.linears()
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
@@ -92,15 +99,62 @@ class EagleNetwork:
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: projected target states, or this head's own states."""
         assert batch.features is not None
-        state = batch.features
-        step = Step.of(batch, self._rope, self._attention)
-        token = self._layer.norm(F.embedding(batch.tokens, self._embedding))
-        state_normed = rms_norm(state, self._hidden_norm, self._config.norm_eps)
+        state, eps = batch.features, self._config.norm_eps
+        token = rms_norm(F.embedding(batch.tokens, self._embedding), self._token_norm, eps)
+        state_normed = rms_norm(state, self._hidden_norm, eps)
         residual = state_normed if self._norm_before_residual else state
-        out = self._layer(residual, step, self._pool.kv[0], torch.cat((token, state_normed), -1))
+        out, logits = self._body(batch, self._pool, residual, torch.cat((token, state_normed), -1))
+        return Output(logits, out)
+
+
+class Body(Protocol):
+    """The layer of a head, the final norm and the head's ``lm_head``."""
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The products that may be replaced."""
+        ...
+
+    def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
+                 read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual [T, H], read [T, 2 H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64
+        of a float64 head)."""
+        ...
+
+
+class TorchBody:
+    def __init__(self, config: ModelConfig, tensors: Tensors, attention: str, halves: Halves) -> None:
+        """attention, halves: as in ``EagleNetwork``."""
+        self._norm = tensors["norm.weight"]
+        self._dtype, self._eps = self._norm.dtype, config.norm_eps
+        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
+        self._lm_head = Linear(tensors["lm_head.weight"])
+        self._rope = Rope(config, self._dtype, self._norm.device)
+        self._attention = attention_for(attention, config, self._dtype, self._norm.device)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return *self._layer.linears(), self._lm_head
+
+    def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
+                 read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self._layer(residual, Step.of(batch, self._rope, self._attention), pool.kv[0], read)
         out = out.index_select(0, batch.logit_rows)
-        logits = self._lm_head(rms_norm(out, self._norm, self._config.norm_eps))
-        return Output(logits.to(torch.promote_types(self._dtype, torch.float32)), out)
+        logits: torch.Tensor = self._lm_head(rms_norm(out, self._norm, self._eps))
+        return out, logits.to(torch.promote_types(self._dtype, torch.float32))
+
+
+class NativeBody:
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors) -> None:
+        self._block = NativeBlock(team, config, tensors, LAYER, "norm.weight", 2 * config.hidden_size)
+        self._lm_head = NativeHead(team, tensors["lm_head.weight"])
+        self._rope = Rope(config, torch.float32, torch.device("cpu"))
+
+    def linears(self) -> tuple[Linear, ...]:
+        return ()
+
+    def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
+                 read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, normed = self._block(residual, read, batch, pool, self._rope)
+        return out.index_select(0, batch.logit_rows), self._lm_head(normed.index_select(0, batch.logit_rows))
 
 
 def projection_of(weight: torch.Tensor, dtype: str) -> Projection:

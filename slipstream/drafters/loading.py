@@ -45,7 +45,7 @@ def load_standalone(section: DraftSection) -> Drafter:
     config = ModelConfig.from_folder(folder)
     vocabulary = _token_map(section, config.vocab_size)
     model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
-                                    attention=section.attention, quantize=section.quantize)
+                                    attention=section.attention, quantize=section.quantize, kernels=section.kernels)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
@@ -56,8 +56,9 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    ours = "torch" if section.compile or section.quantize != "none" else section.kernels
     network = _ready(section, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves, section.attention))
+        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours))
     _quantized(section, network.linears())
     return _drafter(section, network)
 

@@ -11,9 +11,7 @@ It knows nothing about batches, attention or files.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +22,6 @@ from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.errors import ModelError
 
 Tensors = Mapping[str, torch.Tensor]
-
-MOST_ROWS = 64  # of one call of a product whose row counts were tried
 
 
 def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
@@ -48,27 +44,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-@dataclass(frozen=True, slots=True)
-class Few:
-    """Another way to a product [T, I] -> [T, O], for at most so many rows."""
-
-    product: Callable[[torch.Tensor], torch.Tensor]
-    rows: int
-
-
 class Linear:
     """y = x W^T + b, with W packed once where that is faster: oneDNN's blocked layout on CPU in float32 and bfloat16,
-    1.4 to 1.6 times as fast as ``F.linear`` on few rows. Elsewhere it is ``F.linear``. rows: the least and the most
-    rows of one call (see ``exact``); None: as many as come. few: what else computes x W^T for few rows."""
+    1.4 to 1.6 times as fast as ``F.linear`` on few rows. Elsewhere it is ``F.linear``."""
 
-    __slots__ = ("_bias", "_packed", "_weight", "few", "in_features", "out_features", "rows")
+    __slots__ = ("_bias", "_other", "_packed", "_weight", "in_features", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight [O, I], bias [O] or None."""
         self.out_features, self.in_features = weight.shape
         self._bias = bias
-        self.rows: tuple[int, int] | None = None
-        self.few: Few | None = None
+        self._other: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._packed = (weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
                         and _onednn_works())
         self._weight = (torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._packed
@@ -76,14 +62,14 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, I] -> [T, O]."""
-        if self.few is not None and x.shape[0] <= self.few.rows:
-            y = self.few.product(x)
+        if self._other is not None:
+            y = self._other(x)
             return y if self._bias is None else y.add_(self._bias)
-        return self._product(x) if self.rows is None else in_calls(self._product, x, *self.rows)
+        return self._product(x)
 
     def only(self, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Compute x W^T by ``product``, however many rows there are; W itself is given up."""
-        self.few, self._packed = Few(product, sys.maxsize), False
+        """Compute x W^T by ``product`` from now on; W itself is given up."""
+        self._other, self._packed = product, False
         self._weight = torch.empty(0)
 
     def weight(self) -> torch.Tensor:
@@ -97,17 +83,6 @@ class Linear:
                 return opaque
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
-
-
-def in_calls(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, least: int,
-             most: int) -> torch.Tensor:
-    """product(x [T, I]) by calls of ``least`` to ``most`` rows; a short one is filled up with zeros."""
-    results = []
-    for part in torch.split(x, most):
-        short = least - part.shape[0]
-        filled = part if short <= 0 else torch.cat((part, part.new_zeros(short, part.shape[1])))
-        results.append(product(filled)[: part.shape[0]])
-    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

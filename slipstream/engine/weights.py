@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.engine.compiled import compiled, run_decoder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.exact import exact_decoder
+from slipstream.engine.exact import check_exact
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
-from slipstream.engine.int4 import with_int4
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
+from slipstream.engine.native import native_or
+from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.errors import ModelError
 from slipstream.log import logger
 
@@ -53,10 +55,11 @@ def tensor_names(folder: str | Path) -> set[str]:
 
 def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu", engine: str = "decoder",
                compile_layers: bool = False, attention: str = "auto", graphs: bool = False,
-               exact: bool = False, quantize: str = "none") -> CausalModel:
+               exact: bool = False, quantize: str = "none", kernels: str = "auto") -> CausalModel:
     """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
     see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
-    spare slots; exact: see ``exact``; quantize: "none", "int4" or "fp8" (see there). Raises ModelError."""
+    spare slots; exact: see ``exact``; quantize: "none" or "fp8" (see there); kernels: one of ``native.CHOICES``. Raises
+    ModelError."""
     if quantize != "none" and (exact or engine != "decoder" or compile_layers):
         raise ModelError("model.quantize: it is for engine decoder, without exact and without compile")
     if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
@@ -76,13 +79,18 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
     config = ModelConfig.from_folder(folder)
     tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
-    if exact:
-        return exact_decoder(config, tensors)
-    backend = attention_for(attention, config, kind, place)
-    decoder = Decoder.from_tensors(config, tensors, kind, place, attention=backend) if not compile_layers else compiled(
-        lambda halves: Decoder.from_tensors(config, tensors, kind, place, halves, backend), run_decoder, "model")
-    if quantize == "int4":
-        return with_int4(decoder)
+    usual = partial(_torch_decoder, config, tensors, kind, place, compile_layers, attention, graphs, quantize)
+    ours = ("native" if exact else kernels if (compile_layers, attention, quantize) == (False, "auto", "none")
+            else "torch")
+    model = native_or(ours, kind, place, "model", lambda team: NativeDecoder(config, tensors, team), usual)
+    return check_exact(model) if exact else model
+
+
+def _torch_decoder(config: ModelConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device,
+                   compile_layers: bool, attention: str, graphs: bool, quantize: str) -> CausalModel:
+    backend = attention_for(attention, config, dtype, device)
+    make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=backend)
+    decoder = compiled(lambda halves: make(halves=halves), run_decoder, "model") if compile_layers else make()
     if quantize == "fp8":
         decoder = with_fp8(decoder)
     return GraphedDecoder(decoder, backend, CudaCapture()) if graphs and isinstance(

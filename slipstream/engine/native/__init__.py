@@ -1,0 +1,37 @@
+"""Kernels of our own for CPUs: bfloat16 forwards whose rows do not depend on their company, at the speed of memory.
+
+torch's operations stay the specification (``decoder``, ``attention``), and what runs where these kernels cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from slipstream.engine.native.library import kernels
+from slipstream.engine.native.program import Team
+from slipstream.errors import ModelError
+from slipstream.log import logger
+
+CHOICES = ("auto", "native", "torch")
+
+M = TypeVar("M")
+
+
+def native_or(choice: str, dtype: torch.dtype, device: torch.device, what: str, native: Callable[[Team], M],
+              other: Callable[[], M]) -> M:
+    """What ``native`` makes with as many threads as torch has now; what ``other`` makes where these kernels are not
+    wanted (choice "torch") or (choice "auto") cannot be had. what: for the log. Raises ModelError."""
+    if choice == "torch" or (choice == "auto" and (dtype != torch.bfloat16 or device.type != "cpu")):
+        return other()
+    try:
+        if dtype != torch.bfloat16 or device.type != "cpu":
+            raise ModelError("kernels 'native' are for dtype bfloat16 and device cpu; use kernels: auto")
+        return native(Team(kernels(), torch.get_num_threads()))
+    except ModelError as error:
+        if choice == "native":
+            raise
+        logger("engine").info("torch computes", what=what, reason=str(error))
+        return other()

@@ -1,0 +1,124 @@
+"""The compiled kernels: found, or built once with the machine's C++ compiler, and loaded.
+
+Rules:
+1. One source, one flag set per kind of processor; the file's name is a hash of both, so that neither a new version nor
+   another machine ever loads what does not fit.
+2. A file is looked for beside this module (images build there, see ``python -m slipstream.engine.native``), then in the
+   user's cache; else it is built there, under another name first: two services may start at once.
+3. Without a compiler nothing fails: ``kernels`` says why there are none, and torch computes.
+
+It knows nothing about models or lists of operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from slipstream.errors import ModelError
+from slipstream.log import logger
+from slipstream.models import default_root
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
+COMPILE_S = 300  # of one build at most
+
+# What a processor must say of itself, and the flags for it; the first that fits is taken.
+X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+       ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
+       ({"avx2", "fma", "bmi2"}, ("-march=x86-64-v3",)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The loaded library; see ``kernels.cpp`` for what its functions do."""
+
+    library: ctypes.CDLL
+    flags: tuple[str, ...]
+
+    @staticmethod
+    def of(path: Path, flags: tuple[str, ...]) -> Kernels:
+        library = ctypes.CDLL(str(path))
+        library.slipstream_team.restype = ctypes.c_void_p
+        library.slipstream_team.argtypes = [ctypes.c_int32]
+        library.slipstream_end.argtypes = [ctypes.c_void_p]
+        library.slipstream_end.restype = None
+        library.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        library.slipstream_run.restype = None
+        library.slipstream_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        library.slipstream_pack.restype = None
+        return Kernels(library, flags)
+
+
+@cache
+def kernels() -> Kernels:
+    """The kernels for this machine, built if need be (seconds, once). Raises ModelError that says why none are."""
+    flags = flags_for(_processor())
+    name = file_name(flags)
+    cached = _cache() / name
+    for path in (SOURCE.with_name(name), cached):
+        if path.exists():
+            return Kernels.of(path, flags)
+    build(flags, cached)
+    return Kernels.of(cached, flags)
+
+
+def build_all(folder: Path) -> list[Path]:
+    """Build for every known kind of processor of this architecture, for an image that may run on any. Raises
+    ModelError."""
+    kinds = [flags for _, flags in X86] if platform.machine() == "x86_64" else [()]
+    paths = [folder / file_name(flags) for flags in kinds]
+    for flags, path in zip(kinds, paths, strict=True):
+        build(flags, path)
+    return paths
+
+
+def flags_for(processor: set[str]) -> tuple[str, ...]:
+    """The compiler's flags for a processor that names these features; without a known one, the compiler's default."""
+    return next((flags for needed, flags in X86 if needed <= processor), ())
+
+
+def file_name(flags: tuple[str, ...]) -> str:
+    """What the compiled file is called."""
+    content = SOURCE.read_bytes() + " ".join((*FLAGS, *flags)).encode()
+    return f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def build(flags: tuple[str, ...], path: Path) -> None:
+    """Compile the source for a kind of processor. Raises ModelError."""
+    compiler = next((found for name in ("g++", "clang++", "c++") if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise ModelError("no C++ compiler was found (g++, clang++); install one, or set model.kernels=torch")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            done = subprocess.run([compiler, *FLAGS, *flags, str(SOURCE), "-o", str(made)], capture_output=True,
+                                  text=True, timeout=COMPILE_S, check=False)
+            if done.returncode:
+                raise ModelError(f"{compiler} could not build {SOURCE.name}: {done.stderr.strip()[:300]}")
+            made.replace(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ModelError(f"{compiler} could not build {SOURCE.name} into {path.parent}: {error}") from error
+    logger("engine").info("kernels built", file=path.name, flags=" ".join(flags))
+
+
+def _processor() -> set[str]:
+    if platform.machine() != "x86_64":
+        return set()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def _cache() -> Path:
+    return default_root().with_name("kernels")

@@ -1,0 +1,175 @@
+"""A forward as a list of operations, made once and run by a team of threads without Python between them.
+
+Rules:
+1. The list holds addresses: of weights, which it keeps alive, and of buffers for so many rows. More rows need another.
+2. What one batch adds (whose KV, which positions, who sees whom) is a Frame; nothing in the list depends on it.
+3. Visibility is the batch's own rule (see ``batch``), told row by row: a run of entries, then the bits of a word.
+
+It knows nothing about models: their layers write the list. Dimension key: see ``slipstream.engine``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.engine.native.library import Kernels
+from slipstream.errors import ModelError
+
+NORM, PRODUCT, ROPE, ATTEND, ROUND = range(5)
+STORE, ADD, SILU = range(3)
+LANES, GROUP = 16, 32  # floats of a vector; outputs that a product computes together
+
+
+class Op(ctypes.Structure):
+    """One operation; ``kernels.cpp`` says what each field is."""
+
+    _fields_ = [("kind", ctypes.c_int32), ("result", ctypes.c_int32), ("input", ctypes.c_void_p),
+                ("in_stride", ctypes.c_int64), ("weight", ctypes.c_void_p), ("extra", ctypes.c_void_p),
+                ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("inner", ctypes.c_int64),
+                ("outer", ctypes.c_int64), ("layer", ctypes.c_int64), ("eps", ctypes.c_float),
+                ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32), ("head_dim", ctypes.c_int32)]
+
+
+class Frame(ctypes.Structure):
+    """What one forward adds; ``kernels.cpp`` says what each field is."""
+
+    _fields_ = [("rows", ctypes.c_int64), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p),
+                ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),
+                ("shared", ctypes.c_void_p), ("tree", ctypes.c_void_p), ("words", ctypes.c_void_p),
+                ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64)]
+
+
+class Team:
+    """Threads that run lists; they sleep in between and end with this object."""
+
+    __slots__ = ("__weakref__", "_handle", "kernels")
+
+    def __init__(self, kernels: Kernels, threads: int) -> None:
+        self.kernels = kernels
+        self._handle = kernels.library.slipstream_team(threads)
+        weakref.finalize(self, kernels.library.slipstream_end, self._handle)
+
+    def run(self, ops: ctypes.Array[Op], frame: Frame) -> None:
+        self.kernels.library.slipstream_run(self._handle, ctypes.addressof(ops), len(ops), ctypes.addressof(frame))
+
+
+class Packed:
+    """A product's weights as the kernels read them."""
+
+    __slots__ = ("bias", "inner", "outer", "silu", "weight")
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None = None,
+                 silu: bool = False) -> None:
+        """weight [O, I], bias [O] or None, any float dtype. silu: the first half of the outputs gates the second.
+        Raises ModelError for widths that the kernels do not take."""
+        rows, self.inner = weight.shape
+        self.silu, self.outer = silu, rows // 2 if silu else rows
+        if self.inner % 2 or (silu and self.outer % LANES):
+            raise ModelError(f"a matrix of {rows} x {self.inner} does not fit the CPU kernels; set model.kernels=torch")
+        if silu:  # a group holds 16 gates, then what they gate
+            order = torch.arange(rows).view(2, -1, LANES).transpose(0, 1).reshape(-1)
+            weight, bias = weight[order], None if bias is None else bias[order]
+        self.weight = torch.empty(-(-rows // GROUP) * GROUP * self.inner, dtype=torch.bfloat16)
+        source = weight.to(torch.bfloat16).contiguous()
+        kernels.library.slipstream_pack(source.data_ptr(), rows, self.inner, self.weight.data_ptr())
+        self.bias = None
+        if bias is not None:
+            self.bias = torch.zeros(-(-rows // GROUP) * GROUP)
+            self.bias[:rows] = bias
+
+
+class Program:
+    """A list under construction, and then what runs it."""
+
+    __slots__ = ("_kept", "_list", "_ops", "_team")
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._ops: list[Op] = []
+        self._kept: list[object] = []
+        self._list: ctypes.Array[Op] | None = None
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """x float32 [C, W] over the root of its mean square, times weight float32 [W], to out bfloat16 [C, W]."""
+        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps), x, out, weight)
+
+    def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False) -> None:
+        """x bfloat16 [C, I] times weights, to out float32 [C, O] (added to it: ``add``), or of gated ones bfloat16."""
+        result = SILU if packed.silu else ADD if add else STORE
+        assert x.shape[1] == packed.inner and out.shape[1] == packed.outer
+        assert out.dtype == (torch.bfloat16 if packed.silu else torch.float32)
+        self._add(Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer), x, out, packed.weight,
+                  packed.bias)
+
+    def attention(self, x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, layer: int,
+                  shape: tuple[int, int, int], queries: torch.Tensor, out: torch.Tensor) -> None:
+        """x float32 [C, (Q + 2 G) D]: queries, keys and values before norms (of queries and of keys, float32 [D]) and
+        rotation; KV is written, and out bfloat16 [C, Q * D] is what queries (bfloat16, a buffer alike) see. shape: Q,
+        G, D."""
+        heads, kv_heads, size = shape
+        sizes = {"layer": layer, "eps": eps, "heads": heads, "kv_heads": kv_heads, "head_dim": size}
+        self._add(Op(kind=ROPE, **sizes), x, queries, *(norms or (None, None)))
+        self._add(Op(kind=ATTEND, **sizes), queries, out)
+
+    def rounded(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """x float32 [C, W] to out bfloat16 [C, W]."""
+        self._add(Op(kind=ROUND, inner=x.shape[1]), x, out)
+
+    def run(self, frame: BatchFrame) -> None:
+        """Run all of it for the frame's rows."""
+        if self._list is None:
+            self._list = (Op * len(self._ops))(*self._ops)
+        self._team.run(self._list, frame.frame)
+
+    def _add(self, op: Op, x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor | None = None,
+             extra: torch.Tensor | None = None) -> None:
+        assert x.stride(1) == out.stride(1) == 1
+        op.input, op.in_stride, op.out, op.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
+        op.weight = None if weight is None else weight.data_ptr()
+        op.extra = None if extra is None else extra.data_ptr()
+        self._ops.append(op)
+        self._kept.extend((x, out, weight, extra))
+
+
+class BatchFrame:
+    """The Frame of a batch over a pool, and all that it points to."""
+
+    __slots__ = ("_kept", "frame")
+
+    def __init__(self, batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor,
+                 window: int = 0) -> None:
+        """cos, sin: float32 [T, 1, D]; window: sliding window in tokens, 0 for none."""
+        q_indptr, kv_indptr = np.asarray(batch.q_indptr), np.asarray(batch.kv_indptr)
+        rows, host = batch.num_rows, batch.host
+        segment = np.repeat(np.arange(len(batch.mask_lens)), np.diff(q_indptr))  # [T]
+        begin, entries = kv_indptr[segment], np.diff(kv_indptr)[segment]
+        masked = np.asarray(batch.mask_lens)[segment]
+        after = q_indptr[segment + 1] - np.arange(rows) - 1  # rows of the segment behind a row
+        shared = entries - np.where(masked > 0, masked, after)
+        words = np.where(masked > 0, host.words, 0)
+        tree = begin + entries - masked
+        if window:
+            depth = np.bitwise_count(words.view(np.uint64)).astype(np.int64)
+            skipped = np.clip(shared + depth - window, 0, shared)
+            begin, shared = begin + skipped, shared - skipped
+        arrays = [np.ascontiguousarray(a, np.int64)
+                  for a in (host.slots, host.kv_slots, begin, shared, tree, words)]
+        kv = pool.kv
+        assert kv.dtype == torch.bfloat16 and kv.is_contiguous()
+        self._kept: Sequence[object] = (arrays, cos, sin, kv)
+        self.frame = Frame(rows, cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays), kv.data_ptr(),
+                           kv.stride(0))
+
+    @staticmethod
+    def rows_only(rows: int) -> BatchFrame:
+        """For a list without attention."""
+        frame = BatchFrame.__new__(BatchFrame)
+        frame._kept, frame.frame = (), Frame(rows)
+        return frame

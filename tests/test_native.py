@@ -1,0 +1,173 @@
+"""The CPU kernels: as near to float64 as torch's bfloat16, one order of sums, and what happens where there are none."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.kv import KVPool
+from slipstream.engine.native import native_or
+from slipstream.engine.native.decoder import NativeDecoder, NativeHead
+from slipstream.engine.native.library import X86, Kernels, build, file_name, flags_for, kernels
+from slipstream.engine.native.program import BatchFrame, Packed, Program, Team
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.errors import ModelError
+from tests.sequences import run, run_tree
+from tests.tiny import VOCAB, write_tiny_model
+from tests.trees import random_tree
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}
+TEXT = list(b"What a row computes is known from its own path alone, and from nothing else that happens to be there.")
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}), "window": ("mistral", {"sliding_window": 70}), "biases": ("qwen2", {}),
+    "norms": ("qwen3", {}), "tied, large groups": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 10,
+                                                             "num_key_value_heads": 2, "head_dim": 96})}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRunner]:
+    kind, changes = KINDS[request.param]
+    folder = write_tiny_model(tmp_path_factory.mktemp("native"), kind, **{**SHAPE, **changes})
+    models = {"native": load_model(folder, "bfloat16", kernels="native"),
+              "torch": load_model(folder, "bfloat16", kernels="torch"), "exact": load_model(folder, "float64")}
+    assert isinstance(models["native"], NativeDecoder)
+    found = {name: ModelRunner(model, 512) for name, model in models.items()}
+    for runner in found.values():
+        runner.set_taps((0, 1, 2))
+        runner.pool.kv.fill_(torch.nan)  # nothing is read that was not written
+    return found
+
+
+def error(of: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the difference, in units of the exact values' own."""
+    return float((of.double() - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
+
+
+def test_prompts_trees_and_features_are_as_near_to_float64_as_torch_is(runners: dict[str, ModelRunner]) -> None:
+    logits: dict[str, torch.Tensor] = {}
+    features: dict[str, torch.Tensor] = {}
+    for name, runner in runners.items():
+        whole, context = run(runner, TEXT)
+        tree = random_tree(np.random.default_rng(3), 30, base=len(TEXT) + 1, vocab=VOCAB)
+        logits[name] = torch.cat((whole, run_tree(runner, tree, context)[0]))
+        features[name] = runner.features(context)
+        runner.slots.free(context)
+    for of in (logits, features):
+        ours, theirs = (error(of[name], of["exact"].double()) for name in ("native", "torch"))
+        assert ours < max(1.2 * theirs, 4e-3), f"native {ours:.1e}, torch {theirs:.1e}"
+
+
+def test_a_products_rows_are_the_same_bits_for_any_number_of_rows_and_threads() -> None:
+    dice = torch.Generator().manual_seed(7)
+    weight, rows = torch.randn(75, 46, generator=dice), torch.randn(37, 46, generator=dice).to(torch.bfloat16)
+    whole = NativeHead(Team(kernels(), 1), weight)(rows)
+    assert error(whole, rows.double() @ weight.to(torch.bfloat16).double().T) < 1e-5
+    for threads in (1, 2, 3):
+        head = NativeHead(Team(kernels(), threads), weight)
+        for count in range(1, len(rows) + 1):
+            assert torch.equal(head(rows[-count:]), whole[-count:]), f"{count} rows, {threads} threads"
+
+
+@pytest.mark.parametrize("flags", [X86[2][1], ()], ids=["AVX2", "any processor"])
+def test_other_processors_compute_the_same_to_rounding(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    if flags and flags_for({"avx2", "fma", "bmi2"}) != flags:
+        pytest.skip("not an x86-64 machine")
+    build(flags, tmp_path / file_name(flags))
+    results = [everything(Team(found, 2)) for found in (kernels(), Kernels.of(tmp_path / file_name(flags), flags))]
+    for ours, theirs in zip(*results, strict=True):
+        assert error(theirs, ours.double()) < 4e-3
+
+
+def everything(team: Team) -> list[torch.Tensor]:
+    """What each operation makes of the same numbers."""
+    dice = torch.Generator().manual_seed(1)
+    rows, heads, kv_heads, size = 11, 4, 2, 32
+    x = torch.randn(rows, (heads + 2 * kv_heads) * size, generator=dice)
+    pool = KVPool(1, rows, kv_heads, size, torch.bfloat16)
+    builder = BatchBuilder()
+    builder.add([0] * rows, range(rows), range(rows), np.zeros(0, np.int64))
+    angles = torch.randn(rows, 1, size, generator=dice)
+    normed, queries, attended = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (x.shape[1], 128, 128))
+    weight, gates = torch.randn(70, 128, generator=dice), torch.randn(64, 128, generator=dice)
+    product, gated = torch.ones(rows, 70), torch.empty(rows, 32, dtype=torch.bfloat16)
+    norms = (torch.rand(size, generator=dice), torch.rand(size, generator=dice))
+    program = Program(team)
+    program.norm(x, torch.rand(x.shape[1], generator=dice), 1e-5, normed)
+    program.attention(x, norms, 1e-5, 0, (heads, kv_heads, size), queries, attended)
+    program.product(attended, Packed(team.kernels, weight, torch.rand(70, generator=dice)), product, add=True)
+    program.product(attended, Packed(team.kernels, gates, silu=True), gated)
+    program.run(BatchFrame(builder.build(), pool, angles.cos(), angles.sin()))
+    return [normed, pool.kv, attended, product, gated]
+
+
+def test_calls_from_several_threads_wait_for_one_another() -> None:
+    team = Team(kernels(), 2)
+    weights = torch.randn(4, 96, 64, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    heads = [NativeHead(team, weight) for weight in weights]
+    expected = [head(x) for head in heads]
+    wrong: list[int] = []
+
+    def call(which: int) -> None:
+        wrong.extend(which for _ in range(200) if not torch.equal(heads[which](x), expected[which]))
+
+    threads = [threading.Thread(target=call, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_product_of_nan_and_infinity_says_so() -> None:
+    head = NativeHead(Team(kernels(), 1), torch.ones(32, 2))
+    rows = torch.tensor([[torch.nan, 1], [torch.inf, 1], [1, 1]]).to(torch.bfloat16)
+    out = head(rows)[:, 0]
+    assert out.isnan().tolist() == [True, False, False] and float(out[1]) == torch.inf and float(out[2]) == 2
+
+
+def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelError, match=r"no C\+\+ compiler"):
+        build((), tmp_path / "kernels.so")
+    assert not list(tmp_path.iterdir())
+
+    def missing(team: Team) -> str:
+        raise ModelError("no C++ compiler was found")
+
+    cpu = torch.device("cpu")
+    assert native_or("auto", torch.bfloat16, cpu, "model", missing, lambda: "torch") == "torch"
+    with pytest.raises(ModelError, match="no C"):
+        native_or("native", torch.bfloat16, cpu, "model", missing, lambda: "torch")
+
+
+def test_a_source_that_does_not_build_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="could not build"):
+        build(("-march=no-such-thing",), tmp_path / "kernels.so")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_kernels_are_for_bfloat16_on_a_cpu_alone(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        assert native_or("auto", dtype, cpu, "model", lambda team: "native", lambda: "torch") == "torch"
+        with pytest.raises(ModelError, match="bfloat16"):
+            native_or("native", dtype, cpu, "model", lambda team: "native", lambda: "torch")
+    odd = write_tiny_model(tmp_path)
+    assert not isinstance(load_model(odd, "bfloat16"), NativeDecoder)
+    with pytest.raises(ModelError, match="head_dim that is a multiple of 32, and it is 12"):
+        load_model(odd, "bfloat16", kernels="native")
+
+
+def test_a_processor_gets_the_flags_that_it_knows() -> None:
+    assert flags_for(X86[0][0] | {"sse"}) == X86[0][1]
+    assert flags_for(X86[1][0]) == X86[1][1]
+    assert flags_for({"avx2", "fma"}) == ()
+    assert len({file_name(flags) for _, flags in X86}) == len(X86)
