@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router.completion import TextDelta
-from router.events import DONE, EventStream, event, unless_gone
+from router.events import DONE, EventStream, event, framed, unless_gone
 from router.gate import Gate, problem_response
 from router.gateway import Gateway, Job, Run
 from router.keys import ApiKeys
@@ -147,11 +147,11 @@ class Surface:
             for number in range(run.job.num_answers):
                 if opening := reply.opening(number):
                     yield event(opening)
-            if chunk := reply.chunk(*first):
-                yield event(chunk)
+            if data := reply.written(*first):
+                yield framed(data)
             async for number, delta in deltas:
-                if chunk := reply.chunk(number, delta):
-                    yield event(chunk)
+                if data := reply.written(number, delta):
+                    yield framed(data)
             if include_usage:
                 yield event(reply.usage_chunk(run.usage()))
         except Exception as error:

@@ -202,7 +202,10 @@ class RoutedAnswer:
         while not self._finished:
             try:
                 target = self._target or self._start()
-                piece = await (self._next() if self._begun else self._first(target))
+                piece = await (anext(self._pieces) if self._begun and self._pieces else self._first(target))
+            except StopAsyncIteration:
+                await self._failed(Unavailable("the target ended the answer before its end"))
+                continue
             except SlipstreamError as error:
                 await self._failed(error)
                 continue

@@ -18,6 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.patience import TimeLimit
+
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
 
@@ -25,7 +27,12 @@ T = TypeVar("T")
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return framed(orjson.dumps(content))
+
+
+def framed(data: bytes) -> bytes:
+    """An event of JSON that is written already."""
+    return b"data: " + data + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -67,10 +74,14 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._events:
-            async with asyncio.timeout(STALL_S):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        limit = TimeLimit(STALL_S, TimeoutError, each=True)
+        try:
+            async for chunk in self._events:
+                with limit:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            limit.close()
 
 
 async def _gone(receive: Receive) -> None:

@@ -22,18 +22,12 @@ from router.admission import Admission
 from router.balance import Balancer
 from router.completion import Completion, TextDelta
 from router.merging import merged
+from router.patience import TimeLimit
 from router.schemas import SEEDS, ChatBody, CompletionBody, Options
 from router.tokens import TextCodec
 from slipstream.chat import Usage
 from slipstream.config import RouterSection
-from slipstream.errors import (
-    DeadlineExceeded,
-    Draining,
-    InvalidRequest,
-    NotFound,
-    Unavailable,
-    status_of,
-)
+from slipstream.errors import DeadlineExceeded, Draining, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.metrics import RouterMetrics
 from slipstream.requests import Answer, Request, TargetInfo
 from slipstream.spans import NoSpans, Spans
@@ -185,6 +179,10 @@ async def _in_time(num_chars: int, encode: Callable[[T], list[int]], text: T) ->
     return await asyncio.to_thread(encode, text) if num_chars > LONG_TEXT else encode(text)
 
 
+def _too_long() -> DeadlineExceeded:
+    return DeadlineExceeded("the request took longer than this server allows")
+
+
 def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: TargetInfo) -> int:
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
@@ -209,38 +207,41 @@ class Run:
         self.job = job
         self._gateway = gateway
         self._arrived_s = arrived_s
-        self._deadline_s = deadline_s
+        self._mode = ""
         self._commits_s: dict[int, float] = {}
         self._closed = False
         self._failed = False
+        self._limit = TimeLimit(max(deadline_s - gateway.clock(), 0.0), _too_long)
         self._span = gateway.spans.begin("router.request", job.trace, endpoint=job.endpoint, answers=job.num_answers)
         self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
 
     @property
     def mode(self) -> str:
         """How the first answer began: speculative when its target meant to and a draft is there."""
+        return self._mode or self._present_mode()
+
+    def _present_mode(self) -> str:
         meant = self.completions[0].tally.first_state == "speculate"
         return "speculative" if meant and self._gateway.drafted else "plain"
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """(answer number, delta) as they come. Raises what an answer raises, and DeadlineExceeded."""
-        source = merged(self.completions)
+        many = merged(self.completions) if len(self.completions) > 1 else None
+        alone, limit = self.completions[0], self._limit  # no queue between a single answer and its reader
         try:
             while True:
-                try:
-                    async with asyncio.timeout(max(self._deadline_s - self._gateway.clock(), 0.0)):
-                        number, delta = await anext(source)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise DeadlineExceeded("the request took longer than this server allows") from None
+                with limit:
+                    number, delta = (0, await anext(alone)) if many is None else await anext(many)
                 self._time(number, delta)
                 yield number, delta
+        except StopAsyncIteration:
+            return
         except Exception:
             self._failed = True
             raise
         finally:
-            await source.aclose()
+            if many is not None:
+                await many.aclose()
 
     def usage(self) -> Usage:
         """Of all answers together; a prompt counts once, however many choices it has."""
@@ -261,6 +262,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        self._limit.close()
         try:
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
@@ -273,6 +275,7 @@ class Run:
         now_s, metrics = self._gateway.clock(), self._gateway.metrics
         before_s = self._commits_s.get(number)
         if before_s is None:
+            self._mode = self._mode or self._present_mode()
             metrics.first_token(now_s - self._arrived_s, self.mode)
         else:
             metrics.commit(now_s - before_s, delta.num_tokens, self.mode)

@@ -16,10 +16,6 @@ PENDING = 4  # deltas of one completion that may wait for a slow reader
 
 async def merged(completions: Sequence[Completion]) -> AsyncGenerator[Numbered, None]:
     """(number, delta) of all ``completions``. The first error of any ends the stream with it."""
-    if len(completions) == 1:
-        async for delta in completions[0]:  # no task and no queue between a single answer and its reader
-            yield 0, delta
-        return
     queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * len(completions))
     tasks = [asyncio.create_task(_pump(i, c, queue)) for i, c in enumerate(completions)]
     try:

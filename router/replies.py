@@ -10,14 +10,17 @@ Format: the OpenAI API reference. It knows nothing about HTTP, targets or tokeni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+import orjson
 
 from router.completion import AnswerToken, TextDelta
 from router.tokens import TextCodec
 from slipstream.chat import Usage
 
 Json = dict[str, Any]
+PLACE = "\x00text\x00"
 LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
 
 
@@ -27,6 +30,10 @@ class Reply(Protocol):
     def opening(self, number: int) -> Json | None: ...
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None: ...
+
+    def written(self, number: int, delta: TextDelta) -> bytes:
+        """``chunk`` as JSON; b"" for None."""
+        ...
 
     def usage_chunk(self, usage: Usage) -> Json: ...
 
@@ -40,6 +47,7 @@ class ChatReply:
         self._head: Json = {"id": f"chatcmpl-{run_id}", "created": created, "model": model}
         self._codec = codec
         self._logprobs = logprobs
+        self._plain = PlainChunks(self.chunk)
 
     def opening(self, number: int) -> Json | None:
         return self._chunk([_choice(number, {"role": "assistant", "content": ""})])
@@ -49,6 +57,11 @@ class ChatReply:
         if not (delta.text or delta.finish or (logprobs and logprobs["content"])):
             return None
         return self._chunk([_choice(number, {"content": delta.text} if delta.text else {}, delta.finish, logprobs)])
+
+    def written(self, number: int, delta: TextDelta) -> bytes:
+        if not self._logprobs and not delta.finish:
+            return self._plain.written(number, delta.text)
+        return _json(self.chunk(number, delta))
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | _usage(usage)
@@ -86,6 +99,7 @@ class TextReply:
         self._head: Json = {"id": f"cmpl-{run_id}", "object": "text_completion", "created": created, "model": model}
         self._codec = codec
         self._logprobs = logprobs
+        self._plain = PlainChunks(self.chunk)
         self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
 
     def opening(self, number: int) -> Json | None:
@@ -96,6 +110,11 @@ class TextReply:
         if not (delta.text or delta.finish or (choice["logprobs"] and choice["logprobs"]["tokens"])):
             return None
         return {**self._head, "choices": [choice]}
+
+    def written(self, number: int, delta: TextDelta) -> bytes:
+        if not self._logprobs and not delta.finish:
+            return self._plain.written(number, delta.text)
+        return _json(self.chunk(number, delta))
 
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self._head, "choices": [], **_usage(usage)}
@@ -122,6 +141,29 @@ class TextReply:
                 columns["text_offset"].append(offset)
             offset += len(token.text)
         return columns
+
+
+class PlainChunks:
+    """Chunks that say a text and nothing else: written once for each answer, then again around every text."""
+
+    __slots__ = ("_around", "_make")
+
+    def __init__(self, make: Callable[[int, TextDelta], Json | None]) -> None:
+        self._make = make
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def written(self, number: int, text: str) -> bytes:
+        if not text:
+            return b""
+        around = self._around.get(number)
+        if around is None:
+            head, _, tail = _json(self._make(number, TextDelta(PLACE))).rpartition(orjson.dumps(PLACE))
+            around = self._around[number] = head, tail
+        return around[0] + orjson.dumps(text) + around[1]
+
+
+def _json(chunk: Json | None) -> bytes:
+    return b"" if chunk is None else orjson.dumps(chunk)
 
 
 def _choice(number: int, delta: Json, finish: str = "", logprobs: Json | None = None) -> Json:

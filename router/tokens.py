@@ -32,14 +32,14 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 class TextCodec:
-    """The tokenizer and the chat template of one model folder. Read-only once made; threads may share it.
+    """The tokenizer and the chat template of one model folder. Nothing about it changes; threads may share it.
 
     ``stop_token_ids`` end an answer (the model's end-of-text and end-of-turn tokens); ``vocab_size`` is the
     tokenizer's, which may be below the model's.
     """
 
-    __slots__ = ("_literals", "_specials", "_spell", "_template", "_tokenizer", "starts_with_space", "stop_token_ids",
-                 "vocab_size")
+    __slots__ = ("_bytes", "_literals", "_specials", "_spell", "_template", "_tokenizer", "starts_with_space",
+                 "stop_token_ids", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -50,6 +50,7 @@ class TextCodec:
         self._specials: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
         self._literals = _literals(self._tokenizer, self._specials.values())
         self._spell, self.starts_with_space = _spelling(self._tokenizer)
+        self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._template = load_chat_template(folder, self._specials.values())
         self.stop_token_ids: tuple[int, ...] = _stop_token_ids(folder, self._tokenizer)
 
@@ -79,10 +80,16 @@ class TextCodec:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for, maybe part of a character; b"" for an id without a token."""
+        found = self._bytes.get(token)
+        if found is not None:
+            return found
         if token in self._specials:
             return self._specials[token].encode()
         spelt = self._tokenizer.id_to_token(token) if 0 <= token < self.vocab_size else None
-        return b"" if spelt is None else self._spell(spelt)
+        if spelt is None:
+            return b""
+        found = self._bytes[token] = self._spell(spelt)
+        return found
 
     def token_text(self, token: int) -> str:
         """``token_bytes`` as text, with U+FFFD for what is no whole character."""

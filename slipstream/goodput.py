@@ -116,11 +116,16 @@ class Goodput:
         return self._nodes
 
     @property
+    def worthwhile(self) -> bool:
+        """Whether ``nodes`` is not 0, which is known as soon as one count pays."""
+        return bool(self._search(self._acceptance, any_will_do=True) if self._nodes is None else self._nodes)
+
+    @property
     def overloaded(self) -> bool:
         """Whether not even a drafter with the prior acceptance would pay at this load."""
-        return not self._search(self._acceptance.fresh())
+        return not self._search(self._acceptance.fresh(), any_will_do=True)
 
-    def _search(self, acceptance: Acceptance) -> int:
+    def _search(self, acceptance: Acceptance, any_will_do: bool = False) -> int:
         rows, plain_s, wait_s = self._others + 1, self._costs.cost(self._others + 1), self._recent_wait_s()
         best, best_rate = 0, self._config.leave_gain / (plain_s + wait_s)
         for nodes in range(self._config.min_nodes, self._config.max_nodes + 1):
@@ -128,6 +133,8 @@ class Goodput:
             rate = (1 + acceptance.tokens(nodes)) / (plain_s + extra_s + wait_s)
             if rate > best_rate:
                 best, best_rate = nodes, rate
+                if any_will_do:
+                    break
         return best
 
     def _recent_wait_s(self) -> float:

@@ -176,7 +176,7 @@ class SpeculationPolicy:
     def _count(self, round_: Round) -> bool:
         """Returns whether the drafter answered in this round."""
         self._since_plain = self._since_plain + 1 if round_.drafted else 0
-        self._idle = 0 if self._goodput.nodes else self._idle + 1
+        self._idle = 0 if self._goodput.worthwhile else self._idle + 1
         waited = round_.wait_s > 0
         answered = round_.drafted > 0 or round_.exchange_s is not None or (waited and not round_.late)
         if answered:

@@ -12,7 +12,7 @@ The only importer of prometheus_client. It knows nothing about what is measured.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -29,9 +29,13 @@ class Series(Generic[M]):
 
     metric: M
     fixed: tuple[str, str]
+    known: dict[tuple[str, ...], M] = field(default_factory=dict)  # prometheus_client's own look-up takes a lock
 
     def of(self, *values: str) -> M:
-        return self.metric.labels(*self.fixed, *values)
+        found = self.known.get(values)
+        if found is None:
+            found = self.known[values] = self.metric.labels(*self.fixed, *values)
+        return found
 
     def begin(self, *values: tuple[str, ...]) -> Series[M]:
         """Show a series, at 0, for each of ``values`` of the labels besides the fixed ones."""
@@ -40,6 +44,7 @@ class Series(Generic[M]):
         return self
 
     def drop(self, *values: str) -> None:
+        self.known.pop(values, None)
         self.metric.remove(*self.fixed, *values)
 
 

@@ -95,7 +95,7 @@ def decode_told(data: bytes) -> list[tuple[int, Told | RemoteProtocolError]]:
 
 def _told(item: target_pb2.AnswerResponse) -> Told | RemoteProtocolError:
     kind = item.WhichOneof("content")
-    if kind == "piece":
+    if kind == "piece":  # nearly always
         try:
             return piece_of(item.piece)
         except RemoteProtocolError as error:

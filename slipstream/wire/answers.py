@@ -17,6 +17,7 @@ from slipstream.wire.fields import (
     INT32_MAX,
     decode_sampling,
     encode_sampling,
+    few_int_bytes,
     few_ints_of,
     int_bytes,
     ints_of,
@@ -114,7 +115,7 @@ def encode_piece(piece: Piece) -> bytes:
 
 def message_of(piece: Piece) -> target_pb2.GenerateResponse:
     return target_pb2.GenerateResponse(
-        tokens=int_bytes(piece.tokens), accepted=piece.accepted, drafted=piece.drafted,
+        tokens=few_int_bytes(piece.tokens), accepted=piece.accepted, drafted=piece.drafted,
         logprobs=[target_pb2.TokenLogprobs(
             logprob=entry.logprob, top_ids=[token for token, _ in entry.top],
             top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
@@ -132,16 +133,21 @@ def decode_piece(data: bytes) -> Piece:
 
 def piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     """Raises RemoteProtocolError."""
+    # A piece comes for every token of every answer: no check is a call, and no message is made that is not raised.
     tokens = few_ints_of("tokens", wire.tokens, 0, INT32_MAX)
-    require(wire.accepted <= len(tokens), "accepted", "more than the tokens of the piece")
-    require(len(wire.logprobs) in (0, len(tokens)), "logprobs", "not as many as the tokens")
-    require(wire.finish_reason in FINISHES, "finish_reason", f"unknown reason {wire.finish_reason}")
-    require(wire.state in STATES, "state", f"unknown state {wire.state}")
-    logprobs = tuple(_logprob(entry) for entry in wire.logprobs)
+    accepted, finish, state = wire.accepted, FINISHES.get(wire.finish_reason), STATES.get(wire.state)
+    if accepted > len(tokens):
+        raise RemoteProtocolError("accepted", "more than the tokens of the piece")
+    if finish is None:
+        raise RemoteProtocolError("finish_reason", f"unknown reason {wire.finish_reason}")
+    if state is None:
+        raise RemoteProtocolError("state", f"unknown state {wire.state}")
+    entries = wire.logprobs
+    if entries and len(entries) != len(tokens):
+        raise RemoteProtocolError("logprobs", "not as many as the tokens")
     return Piece(
-        tokens, wire.accepted, wire.drafted, logprobs, FINISHES[wire.finish_reason], wire.verify_us / 1e6,
-        wire.wait_us / 1e6, STATES[wire.state], wire.cached_tokens, wire.queue_us / 1e6,
-        wire.lossy,
+        tokens, accepted, wire.drafted, tuple(map(_logprob, entries)) if entries else (), finish, wire.verify_us / 1e6,
+        wire.wait_us / 1e6, state, wire.cached_tokens, wire.queue_us / 1e6, wire.lossy,
     )
 
 

@@ -22,6 +22,7 @@ from slipstream.v1 import common_pb2
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
+ONE_INT = struct.Struct("<i")
 MAX_NAME = 256  # characters of a name, a hash or a reason
 
 DTYPE_NUMBERS = {name: common_pb2.FeatureDtype.Value(f"FEATURE_DTYPE_{name.upper()}") for name in FEATURE_DTYPES}
@@ -66,12 +67,21 @@ def ints_of(field: str, data: bytes, low: int, high: int, max_count: int) -> Int
 
 def few_ints_of(field: str, data: bytes, low: int, high: int) -> tuple[int, ...]:
     """The same for the handful of a message that comes often, where an array costs more than its numbers."""
-    require(len(data) % 4 == 0, field, f"{len(data)} bytes are not whole int32 values")
-    values = struct.unpack(f"<{len(data) // 4}i", data)
-    if values:
-        within(field, min(values), low, high)
-        within(field, max(values), low, high)
+    if len(data) == 4:
+        values = ONE_INT.unpack(data)
+    elif len(data) % 4 == 0:
+        values = struct.unpack(f"<{len(data) // 4}i", data)
+    else:
+        raise RemoteProtocolError(field, f"{len(data)} bytes are not whole int32 values")
+    for value in values:
+        if not low <= value <= high:
+            within(field, value, low, high)
     return values
+
+
+def few_int_bytes(values: Sequence[int]) -> bytes:
+    """``int_bytes`` for a handful."""
+    return ONE_INT.pack(values[0]) if len(values) == 1 else struct.pack(f"<{len(values)}i", *values)
 
 
 def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
