@@ -91,7 +91,7 @@ class DraftWorker:
         drafter = self._drafter
         answer = DraftHello(PROTOCOL_VERSION, hello.incarnation, drafter.name, drafter.vocab_size,
                             self._tokenizer_hash, drafter.features, drafter.hidden_size, drafter.max_context,
-                            drafter.max_nodes, drafter.max_sessions)
+                            drafter.max_nodes, drafter.max_sessions, self._run_ahead)
         check_pair(hello, answer)
         return answer
 

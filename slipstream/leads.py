@@ -7,7 +7,7 @@ Rules:
 1. None lead (serial rounds), a few, or all. Who leads goes on leading while as many may.
 2. What counts is goodput: tokens by seconds from commit to commit, over the rounds of *all* drafted sessions, so that
    what a lead costs the others counts too.
-3. Rounds are counted in blocks. The first rounds after a change are in none: they still live on what was before.
+3. Rounds are counted in blocks. The first rounds after a change are in none: trees and waits are still those of before.
 4. Now and then one block is played another way. It is compared with the blocks before and after it, as text, load and
    machine drift. A way that looks better is tried again at once; each try after which it looks no better doubles the
    rest until its next, up to ``REST_MOST`` blocks.
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 NONE, FEW, ALL = 0, 4, 1 << 30  # the ways: sessions that lead
 CROWD = 4 * FEW  # sessions above which a load begins with none: others' steps hide an exchange, and four gain little
-BLOCK = 64  # rounds, or four of each session where that is more
-SETTLING = 2  # rounds of each session that follow a change and are not counted
+BLOCK, EACH = 64, 16  # rounds, or so many of each session where that is more
+SETTLING = 8  # rounds of each session that follow a change and are not counted: policies learn its exchanges anew
 SCATTER = 0.5  # of a round's tokens, by their mean
 SURE, TRIES = 2.0, 2.8  # an older try counts for less than one
 REST, REST_MOST = 4, 128  # blocks between two tries of the same way
@@ -118,7 +118,7 @@ class Choice:
         if block.rounds:
             seconds = min(seconds, ODD * block.seconds / block.rounds)
         block.rounds, block.tokens, block.seconds = block.rounds + 1, block.tokens + tokens, block.seconds + seconds
-        if block.rounds < max(BLOCK, 4 * sessions):
+        if block.rounds < max(BLOCK, EACH * sessions):
             return None
         self._block = Block()
         if self.played is not self.used:

@@ -209,6 +209,7 @@ class DraftHello:
     max_context: int  # tokens of a session that it looks at; it slides over longer ones
     max_nodes: int  # nodes of one tree, root not counted
     max_sessions: int
+    run_ahead: int = 0  # nodes that it grows beyond those that are wanted, where the target lets it
 
 
 DraftBound = Open | Features | Commit | Close

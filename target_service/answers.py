@@ -20,7 +20,6 @@ from slipstream.config import PolicySection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import TokenHistory
-from slipstream.leads import Leads
 from slipstream.log import logger
 from slipstream.messages import Drop, Growth
 from slipstream.metrics import TargetMetrics
@@ -59,7 +58,6 @@ class Answers:
         self._costs = costs
         self._metrics = metrics
         self._exchange = ExchangeTimes()  # one for all: a new answer need not learn how far the drafts are
-        self._leads = Leads()
         self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
         self._dispatch = dispatch
         self._spans = spans
@@ -98,14 +96,12 @@ class Answers:
     def put_back(self, running: Running) -> None:
         """Take its slots away; it will be computed again from its tokens."""
         self._pool.detach(running)
-        self._leads.end(running.number)
         self._return_slots(running)
         self._log.debug("put back", session=running.number)
 
     def release(self, running: Running) -> None:
         """It is over: its drafter is told, its KV goes to the prefix cache."""
         self._pool.close(running)
-        self._leads.end(running.number)
         self._return_slots(running)
         running.span.end(tokens=running.side.num_output)
 
@@ -169,7 +165,8 @@ class Answers:
         first = running.side.num_output == running.request.answered
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
         waited_s = running.waited(started_s)
-        self._pace(running, len(tokens), now_s)
+        if not running.first_round and running.policy.wants_drafts(now_s):  # as it was when the round began
+            self._pool.round_over(running, len(tokens), now_s - running.committed_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
         running.span.event("round", drafted=drafted, accepted=accepted, rows=step.rows, step_s=step_s, wait_s=waited_s,
                            mode=running.policy.mode.value)
@@ -190,8 +187,7 @@ class Answers:
             running.side.commit(tokens)
             return True
         wanted = running.policy.budget(now_s, step.num_trees - 1) if running.policy.wants_drafts(now_s) else 0
-        ahead = running.link is not None and wanted > 0 and self._leads.grant(running.number)
-        self._pool.commit(running, tokens, drafted, wanted, ahead)
+        self._pool.commit(running, tokens, drafted, wanted)
         self._ask(running, now_s)
         self._follow(running, now_s)
         return False
@@ -205,17 +201,11 @@ class Answers:
     def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
         wants = running.policy.wants_drafts(now_s)
-        if not wants:
-            self._leads.end(running.number)
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
-        elif running.link is None and wants:
-            ahead = self._leads.grant(running.number)
-            if self._pool.attach(running, now_s, running.policy.budget(now_s, 0), ahead):
-                running.first_round = True
-                self._ask(running, now_s)
-            else:
-                self._leads.end(running.number)
+        elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
+            running.first_round = True
+            self._ask(running, now_s)
 
     def _ask(self, running: Running, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
@@ -245,16 +235,6 @@ class Answers:
         # The first token comes with the prompt: nobody waits for a drafter there.
         running.first_round = running.first_round and running.side.num_output == 0
         self._note(running, running.policy.observe(now_s, round_))
-
-    def _pace(self, running: Running, tokens: int, now_s: float) -> None:
-        # Before the policy hears of the round, which it may answer by another mode.
-        if running.link is None or running.first_round or not running.policy.wants_drafts(now_s):
-            return
-        change = self._leads.observe(tokens, now_s - running.committed_s)
-        if change is not None:
-            self._log.info("ahead", before=min(change.before, change.sessions),
-                           after=min(change.after, change.sessions), sessions=change.sessions,
-                           gain=round(change.gain, 3))
 
     def _outcome(self, running: Running, drafted: int) -> str:
         if drafted:

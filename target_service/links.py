@@ -8,7 +8,8 @@ Rules:
 4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
    problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
 5. A drafter that leaves, by its own word or by discovery's, gets no new session.
-6. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
+6. How many sessions may be grown ahead is measured over all links (``leads``), and said with each commit.
+7. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name.
 
 It knows nothing about what is drafted or how it is verified.
 """
@@ -23,6 +24,7 @@ from random import Random
 from slipstream.config import TargetSection
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
+from slipstream.leads import Leads
 from slipstream.log import logger
 from slipstream.messages import Commit, DraftBound, DraftHello, Drop, Features, FeatureSpec, Growth
 from slipstream.metrics import TargetMetrics
@@ -49,6 +51,7 @@ class DraftPool:
         self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
         self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
+        self._leads = Leads()
         self._spec: FeatureSpec | None = None
         self._rows: FeatureRows | None = None  # of the spec
         self._agreement: dict[Link, Agreement] = {}
@@ -107,7 +110,7 @@ class DraftPool:
         return [link for link, hello in self._ready.items()
                 if self._sessions[link] < hello.max_sessions and link not in self._leaving]
 
-    def attach(self, running: Running, now_s: float, wanted: int, ahead: bool) -> bool:
+    def attach(self, running: Running, now_s: float, wanted: int) -> bool:
         """Let a drafter follow ``running``, if there is one that has room: of two drawn at random the one that is less
         busy for its size. Targets that do not know of each other spread their sessions so. A drafter on trial gets its
         share and no more."""
@@ -118,7 +121,7 @@ class DraftPool:
         hello = self._ready[link]
         running.link = link
         self._sessions[link] += 1
-        self._outbox[link].append(running.side.attach(wanted, ahead))
+        self._outbox[link].append(running.side.attach(wanted, self._may_lead(running, wanted)))
         if hello.features is not None:
             known = self._runner.features_from(running.slots[: running.computed])
             running.features_sent = max(known, running.side.base - hello.max_context)
@@ -137,6 +140,7 @@ class DraftPool:
         """Nobody follows ``running`` any more; its drafter, if it had one, is told."""
         link, running.link = running.link, None
         message = running.side.detach()
+        self._leads.end(running.number)
         if link in self._ready:
             self._sessions[link] -= 1
             if message is not None:
@@ -146,6 +150,7 @@ class DraftPool:
         """The answer is over."""
         link, running.link = running.link, None
         message = running.side.close()
+        self._leads.end(running.number)
         if link in self._ready:
             self._sessions[link] -= 1
             if message is not None:
@@ -161,15 +166,37 @@ class DraftPool:
             self._outbox[running.link].append(self._features(running, spec, running.features_sent, stop))
             running.features_sent = stop
 
-    def commit(self, running: Running, tokens: tuple[int, ...], drafted: int, wanted: int, ahead: bool) -> None:
+    def commit(self, running: Running, tokens: tuple[int, ...], drafted: int, wanted: int) -> None:
         """Commit ``tokens``, whose predecessors' KV (and rows) are computed, and tell the drafter."""
         spec, features = self._spec_of(running), None
         if spec is not None:
             features = self._features(running, spec, running.computed - len(tokens), running.computed)
             running.features_sent = running.computed
+        ahead = self._may_lead(running, wanted)
         message: Commit | None = running.side.commit(tokens, features, drafted, wanted, ahead)
         if message is not None and running.link in self._ready:
             self._outbox[running.link].append(message)
+
+    def round_over(self, running: Running, tokens: int, seconds: float) -> None:
+        """A round in which ``running`` was drafted for made ``tokens``, ``seconds`` after the commit before."""
+        if not self._grows_ahead(running):
+            return
+        change = self._leads.observe(tokens, seconds)
+        if change is not None:
+            self._log.info("ahead", before=min(change.before, change.sessions),
+                           after=min(change.after, change.sessions), sessions=change.sessions,
+                           gain=round(change.gain, 3))
+
+    def _grows_ahead(self, running: Running) -> bool:
+        hello = self._ready.get(running.link) if running.link is not None else None
+        return hello is not None and hello.run_ahead > 0
+
+    def _may_lead(self, running: Running, wanted: int) -> bool:
+        """Whether its drafter may grow ahead until the next commit."""
+        if wanted and self._grows_ahead(running):
+            return self._leads.grant(running.number)
+        self._leads.end(running.number)
+        return False
 
     def judge(self, running: Running, drafted: int, accepted: int) -> None:
         """A tree that ``running``'s drafter proposed was verified."""

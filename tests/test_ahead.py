@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.timed import SYMBOLS, Device, Law, TimedDrafter, Timing
+from bench.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, Timing
 from draft_service.ahead import Ahead
 from draft_service.worker import DraftWorker
 from slipstream.drafters.grow import TreeGrowth
 from slipstream.drafters.sent import SentTree
-from slipstream.messages import Close, Commit, Growth, Open, Sampling, TargetBound
+from slipstream.messages import PROTOCOL_VERSION, Close, Commit, Growth, Open, Sampling, TargetBound, TargetHello
 from slipstream.metrics import DraftMetrics
 from slipstream.session import TargetSide
 from tests.test_draft_worker import Listener
 
 TIMING = Timing(draft_s=0.0, levels=3, width=2, acceptance=(0.7, 0.2))
 PROMPT = [SYMBOLS, SYMBOLS]
+HELLO = TargetHello(PROTOCOL_VERSION, 1, "timed", VOCAB, "", 1, 1, 64)
 
 
 class Bench:
@@ -62,6 +63,10 @@ def test_it_grows_on_while_nothing_comes_and_stops_at_its_bound() -> None:
     assert bench.idle() > 0
     assert len(bench.side.tree) - 1 <= 4 + 12
     assert len(bench.side.tree) - 1 > 8
+
+
+def test_its_hello_says_how_far_it_grows_ahead() -> None:
+    assert [Bench(nodes).worker.peer_up(Listener(), HELLO).run_ahead for nodes in (0, 12)] == [0, 12]
 
 
 def test_without_run_ahead_it_says_one_thing_for_a_commit() -> None:

@@ -171,6 +171,10 @@ def test_hellos_come_back() -> None:
     assert decode_draft_hello(encode_draft_hello(DRAFT_HELLO)) == DRAFT_HELLO
     plain = replace(DRAFT_HELLO, features=None, vocab_size=0, tokenizer_hash="", hidden_size=0)
     assert decode_draft_hello(encode_draft_hello(plain)) == plain
+    ahead = replace(DRAFT_HELLO, run_ahead=255)
+    assert decode_draft_hello(encode_draft_hello(ahead)) == ahead
+    with pytest.raises(RemoteProtocolError, match="run_ahead"):
+        decode_draft_hello(encode_draft_hello(replace(ahead, run_ahead=1 << 16)))
 
 
 def test_requests_and_texts_come_back() -> None:

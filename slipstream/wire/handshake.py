@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from slipstream.errors import PairingError
 from slipstream.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
+from slipstream.tree import MAX_HELD
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import DTYPE_NUMBERS, INT32_MAX, dtype_of, name_of, parse, require, within
 from slipstream.wire.projection import declared
@@ -48,7 +49,7 @@ def encode_draft_hello(hello: DraftHello) -> bytes:
         protocol_version=hello.protocol_version, incarnation=hello.incarnation, drafter=hello.drafter,
         vocab_size=hello.vocab_size, tokenizer_hash=hello.tokenizer_hash, features=features,
         hidden_size=hello.hidden_size, max_context=min(hello.max_context, INT32_MAX), max_nodes=hello.max_nodes,
-        max_sessions=hello.max_sessions,
+        max_sessions=hello.max_sessions, run_ahead=hello.run_ahead,
     )).SerializeToString()
 
 
@@ -65,6 +66,7 @@ def decode_draft_hello(data: bytes) -> DraftHello:
         _spec(wire.features) if wire.HasField("features") else None,
         within("hidden_size", wire.hidden_size, 0, 1 << 20), within("max_context", wire.max_context, 1, INT32_MAX),
         within("max_nodes", wire.max_nodes, 1, INT32_MAX), within("max_sessions", wire.max_sessions, 1, INT32_MAX),
+        within("run_ahead", wire.run_ahead, 0, MAX_HELD),
     )
 
 
