@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router.completion import TextDelta
-from router.events import DONE, EventStream, event, framed, unless_gone
+from router.events import DONE, EventStream, Presence, event, framed
 from router.gate import Gate, problem_response
 from router.gateway import Gateway, Job, Run
 from router.keys import ApiKeys
@@ -133,12 +133,22 @@ class Surface:
     async def _answer(self, request: Request, job: Job, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody) -> Response:
         job = replace(job, trace=well_formed(request.headers.get(HEADER, "")))
-        run, deltas, first = await unless_gone(request.receive, _begun(self._gateway, job))
+        client = Presence(request.receive)
+        try:
+            with client:
+                run, deltas, first = await _begun(self._gateway, job)
+        except BaseException:
+            client.close()
+            raise
         reply = kind(run.id, run.created, job.model, self._gateway.codec, job.options.top_logprobs is not None)
         headers = {"x-slipstream-mode": run.mode}
         if body.stream:
-            return EventStream(self._events(run, reply, deltas, first, body.include_usage), run.aclose, headers)
-        answers = await unless_gone(request.receive, _collected(run, deltas, first))
+            return EventStream(self._events(run, reply, deltas, first, body.include_usage), client, run.aclose, headers)
+        try:
+            with client:
+                answers = await _collected(run, deltas, first)
+        finally:
+            client.close()
         return json_response(reply.whole(answers, run.usage()), headers=headers)
 
     async def _events(self, run: Run, reply: Reply, deltas: Deltas, first: Numbered,

@@ -19,13 +19,13 @@ It knows nothing about HTTP, text or speculation.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 
+from router.patience import Limit
 from router.targets import Target, Targets
 from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.log import logger
@@ -104,10 +104,10 @@ class Balancer:
             target.missed_polls += 1
             target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
             if target.missed_polls >= self.rules.polls_until_gone or target.left:
-                target.gone.set()
+                target.lose()
         else:
             target.missed_polls, target.in_flight_at_poll = 0, target.in_flight
-            target.gone.clear()
+            target.gone = False
             self._targets.heard(target)
             target.problem = self._misfit(target.info)
         if target.problem != before:
@@ -238,27 +238,18 @@ class RoutedAnswer:
         self._pieces = aiter(self._answer)
         return target
 
-    async def _next(self) -> Piece:
-        assert self._pieces is not None
-        try:
-            return await anext(self._pieces)
-        except StopAsyncIteration:
-            raise Unavailable("the target ended the answer before its end") from None
-
     async def _first(self, target: Target) -> Piece:
         """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
-        piece: asyncio.Task[Piece] = asyncio.ensure_future(self._next())
-        gone: asyncio.Task[bool] = asyncio.ensure_future(target.gone.wait())
+        limit = Limit(lambda: Unavailable(f"target {target.name} does not answer"))
+        if target.gone:
+            limit.fire()
+        target.awaited.add(limit)
+        assert self._pieces is not None
         try:
-            await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not piece.done():
-                raise Unavailable(f"target {target.name} does not answer")
-            return await piece
+            with limit:
+                return await anext(self._pieces)
         finally:
-            gone.cancel()
-            piece.cancel()
-            with contextlib.suppress(asyncio.CancelledError, SlipstreamError):
-                await piece
+            target.awaited.discard(limit)
 
     async def _failed(self, error: SlipstreamError) -> None:
         """Leave the target; raises ``error`` unless the request may move on."""

@@ -10,21 +10,19 @@ Format: WHATWG server-sent events, data lines alone. It knows nothing about what
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.patience import TimeLimit
+from router.patience import Limit, TimeLimit
 
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
-
-T = TypeVar("T")
-
 
 def event(content: Mapping[str, Any]) -> bytes:
     return framed(orjson.dumps(content))
@@ -35,40 +33,53 @@ def framed(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` gives; it is cancelled, and ClientDisconnect raised, when the client goes away first."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return await task
-    finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+class Presence:
+    """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
+    body has been read, and ``close`` it."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._limit = Limit(ClientDisconnect)
+        self._watch = asyncio.create_task(_gone(receive))
+        self._watch.add_done_callback(self._over)
+
+    def close(self) -> None:
+        self._watch.cancel()
+
+    def __enter__(self) -> None:
+        self._limit.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._limit.__exit__(kind, error, trace)
+
+    def _over(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            watch.exception()  # an error of the connection is its end as well
+            self._limit.fire()
 
 
 class EventStream(Response):
-    """Sends ``events`` until they end or the client goes away; ``close`` is awaited in any case."""
+    """Sends ``events`` until they end or ``client`` goes away, which it closes; ``close`` is awaited in any case."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]],
+    def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
                  headers: Mapping[str, str]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._events = events
+        self._client = client
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._pump(send))
+            with self._client:
+                await self._pump(send)
         except (ClientDisconnect, TimeoutError):
             return
         finally:
+            self._client.close()
             await self._events.aclose()
             await self._close()
 

@@ -35,6 +35,7 @@ class HttpListener:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,  # nobody asks for a client's address
             h11_max_incomplete_event_size=MAX_HEADER_BYTES, timeout_keep_alive=KEEP_ALIVE_S,
             limit_concurrency=section.max_in_flight + section.max_queue + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=CLOSE_S,

@@ -1,9 +1,9 @@
-"""Limits on waiting, one timer for all waits of an owner: a timer for every wait costs more than a token's other work.
+"""Limits on waiting, without a task or a timer for each wait: those cost more than a token's other work.
 
 Rules:
-1. ``with limit: await …`` raises what the limit was made with when it takes too long, and nothing else differs from
-   waiting without it: who is cancelled from outside stays cancelled.
-2. One task waits within a limit at a time.
+1. ``with limit: await …`` raises what the limit was made with when it fires, and nothing else differs from waiting
+   without it: who is cancelled from outside stays cancelled.
+2. One task waits within a limit at a time. A limit that has fired lets nobody begin to wait.
 
 It knows nothing about what is awaited.
 """
@@ -16,31 +16,30 @@ from types import TracebackType
 from typing import Any
 
 
-class TimeLimit:
-    """``seconds`` for all waits together from now on, or with ``each`` for every wait. Make it on the event loop and
-    ``close`` it. ``error`` makes what is raised."""
+class Limit:
+    """Ends whoever waits within it once it is told to ``fire``. ``error`` makes what is raised."""
 
-    __slots__ = ("_began_s", "_cancelling", "_each", "_error", "_expired", "_loop", "_seconds", "_task", "_timer")
+    __slots__ = ("_cancelling", "_error", "_task", "fired")
 
-    def __init__(self, seconds: float, error: Callable[[], Exception], *, each: bool = False) -> None:
-        self._seconds = seconds
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        self.fired = False
         self._error = error
-        self._each = each
-        self._loop = asyncio.get_running_loop()
-        self._began_s = self._loop.time()
-        self._expired = False
         self._task: asyncio.Task[Any] | None = None  # that waits now
         self._cancelling = 0
-        self._timer = self._loop.call_later(seconds, self._look)
 
-    def close(self) -> None:
-        self._timer.cancel()
+    @property
+    def waiting(self) -> bool:
+        return self._task is not None
+
+    def fire(self) -> None:
+        if not self.fired:
+            self.fired = True
+            if self._task is not None:
+                self._task.cancel()
 
     def __enter__(self) -> None:
-        if self._expired:
+        if self.fired:
             raise self._error()
-        if self._each:
-            self._began_s = self._loop.time()
         self._task = task = asyncio.current_task()
         assert task is not None
         self._cancelling = task.cancelling()
@@ -48,17 +47,42 @@ class TimeLimit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         task, self._task = self._task, None
-        if self._expired and task is not None:
+        if self.fired and task is not None:
             alone = task.uncancel() <= self._cancelling
             if alone and kind is asyncio.CancelledError:
                 raise self._error() from error
 
+
+class TimeLimit:
+    """``seconds`` for all waits together from now on, or with ``each`` for every wait. Make it on the event loop and
+    ``close`` it."""
+
+    __slots__ = ("_began_s", "_each", "_limit", "_loop", "_seconds", "_timer")
+
+    def __init__(self, seconds: float, error: Callable[[], Exception], *, each: bool = False) -> None:
+        self._seconds = seconds
+        self._each = each
+        self._limit = Limit(error)
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def __enter__(self) -> None:
+        if self._each:
+            self._began_s = self._loop.time()
+        self._limit.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._limit.__exit__(kind, error, trace)
+
     def _look(self) -> None:
         left_s = self._began_s + self._seconds - self._loop.time()
-        if self._each and (self._task is None or left_s > 0):
+        if self._each and (not self._limit.waiting or left_s > 0):
             # Nobody waits, or for a shorter time: look again when the present wait, or one that begins now, is over.
-            self._timer = self._loop.call_later(left_s if self._task is not None else self._seconds, self._look)
-            return
-        self._expired = True
-        if self._task is not None:
-            self._task.cancel()
+            self._timer = self._loop.call_later(left_s if self._limit.waiting else self._seconds, self._look)
+        else:
+            self._limit.fire()

@@ -9,13 +9,13 @@ It knows nothing about how targets are found, chosen or polled.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from router.patience import Limit
 from slipstream.errors import SlipstreamError
 from slipstream.log import logger
 from slipstream.requests import Backend, TargetInfo
@@ -47,7 +47,8 @@ class Target:
     ejections: int = 0
     ejected_until: float = 0.0
     problem: str = "not asked yet"
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: bool = False  # it answers no polls
+    awaited: set[Limit] = field(default_factory=set)  # by answers without their first piece
 
     @property
     def load(self) -> int:
@@ -60,7 +61,13 @@ class Target:
 
     @property
     def ready(self) -> bool:
-        return self.info is not None and not self.problem and not self.info.draining and not self.gone.is_set()
+        return self.info is not None and not self.problem and not self.info.draining and not self.gone
+
+    def lose(self) -> None:
+        """It answers nobody: those who wait for their first piece need wait no longer."""
+        self.gone = True
+        for limit in list(self.awaited):
+            limit.fire()
 
     def affinity(self, prefix: bytes) -> bytes:
         """The rendezvous score of this target for prompts that begin with ``prefix``."""
