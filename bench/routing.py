@@ -5,7 +5,8 @@ Behind it is a target that computes nothing: each step takes a set time (``bench
    share is the difference of the medians.
 2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run: each piece brings one
    token, the dearest case.
-3. Direct is gRPC to the target; the router is asked over HTTP with server-sent events, as most would, and over gRPC.
+3. Direct is gRPC to the target, a call for each answer; the router, whose answers share a call with the target, is
+   asked over HTTP with server-sent events, as most would, and over gRPC.
 Prompts are token ids: what tokenizing a text takes is a row of its own. Client and services share the cores.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from bench.completions import Server
 from bench.fleet import Process, free_port
+from bench.floor import floor
 from bench.report import Row, write
 from bench.timed import STREAMS, SYMBOLS, Timing
 from bench.work import cpu_s, resident
@@ -175,8 +177,11 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = asyncio.run(measure(arguments.streams, arguments.seconds, arguments.times, timing))
+    least = asyncio.run(floor(arguments.streams, arguments.step_ms / 1e3))
     write("router", rows, f"bench-router: a timed target, {arguments.step_ms:g} ms a step")
-    print("\n".join([*verdict(rows), f"a chat of 8 sentences as tokens: {tokenizing():.0f} µs (in both)"]))
+    print("\n".join([*verdict(rows), f"a chat of 8 sentences as tokens: {tokenizing():.0f} µs (in both)",
+                     f"a process that only writes such an event to each of {arguments.streams} sockets a step: "
+                     f"{least:.0f} µs a token"]))
 
 
 if __name__ == "__main__":
