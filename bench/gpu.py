@@ -29,6 +29,7 @@ from bench.paged import graphs_stage, kernel_stage
 from bench.ranks import ranks_stage
 from bench.report import Row, save, write
 from bench.stage import Finding, Given, copy_rate, free, seconds
+from bench.trees import tree_stage
 from slipstream.engine.model import device_of
 
 Stage = Callable[[Given], Iterator[Finding]]
@@ -77,7 +78,7 @@ def suite_stage(given: Given) -> Iterator[Finding]:
 STAGES: dict[str, Stage] = {
     "info": info_stage, "logits": logits_stage, "padding": padding_stage, "kernel": kernel_stage,
     "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "fp8": fp8_stage, "head": head_stage,
-    "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
+    "tree": tree_stage, "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
 }
 
 

@@ -89,6 +89,7 @@ class DraftSection(Section):
     quantize: Literal["none", "fp8"] = Field("none", description="of the draft model or head, for GPUs (Hopper or "
                                              "newer); it may cost acceptance, never an answer")
     kernels: Kernels = Field("auto", description="of a draft model or an EAGLE-3 head; as in model")
+    graphs: bool = Field(True, description="an EAGLE-3 head's tree as one CUDA graph; with FlashInfer's attention only")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from slipstream.drafters.checkpoint import EagleHead
 from slipstream.drafters.layout import LAYER
 from slipstream.drafters.network import Output, apart, wire_rows
+from slipstream.engine.backend import Attend, Attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
@@ -44,10 +45,11 @@ class EagleNetwork:
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, halves: Halves = EAGER, attention: str = "auto",
-                 kernels: str = "torch") -> None:
+                 kernels: str = "torch", spare_slots: int = 0) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
         before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``;
-        kernels: see ``native.native_or``. Raises ModelError for an unknown dtype."""
+        kernels: see ``native.native_or``; spare_slots: further slots of the pool (see ``levels``). Raises ModelError
+        for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -66,7 +68,7 @@ class EagleNetwork:
         self.vocabulary = None if whole else head.vocabulary.to(device)
         self.device = device
         self.slots = Slots(num_slots)
-        self._pool = KVPool(1, num_slots, config.num_kv_heads, config.head_dim, kind, device)
+        self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
         self._config = config
         self._spec = spec
         self._dtype = kind
@@ -99,12 +101,37 @@ class EagleNetwork:
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: projected target states, or this head's own states."""
         assert batch.features is not None
-        state, eps = batch.features, self._config.norm_eps
-        token = rms_norm(F.embedding(batch.tokens, self._embedding), self._token_norm, eps)
-        state_normed = rms_norm(state, self._hidden_norm, eps)
-        residual = state_normed if self._norm_before_residual else state
-        out, logits = self._body(batch, self._pool, residual, torch.cat((token, state_normed), -1))
+        residual, read = self._inputs(batch.tokens, batch.features)
+        out, logits = self._body(batch, self._pool, residual, read)
         return Output(logits, out)
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of a layer that runs on torch."""
+        return self._body.attention if isinstance(self._body, TorchBody) else None
+
+    @property
+    def pool_slots(self) -> int:
+        return self._pool.num_slots
+
+    @property
+    def state_type(self) -> tuple[int, torch.dtype]:
+        return self._config.hidden_size, self._dtype
+
+    def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
+              attend: Attend) -> Output:
+        """See ``levels.LevelNetwork``; of a layer that runs on torch."""
+        assert isinstance(self._body, TorchBody)
+        residual, read = self._inputs(tokens, states)
+        out, logits = self._body.run(self._body.step(positions, slots, attend), self._pool, residual, read)
+        return Output(logits, out)
+
+    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads [T, 2 H]."""
+        eps = self._config.norm_eps
+        token = rms_norm(F.embedding(tokens, self._embedding), self._token_norm, eps)
+        state_normed = rms_norm(state, self._hidden_norm, eps)
+        return state_normed if self._norm_before_residual else state, torch.cat((token, state_normed), -1)
 
 
 class Body(Protocol):
@@ -129,15 +156,23 @@ class TorchBody:
         self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, self._dtype, self._norm.device)
-        self._attention = attention_for(attention, config, self._dtype, self._norm.device)
+        self.attention = attention_for(attention, config, self._dtype, self._norm.device)
 
     def linears(self) -> tuple[Linear, ...]:
         return *self._layer.linears(), self._lm_head
 
     def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
                  read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self._layer(residual, Step.of(batch, self._rope, self._attention), pool.kv[0], read)
-        out = out.index_select(0, batch.logit_rows)
+        return self.run(Step.of(batch, self._rope, self.attention), pool, residual, read, batch.logit_rows)
+
+    def step(self, positions: torch.Tensor, slots: torch.Tensor, attend: Attend) -> Step:
+        return Step(positions, slots, self._rope, attend)
+
+    def run(self, step: Step, pool: KVPool, residual: torch.Tensor, read: torch.Tensor,
+            wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that are planned; wanted: int64 [R], None for all."""
+        out = self._layer(residual, step, pool.kv[0], read)
+        out = out if wanted is None else out.index_select(0, wanted)
         logits: torch.Tensor = self._lm_head(rms_norm(out, self._norm, self._eps))
         return out, logits.to(torch.promote_types(self._dtype, torch.float32))
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from slipstream.config import DraftSection, ModelSection
+from slipstream.drafters.at_once import AtOnce, spare_slots
 from slipstream.drafters.base import Drafter
 from slipstream.drafters.checkpoint import read_head
 from slipstream.drafters.eagle import EagleNetwork
@@ -26,7 +27,9 @@ from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.standalone import StandaloneNetwork
 from slipstream.drafters.token_map import MappedModel, load_token_map
 from slipstream.engine.compiled import compiled
+from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
+from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.layers import Linear
 from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
@@ -57,10 +60,12 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
     ours = "torch" if section.compile or section.quantize != "none" else section.kernels
+    graphs = section.graphs and device.type == "cuda" and not section.compile
+    spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours))
+        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare))
     _quantized(section, network.linears())
-    return _drafter(section, network)
+    return _drafter(section, network, _at_once(section, network) if spare else None)
 
 
 def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
@@ -130,8 +135,17 @@ def _num_slots(section: DraftSection, config: ModelConfig) -> int:
                                           device=section.device)
 
 
-def _drafter(section: DraftSection, network: Network) -> Drafter:
-    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context)
+def _at_once(section: DraftSection, network: EagleNetwork) -> AtOnce | None:
+    if not isinstance(network.attention, FlashInferAttention):
+        return None
+    growth, window = section.growth, min(section.max_context or network.max_context, network.max_context)
+    made = AtOnce(network, network.attention, growth.topk, growth.num_steps - 1, CudaCapture(), network.slots, window)
+    logger("draft").info("graphs captured", count=made.warm())
+    return made
+
+
+def _drafter(section: DraftSection, network: Network, at_once: AtOnce | None = None) -> Drafter:
+    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once)
     if not section.combine_ngram:
         return neural
     return MergedDrafter(neural, NgramDrafter(section.ngram, section.max_sessions, neural.trees),

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from slipstream.config import GrowthSection
+from slipstream.drafters.at_once import AtOnce
 from slipstream.drafters.context import DraftContext, Indices
 from slipstream.drafters.grow import ROOT, Children, TreeGrowth
 from slipstream.drafters.network import Network, Output
@@ -39,7 +40,7 @@ class NeuralDrafter:
     max_nodes = MAX_NODES - 1
 
     def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
-                 max_context: int = 0) -> None:
+                 max_context: int = 0, at_once: AtOnce | None = None) -> None:
         window = min(max_context or network.max_context, network.max_context)
         self.name = name
         self.features: FeatureSpec | None = network.features
@@ -48,6 +49,7 @@ class NeuralDrafter:
         self.max_context = window
         self.max_sessions = max_sessions
         self._network = network
+        self._at_once = at_once
         self.reshape(growth)
         self._contexts: dict[int, DraftContext] = {}
         self.trees = SentTrees()
@@ -149,6 +151,9 @@ class NeuralDrafter:
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
         left = {session: min(most, budget) - (session in fresh) for session, budget in wanted.items()}
+        if self._at_once is not None:
+            for session, levels in self._at_once.deepen(left, contexts).items():
+                left[session] -= levels
         while True:
             level = [c for session, c in contexts.items() if left[session] > 0 and self._can_deepen(c)]
             if not level or not self._deepen(level):

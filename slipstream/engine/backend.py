@@ -49,8 +49,9 @@ class FixedAttention(Protocol):
 
 
 class PagedAttention(Attention, Protocol):
-    def fixed(self, pages: PageTensors) -> FixedAttention:
-        """For batches of as many rows and segments as ``pages`` has, and at most as many KV entries."""
+    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
+        """For batches of as many rows and segments as ``pages`` has, and at most as many KV entries. apart: others are
+        planned before it runs."""
         ...
 
 
@@ -82,7 +83,7 @@ class TorchPages:
         pages = placed(plan_pages(batch, self._config.sliding_window), self._device)
         return partial(attend_pages, pages=pages, scale=self._config.head_dim**-0.5)
 
-    def fixed(self, pages: PageTensors) -> FixedAttention:
+    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
         return FixedTorchPages(pages, self._config.head_dim**-0.5)
 
 

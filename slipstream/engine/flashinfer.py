@@ -121,7 +121,7 @@ class FlashInferAttention:
         self._wrapper_type: Any = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._float = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._int = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._planner = self._make()
+        self._planner = self._make(self._int)
 
     def plan(self, batch: ForwardBatch) -> Attend:
         plan = plan_pages(batch, self._config.sliding_window)
@@ -129,17 +129,18 @@ class FlashInferAttention:
         self._planner.plan(plan, pages.indices)
         return partial(self._planner.run, pages)
 
-    def fixed(self, pages: PageTensors) -> FixedAttention:
+    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
         last = torch.ones(len(pages.q_indptr) - 1, dtype=torch.int32, device=self._device)
-        return FixedFlashInfer(self._make(use_cuda_graph=True, qo_indptr_buf=pages.q_indptr,
+        plans = torch.empty_like(self._int) if apart else self._int
+        return FixedFlashInfer(self._make(plans, use_cuda_graph=True, qo_indptr_buf=pages.q_indptr,
                                           paged_kv_indptr_buf=pages.kv_indptr, paged_kv_indices_buf=pages.indices,
                                           paged_kv_last_page_len_buf=last), pages, last)
 
-    def _make(self, **graph: Any) -> Planner:
+    def _make(self, plans: torch.Tensor, **graph: Any) -> Planner:
         arguments, words = variant(self._dtype, self._config.head_dim)
         wrapper = self._wrapper_type(self._float, "NHD", backend="fa2", jit_args=arguments, jit_kwargs=words,
                                      variant_owns_mask=True, **graph)
-        wrapper.reset_workspace_buffer(self._float, self._int)
+        wrapper.reset_workspace_buffer(self._float, plans)
         return Planner(wrapper, self._config, self._dtype, self._device)
 
 

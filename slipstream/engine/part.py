@@ -58,8 +58,8 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     """The first part of a model. Raises ModelError where it cannot be cut as the section says, or devices are missing;
     before anything is loaded."""
     ranks, field = section.tensor_parallel, "model.tensor_parallel"
-    if section.engine != "decoder" or section.compile or section.exact:
-        raise ModelError(f"{field}: it is for engine decoder, without compile and exact")
+    if section.engine != "decoder" or section.compile or section.exact or section.kernels == "native":
+        raise ModelError(f"{field}: it is for engine decoder, without compile, exact and kernels native")
     if section.device not in ("cpu", "cuda"):
         raise ModelError(f"{field}: device '{section.device}' cannot be shared out; use cuda (the first GPUs) or cpu")
     if section.device == "cuda" and torch.cuda.device_count() < ranks:

@@ -1,0 +1,180 @@
+"""Trees whose levels grow at once are those that grow level by level, whatever comes between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.config import GrowthSection
+from slipstream.drafters.at_once import AtOnce, spare_slots
+from slipstream.drafters.checkpoint import EagleHead, read_head
+from slipstream.drafters.eagle import EagleNetwork
+from slipstream.drafters.neural import NeuralDrafter
+from slipstream.engine.backend import TorchPages
+from slipstream.engine.graphs import Capture, Replay, capture_eager
+from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from tests.eagle_folder import write_eagle_folder
+from tests.tiny import VOCAB, write_tiny_model
+
+CPU = torch.device("cpu")
+SHAPES = [(4, 4), (2, 3), (1, 5), (3, 2)]  # topk, num_steps
+MIXED = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=3), Sampling(frequency_penalty=0.5))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
+    folder = tmp_path_factory.mktemp("levels")
+    return read_head(write_eagle_folder(folder / "head"), write_tiny_model(folder / "target", num_hidden_layers=8))
+
+
+class Both:
+    """A drafter that grows at once, another that does not, told and asked the same."""
+
+    def __init__(self, head: EagleHead, topk: int, steps: int, capture: Capture = capture_eager,
+                 slots: int = 900) -> None:
+        growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
+        networks = [EagleNetwork(head, "float64", CPU, slots, spare_slots=spare)
+                    for spare in (spare_slots(topk, steps - 1), 0)]
+        self.at_once = AtOnce(networks[0], TorchPages(head.config, CPU), topk, steps - 1, capture, networks[0].slots,
+                              networks[0].max_context)
+        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, at_once=self.at_once),
+                         NeuralDrafter("eagle3", networks[1], growth, 20)]
+        self.width = networks[0].features.width
+        self.dice = np.random.default_rng(0)
+        self.bases: dict[int, int] = {}
+
+    def states(self, session: int, start: int, count: int) -> Features:
+        return Features(session, start, self.dice.standard_normal((count, self.width)).tobytes(), count, "float64")
+
+    def open(self, session: int, length: int, sampling: Sampling = MIXED[0]) -> None:
+        tokens = self.dice.integers(VOCAB, size=length).astype(np.int32)
+        features = self.states(session, 0, length - 1)
+        self.bases[session] = length
+        for drafter in self.drafters:
+            drafter.open([Open(session, tokens, 1, sampling)])
+            drafter.absorb([features])
+
+    def commit(self, session: int, tokens: list[int]) -> None:
+        features = self.states(session, self.bases[session] - 1, len(tokens))
+        for drafter in self.drafters:
+            drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32), features)])
+        self.bases[session] += len(tokens)
+
+    def grow(self, sessions: list[int], budget: int = 12, steps: int = 0) -> list[Growth]:
+        for loop in self.at_once.loops():
+            for buffer in loop.buffers():
+                buffer.fill_(torch.nan if buffer.is_floating_point() else 1 << 20)
+        found, right = (drafter.grow(sessions, [budget] * len(sessions), steps) for drafter in self.drafters)
+        assert len(found) == len(right)
+        for one, other in zip(found, right, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
+            assert np.allclose(one.scores, other.scores, rtol=0, atol=1e-9)
+        return found
+
+    def close(self) -> None:
+        for drafter in self.drafters:
+            drafter.close(list(self.bases))
+            assert drafter.slots.num_free == drafter.slots.num_slots, "slots were lost"
+
+
+class Counted:
+    """Captures, and counts replays."""
+
+    def __init__(self) -> None:
+        self.made, self.replayed = 0, 0
+
+    def __call__(self, run: Callable[[], None]) -> Replay:
+        run()
+        self.made += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            run()
+
+        return replay
+
+
+@pytest.mark.parametrize(("topk", "steps"), SHAPES)
+def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, steps: int) -> None:
+    capture = Counted()
+    both = Both(head, topk, steps, capture)
+    for session, length in enumerate((9, 30, 2, 17, 41), start=1):
+        both.open(session, length)
+    growths = both.grow([1, 2, 3, 4, 5])
+    assert all(len(growth.tokens) == min(12, topk + (steps - 1) * topk * topk) for growth in growths)
+    assert capture.made == 1 == capture.replayed
+    both.commit(2, [*growths[1].tokens[:1].tolist(), 7])
+    both.commit(4, [9])
+    both.grow([2, 4])
+    assert capture.made == 2 == capture.replayed
+    both.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int) -> None:
+    capture, rng = Counted(), random.Random(seed)
+    both = Both(head, 3, 4, capture)
+    for _ in range(40):
+        kind = rng.random()
+        if kind < 0.3 or not both.bases:
+            both.open(rng.randrange(1, 12), rng.randrange(2, 40), rng.choice(MIXED))
+        chosen = rng.sample(sorted(both.bases), rng.randrange(1, len(both.bases) + 1))
+        growths = both.grow(chosen, rng.choice([12, 12, 12, 3, 0]), rng.choice([0, 0, 0, 1]))
+        for growth in growths:
+            if rng.random() < 0.7:
+                path = growth.tokens[: rng.randrange(3)].tolist() if len(growth.tokens) else []
+                both.commit(growth.session, [*path, rng.randrange(VOCAB)])
+    assert capture.replayed > 5, f"seed {seed}: nothing was tested"
+    both.close()
+
+
+def test_where_the_device_chose_other_rows_the_tree_goes_on_level_by_level(head: EagleHead) -> None:
+    both: list[Both] = []
+
+    def capture(run: Callable[[], None]) -> Replay:
+        run()
+
+        def replay() -> None:
+            run()
+            found = list(both[0].at_once.loops()[0].buffers())[3]
+            found[2, 1] = found[2, 1].flip(-1)  # the second pick, of the third level's rows
+
+        return replay
+
+    both.append(Both(head, 4, 4, capture))
+    both[0].open(1, 20)
+    both[0].grow([1])
+    both[0].close()
+
+
+def test_what_cannot_be_captured_grows_level_by_level(head: EagleHead) -> None:
+    def capture(run: Callable[[], None]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    both = Both(head, 4, 4, capture)
+    both.open(1, 20)
+    both.grow([1])
+    assert not both.at_once.loops() and both.at_once.warm() == 0
+    both.close()
+
+
+def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) -> None:
+    capture = Counted()
+    both = Both(head, 4, 4, capture, slots=19 + 8)
+    both.open(1, 20)
+    (growth,) = both.grow([1])
+    assert len(growth.tokens) == 12 and capture.replayed == 0
+    both.close()
+
+
+def test_loops_are_made_at_the_start_for_a_few_numbers_of_sessions(head: EagleHead) -> None:
+    capture = Counted()
+    assert Both(head, 2, 3, capture).at_once.warm() == 4 == capture.made
+
+
+def test_a_tree_that_no_word_holds_has_no_loop() -> None:
+    assert spare_slots(8, 9) == 0 == spare_slots(4, 0) and spare_slots(4, 2) == 8 * 4 * 2
