@@ -10,7 +10,7 @@ Rules:
 3. Rounds are counted in blocks. The first rounds after a change are in none: trees and waits are still those of before.
 4. Now and then one block is played another way. It is compared with the blocks before and after it, as text, load and
    machine drift. A way that looks better is tried again at once; each try after which it looks no better doubles the
-   rest until its next, up to ``REST_MOST`` blocks.
+   rest until its next, up to ``REST_MOST`` blocks. One that is far worse ends early.
 5. The way changes when another is better beyond doubt: after ``TRIES``, by ``SURE`` standard errors of what they show.
 6. Each load (number of sessions, in powers of two) is learned for itself. What was learned is forgotten when the
    goodput of the way in use drifts: the world is another one.
@@ -29,7 +29,8 @@ BLOCK, EACH = 64, 16  # rounds, or so many of each session where that is more
 SETTLING = 8  # rounds of each session that follow a change and are not counted: policies learn its exchanges anew
 SCATTER = 0.5  # of a round's tokens, by their mean
 SURE, TRIES = 2.0, 2.8  # an older try counts for less than one
-REST, REST_MOST = 4, 128  # blocks between two tries of the same way
+HOPELESS = 3.0  # standard errors
+REST, REST_MOST = 8, 128  # blocks between two tries of the same way
 KEEP = 0.97  # of what is known of a way, for each try more
 USUAL, RECENT = 0.02, 0.2  # weight of a new block
 DRIFT = 0.2  # of the recent goodput against the usual one
@@ -118,7 +119,7 @@ class Choice:
         if block.rounds:
             seconds = min(seconds, ODD * block.seconds / block.rounds)
         block.rounds, block.tokens, block.seconds = block.rounds + 1, block.tokens + tokens, block.seconds + seconds
-        if block.rounds < max(BLOCK, EACH * sessions):
+        if block.rounds < max(BLOCK, EACH * sessions) and not self._hopeless(block, sessions):
             return None
         self._block = Block()
         if self.played is not self.used:
@@ -129,6 +130,12 @@ class Choice:
             self._look_for_drift(block.goodput)
             self._next()
         return change
+
+    def _hopeless(self, block: Block, sessions: int) -> bool:
+        # A quarter of a try is enough where it shows that the other way is out of the question.
+        if self.played is self.used or block.rounds < max(BLOCK, EACH * sessions) // 4:
+            return False
+        return self._before - block.goodput > HOPELESS * SCATTER / math.sqrt(block.rounds)
 
     def _judge(self, block: Block, sessions: int) -> Change | None:
         before, self._before = self._before, block.goodput
