@@ -1,9 +1,9 @@
 """``make bench-steps``: milliseconds of a step by its rows and threads, and what a plain step consists of.
 
-*Floor* is the time in which the machine reads all weights once, at the rate of a sum over memory. *Products* are those
-of all layers and the head on rows of their own, *attention* the calls of all layers behind the same context; *rest* is
-what remains of a step: norms, rotary positions, KV writes, dispatch. All in turn, so that a slow moment hurts all
-alike; medians and the fastest. Of torch's operations (``model.kernels: torch``).
+Both kernels side by side: those of our own (``native``) and torch's operations (``torch``), in turn, so that a slow
+moment hurts all alike; medians and the fastest. *Floor* is the time in which the machine reads all weights once, at the
+rate of a sum over memory. *Products* are those of all layers, *attention* what stands behind the same context; *rest*
+is what remains of a step: norms, rotary positions, KV writes, dispatch. ``GOMP_SPINCOUNT`` rules torch's threads alone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from slipstream.config import ModelSection
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.model import CausalModel
+from slipstream.engine.native.decoder import NativeDecoder
+from slipstream.engine.native.program import ATTEND, PRODUCT
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import ModelError
@@ -48,13 +51,20 @@ def step(runner: ModelRunner, rows: int) -> object:
     return runner.forward(batch_of(rows)).argmax(-1).tolist()
 
 
-def parts_of_a_plain_step(decoder: Decoder, runner: ModelRunner) -> dict[str, Part]:
+def parts_of_a_plain_step(runner: ModelRunner) -> dict[str, Part]:
     """What is timed besides whole steps."""
-    linears = [(linear, torch.randn(1, linear.in_features).to(decoder.dtype)) for linear in decoder.linears()]
-    attend = TorchAttention(decoder.config, decoder.dtype).plan(batch_of(1))
-    q = torch.randn(1, decoder.config.num_heads, decoder.config.head_dim).to(decoder.dtype)
-    memory = torch.zeros(SUMMED)
-    return {"sum": memory.sum, "products": lambda: [linear(x) for linear, x in linears[:-1]],
+    model = runner.model
+    if isinstance(model, NativeDecoder):
+        program, frame = model.listed(1, ())[0], model.frame(batch_of(1), runner.pool)
+        state = torch.randn(1, model.config.hidden_size).to(model.dtype)
+        products, attention = program.only(PRODUCT), program.only(ATTEND)
+        return {"products": lambda: products.run(frame), "head": lambda: model.logits(state),
+                "attention": lambda: attention.run(frame)}
+    assert isinstance(model, Decoder)
+    linears = [(linear, torch.randn(1, linear.in_features).to(model.dtype)) for linear in model.linears()]
+    attend = TorchAttention(model.config, model.dtype).plan(batch_of(1))
+    q = torch.randn(1, model.config.num_heads, model.config.head_dim).to(model.dtype)
+    return {"products": lambda: [linear(x) for linear, x in linears[:-1]],
             "head": lambda: linears[-1][0](linears[-1][1]),
             "attention": lambda: [attend(q, kv) for kv in runner.pool.kv]}
 
@@ -72,42 +82,50 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
-def loaded(model: str, dtype: str) -> Decoder:
-    decoder = load_model(resolve(model), dtype, kernels="torch")
-    if not isinstance(decoder, Decoder):
+def loaded(model: str, dtype: str, kernels: str) -> ModelRunner:
+    found: CausalModel = load_model(resolve(model), dtype, kernels=kernels)
+    if not isinstance(found, (Decoder, NativeDecoder)):
         raise ModelError("bench-steps measures the engine 'decoder' alone")
-    return decoder
-
-
-def bytes_read(decoder: Decoder) -> float:
-    """By a plain step, of weights."""
-    return sum(linear.in_features * linear.out_features * decoder.dtype.itemsize
-               for linear in decoder.linears())
-
-
-def run(decoder: Decoder, threads: list[int], repeats: int) -> tuple[list[Row], list[Row]]:
-    """Steps by rows, and the parts of a plain one, for each number of threads."""
-    runner = ModelRunner(decoder, CONTEXT + max(ROWS))
+    runner = ModelRunner(found, CONTEXT + max(ROWS))
     runner.pool.kv.zero_()
+    return runner
+
+
+def bytes_read(model: CausalModel) -> int:
+    """By a plain step, of weights."""
+    config = model.config
+    projections = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    layer = projections + 3 * config.hidden_size * config.intermediate_size
+    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * model.dtype.itemsize
+
+
+def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], list[Row]]:
+    """Steps by rows, and the parts of a plain one, for each number of threads and both kernels."""
     by_rows: list[Row] = []
     split: list[Row] = []
+    memory = torch.zeros(SUMMED)
     for count in track(threads, description="threads"):
-        torch.set_num_threads(count)
-        found = timed({**{str(rows): partial(step, runner, rows) for rows in ROWS},
-                       **parts_of_a_plain_step(decoder, runner)}, repeats)
-        for rows in ROWS:
-            median, least = found[str(rows)]
-            by_rows.append({"threads": count, "rows": rows, "ms": 1e3 * median, "least_ms": 1e3 * least,
-                            "against_one": median / found["1"][0]})
-        split.append(consists_of(count, found, bytes_read(decoder)))
+        torch.set_num_threads(count)  # the kernels of our own have as many as torch when they are loaded
+        runners = {kind: loaded(model, dtype, kind) for kind in kinds}
+        parts: dict[str, Part] = {"sum": memory.sum}
+        for kind, runner in runners.items():
+            parts |= {f"{kind} {rows}": partial(step, runner, rows) for rows in ROWS}
+            parts |= {f"{kind} {name}": part for name, part in parts_of_a_plain_step(runner).items()}
+        found = timed(parts, repeats)
+        for kind in kinds:
+            for rows in ROWS:
+                median, least = found[f"{kind} {rows}"]
+                by_rows.append({"kernels": kind, "threads": count, "rows": rows, "ms": 1e3 * median,
+                                "least_ms": 1e3 * least, "against_one": median / found[f"{kind} 1"][0]})
+            split.append(consists_of(kind, count, found, bytes_read(runners[kind].model)))
     return by_rows, split
 
 
-def consists_of(threads: int, found: dict[str, tuple[float, float]], read: float) -> Row:
-    median = {name: taken[0] for name, taken in found.items()}
+def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], read: int) -> Row:
+    median = {name.removeprefix(f"{kind} "): taken[0] for name, taken in found.items() if name.startswith(f"{kind} ")}
     rate = 4 * SUMMED / found["sum"][1]
     known = sum(median[name] for name in ("products", "head", "attention"))
-    return {"threads": threads, "step_ms": 1e3 * median["1"], "floor_ms": 1e3 * read / rate,
+    return {"kernels": kind, "threads": threads, "step_ms": 1e3 * median["1"], "floor_ms": 1e3 * read / rate,
             "memory_gb_s": rate / 1e9, "products_ms": 1e3 * median["products"], "head_ms": 1e3 * median["head"],
             "attention_ms": 1e3 * median["attention"], "rest_ms": 1e3 * (median["1"] - known)}
 
@@ -117,14 +135,13 @@ def main() -> None:
     parser.add_argument("--model", default=ModelSection().path, help="a name or a folder")
     parser.add_argument("--dtype", default=ModelSection().dtype)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
+    parser.add_argument("--kernels", default="native,torch", help="which to time, in turn")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
     counts = [int(count) for count in given.threads.split(",")]
-    decoder = loaded(given.model, given.dtype)
-    by_rows, split = run(decoder, counts, given.repeats)
-    name = given.dtype
-    write("steps", by_rows, f"a step behind {CONTEXT} tokens, {name}")
-    write("plain_step", split, f"what a plain step consists of, {name}, medians")
+    by_rows, split = run(given.model, given.dtype, counts, given.kernels.split(","), given.repeats)
+    write("steps", by_rows, f"a step behind {CONTEXT} tokens, {given.dtype}")
+    write("plain_step", split, f"what a plain step consists of, {given.dtype}, medians")
 
 
 if __name__ == "__main__":

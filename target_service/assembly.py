@@ -16,6 +16,7 @@ from slipstream.config import Config, TargetSection
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.memory import Memory
 from slipstream.engine.model import CausalModel
+from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
@@ -67,6 +68,9 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     if section.tensor_parallel == 1:
         model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
                            section.graphs, section.exact, section.quantize, section.kernels)
+        if isinstance(model, NativeDecoder):
+            # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
+            torch.set_num_threads(1)
         return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
     ranked = ranked_model(folder, section)
     watch = RankWatch(ranked, loop)
@@ -89,7 +93,9 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         max_context)
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
-                          threads=torch.get_num_threads(), alone_rows=runner.alone_rows,
+                          kernels="native" if isinstance(model, NativeDecoder) else "torch",
+                          threads=model.threads if isinstance(model, NativeDecoder) else torch.get_num_threads(),
+                          alone_rows=runner.alone_rows,
                           slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)

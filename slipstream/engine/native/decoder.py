@@ -81,13 +81,13 @@ class NativeDecoder:
     """A whole model; see ``model.CausalModel``."""
 
     __slots__ = ("_embedding", "_head", "_layers", "_lists", "_norm", "_rows", "_team", "config", "device", "dtype",
-                 "rope")
+                 "rope", "threads")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, team: Team) -> None:
         """tensors: by name, any float dtype, on the CPU. Raises ModelError naming a tensor or a measure."""
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
-        self._team = team
+        self._team, self.threads = team, team.threads
         embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16)
         self._layers = [NativeLayer(team.kernels, config, tensors, f"model.layers.{i}")
@@ -104,15 +104,9 @@ class NativeDecoder:
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
         rows = batch.num_rows
-        while self._rows < rows:
-            self._rows *= 2
-            self._lists.clear()
-        if taps not in self._lists:
-            self._lists[taps] = self._list(taps)
-        program, buffers, tapped = self._lists[taps]
+        program, buffers, tapped = self.listed(rows, taps)
         buffers.stream[:rows] = self.embed(batch.tokens)
-        cos, sin = self.rope.rows(batch.positions)
-        program.run(BatchFrame(batch, pool, cos, sin, self.config.sliding_window))
+        program.run(self.frame(batch, pool))
         return buffers.normed[:rows].clone(), None if tapped is None else tapped[:rows].clone()
 
     @torch.inference_mode()
@@ -124,6 +118,19 @@ class NativeDecoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, H]."""
         return F.embedding(tokens, self._embedding)
+
+    def frame(self, batch: ForwardBatch, pool: KVPool) -> BatchFrame:
+        """What a batch adds to the list."""
+        return BatchFrame(batch, pool, *self.rope.rows(batch.positions), self.config.sliding_window)
+
+    def listed(self, rows: int, taps: tuple[int, ...]) -> tuple[Program, Buffers, torch.Tensor | None]:
+        """The list for at most so many rows, its buffers, and the one of tapped states."""
+        while self._rows < rows:
+            self._rows *= 2
+            self._lists.clear()
+        if taps not in self._lists:
+            self._lists[taps] = self._list(taps)
+        return self._lists[taps]
 
     def _list(self, taps: tuple[int, ...]) -> tuple[Program, Buffers, torch.Tensor | None]:
         config, program = self.config, Program(self._team)

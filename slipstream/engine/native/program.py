@@ -49,10 +49,10 @@ class Frame(ctypes.Structure):
 class Team:
     """Threads that run lists; they sleep in between and end with this object."""
 
-    __slots__ = ("__weakref__", "_handle", "kernels")
+    __slots__ = ("__weakref__", "_handle", "kernels", "threads")
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
-        self.kernels = kernels
+        self.kernels, self.threads = kernels, threads
         self._handle = kernels.library.slipstream_team(threads)
         weakref.finalize(self, kernels.library.slipstream_end, self._handle)
 
@@ -127,6 +127,12 @@ class Program:
         if self._list is None:
             self._list = (Op * len(self._ops))(*self._ops)
         self._team.run(self._list, frame.frame)
+
+    def only(self, *kinds: int) -> Program:
+        """The operations of some kinds alone: to time them."""
+        part = Program(self._team)
+        part._ops, part._kept = [op for op in self._ops if op.kind in kinds], self._kept
+        return part
 
     def _add(self, op: Op, x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor | None = None,
              extra: torch.Tensor | None = None) -> None:
