@@ -2,8 +2,8 @@
 
 Each question of a set is answered plain and with n-gram speculation over gRPC, greedy and sampled with a seed. Every
 difference is counted and shown with the margin of the plain answer where they part: the difference of the log
-probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--exact both`` asks a target
-with ``model.exact`` and one without in turn, so that its price shows too.
+probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--kernels both`` asks a target
+on the CPU kernels and one on torch's in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.config import ModelSection
 from slipstream.messages import Sampling
 from slipstream.models import resolve
 
-EXACT = {"off": (False,), "on": (True,), "both": (False, True)}
+KERNELS = {"auto": ("auto",), "torch": ("torch",), "native": ("native",), "both": ("torch", "native")}
 
 
 def modes(codec: TextCodec) -> dict[str, Sampling]:
@@ -33,16 +33,16 @@ def modes(codec: TextCodec) -> dict[str, Sampling]:
             "T=0.8 top_p=0.95 seed=7": Sampling(temperature=0.8, top_p=0.95, seed=7, stop_token_ids=stops)}
 
 
-def pair(dtype: str, exact: bool) -> Pair:
+def pair(dtype: str, kernels: str) -> Pair:
     # A policy that stays with speculation, so that every answer tests it.
-    return Pair(f"exact-{exact}".lower(), Path("build/bench/logs"), (
-        f"model.dtype={dtype}", f"model.exact={str(exact).lower()}", "target.policy.leave_gain=0.01",
+    return Pair(f"exact-{kernels}", Path("build/bench/logs"), (
+        f"model.dtype={dtype}", f"model.kernels={kernels}", "target.policy.leave_gain=0.01",
         "target.policy.enter_gain=0.02"))
 
 
-async def run(questions: list[Question], dtype: str, max_tokens: int, exact: Sequence[bool]) -> int:
+async def run(questions: list[Question], dtype: str, max_tokens: int, kernels: Sequence[str]) -> int:
     """Ask all; returns how many answers differ."""
-    pairs = [pair(dtype, mode) for mode in exact]
+    pairs = [pair(dtype, mode) for mode in kernels]
     codec = TextCodec(resolve(ModelSection().path))
     rows: list[Row] = []
     different = 0
@@ -56,12 +56,12 @@ async def run(questions: list[Question], dtype: str, max_tokens: int, exact: Seq
                 for one, got in zip(pairs, answers, strict=True):
                     got.append((await ask(one.client, prompt, sampling, max_tokens, False, top_logprobs=2),
                                 await ask(one.client, prompt, sampling, max_tokens, True)))
-            for mode, got in zip(exact, answers, strict=True):
+            for mode, got in zip(kernels, answers, strict=True):
                 rows.append(row(name, dtype, mode, questions[0].set, got))
                 for number, (plain, drafted) in enumerate(got):
                     if plain.tokens != drafted.tokens:
                         different += 1
-                        print(f"{name}, exact {mode}, question {number}: {parting(plain, drafted)}")
+                        print(f"{name}, kernels {mode}, question {number}: {parting(plain, drafted)}")
     finally:
         for one in pairs:
             await one.stop()
@@ -75,9 +75,9 @@ def speed(answers: Iterable[Measured]) -> float:
     return sum(len(a.tokens) - 1 for a in answers) / max(1e-9, sum(a.decode_s for a in answers))
 
 
-def row(name: str, dtype: str, exact: bool, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
+def row(name: str, dtype: str, kernels: str, set_name: str, answers: list[tuple[Measured, Measured]]) -> Row:
     drafted = [d for _, d in answers]
-    return {"sampling": name, "dtype": dtype, "exact": exact, "set": set_name, "answers": len(answers),
+    return {"sampling": name, "dtype": dtype, "kernels": kernels, "set": set_name, "answers": len(answers),
             "equal": sum(p.tokens == d.tokens for p, d in answers),
             "different": sum(p.tokens != d.tokens for p, d in answers),
             "plain_tokens_per_s": speed(p for p, _ in answers), "drafted_tokens_per_s": speed(drafted),
@@ -101,11 +101,11 @@ def main() -> None:
     parser.add_argument("--set", default="mt_bench", help="which set of the folder")
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--exact", choices=list(EXACT), default="off", help="model.exact; both: in turn, for its price")
+    parser.add_argument("--dtype", default=ModelSection().dtype)
+    parser.add_argument("--kernels", choices=list(KERNELS), default="auto", help="model.kernels; both: in turn")
     arguments = parser.parse_args()
     questions = read(arguments.prompts, arguments.set, arguments.count) if arguments.prompts else own()
-    different = asyncio.run(run(questions, arguments.dtype, arguments.max_tokens, EXACT[arguments.exact]))
+    different = asyncio.run(run(questions, arguments.dtype, arguments.max_tokens, KERNELS[arguments.kernels]))
     print(f"{different} answers differ")
 
 

@@ -33,6 +33,7 @@ constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed toge
 constexpr int BLOCK = 8;         // rows of a product that are computed together, at most
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
 constexpr int SPINS = 300;       // looks before a waiting thread lets others run
+constexpr int IDLE_SPINS = 3000; // looks for another list before a helper sleeps: waking it takes longer
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
@@ -408,7 +409,7 @@ struct Team {
     void help(int thread) {
         int64_t seen = 0;
         while (true) {
-            for (int spins = 0; announced.load(std::memory_order_acquire) == seen && spins < SPINS - 1;) pause(spins);
+            for (int spins = 0; announced.load(std::memory_order_acquire) == seen && spins < IDLE_SPINS;) pause(spins);
             {
                 std::unique_lock lock(door);
                 work.wait(lock, [&] { return ended || announced.load() != seen; });
