@@ -30,7 +30,7 @@ class NativeHead:
     def __init__(self, team: Team, weight: torch.Tensor) -> None:
         """weight [V, H], any float dtype."""
         self._team = team
-        self._packed = Packed(team.kernels, weight)
+        self._packed = Packed(team, weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """bfloat16 [R, H] -> float32 [R, V]."""
@@ -51,7 +51,7 @@ class NativeBlock:
         """As ``NativeLayer``; norm: the name of the final norm's weight."""
         check_sizes(config)
         self._team, self._config = team, config
-        self._layer = NativeLayer(team.kernels, config, tensors, prefix, in_features)
+        self._layer = NativeLayer(team, config, tensors, prefix, in_features)
         self._norm = take(tensors, norm, config.hidden_size).float()
         self._hold(FEW_ROWS, in_features)
 
@@ -90,7 +90,7 @@ class NativeDecoder:
         self._team, self.threads = team, team.threads
         embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16)
-        self._layers = [NativeLayer(team.kernels, config, tensors, f"model.layers.{i}")
+        self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}")
                         for i in range(config.num_layers)]
         self._norm = take(tensors, "model.norm.weight", config.hidden_size).float()
         self._head = NativeHead(self._team, embedding if config.tied_embeddings else take(

@@ -15,8 +15,7 @@ import torch
 
 from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.native.library import Kernels
-from slipstream.engine.native.program import GROUP, LANES, Packed, Program
+from slipstream.engine.native.program import GROUP, LANES, Packed, Program, Team
 from slipstream.errors import ModelError
 
 
@@ -58,7 +57,7 @@ class NativeLayer:
 
     __slots__ = ("_config", "_down", "_gate_up", "_input_norm", "_norms", "_o", "_post_norm", "_qkv")
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, tensors: Tensors, prefix: str,
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str,
                  in_features: int | None = None) -> None:
         """tensors: by name, any float dtype, on the CPU; prefix: such as ``model.layers.0``. Raises ModelError."""
         self._config = config
@@ -69,7 +68,7 @@ class NativeLayer:
         def packed(names: tuple[tuple[str, int], ...], columns: int, biased: bool, silu: bool = False) -> Packed:
             parts = [take(tensors, f"{prefix}.{name}.weight", rows, columns) for name, rows in names]
             biases = [take(tensors, f"{prefix}.{name}.bias", rows) for name, rows in names] if biased else None
-            return Packed(kernels, torch.cat(parts), None if biases is None else torch.cat(biases), silu)
+            return Packed(team, torch.cat(parts), None if biases is None else torch.cat(biases), silu)
 
         def norm(name: str, columns: int) -> torch.Tensor:
             return take(tensors, f"{prefix}.{name}.weight", columns).float()

@@ -11,6 +11,7 @@ It knows nothing about models: their layers write the list. Dimension key: see `
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from slipstream.errors import ModelError
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND = range(5)
 STORE, ADD, SILU = range(3)
+LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
 LANES, GROUP = 16, 32  # floats of a vector; outputs that a product computes together
 
 
@@ -46,13 +48,33 @@ class Frame(ctypes.Structure):
                 ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64)]
 
 
+class Weights:
+    """Memory for weights in large pages, where the system has them: a step reads all of it, page after page."""
+
+    __slots__ = ("_free",)
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numbers: int) -> torch.Tensor:
+        """bfloat16 [numbers], not cleared."""
+        size = -(-2 * numbers // LINE) * LINE
+        if size > len(self._free):
+            memory = mmap.mmap(-1, max(size, CHUNK))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(memory, dtype=torch.uint8)
+        taken, self._free = self._free[:size], self._free[size:]
+        return taken[: 2 * numbers].view(torch.bfloat16)
+
+
 class Team:
     """Threads that run lists; they sleep in between and end with this object."""
 
-    __slots__ = ("__weakref__", "_handle", "kernels", "threads")
+    __slots__ = ("__weakref__", "_handle", "kernels", "threads", "weights")
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
-        self.kernels, self.threads = kernels, threads
+        self.kernels, self.threads, self.weights = kernels, threads, Weights()
         self._handle = kernels.library.slipstream_team(threads)
         weakref.finalize(self, kernels.library.slipstream_end, self._handle)
 
@@ -65,8 +87,7 @@ class Packed:
 
     __slots__ = ("bias", "inner", "outer", "silu", "weight")
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None = None,
-                 silu: bool = False) -> None:
+    def __init__(self, team: Team, weight: torch.Tensor, bias: torch.Tensor | None = None, silu: bool = False) -> None:
         """weight [O, I], bias [O] or None, any float dtype. silu: the first half of the outputs gates the second.
         Raises ModelError for widths that the kernels do not take."""
         rows, self.inner = weight.shape
@@ -76,9 +97,9 @@ class Packed:
         if silu:  # a group holds 16 gates, then what they gate
             order = torch.arange(rows).view(2, -1, LANES).transpose(0, 1).reshape(-1)
             weight, bias = weight[order], None if bias is None else bias[order]
-        self.weight = torch.empty(-(-rows // GROUP) * GROUP * self.inner, dtype=torch.bfloat16)
+        self.weight = team.weights.take(-(-rows // GROUP) * GROUP * self.inner)
         source = weight.to(torch.bfloat16).contiguous()
-        kernels.library.slipstream_pack(source.data_ptr(), rows, self.inner, self.weight.data_ptr())
+        team.kernels.library.slipstream_pack(source.data_ptr(), rows, self.inner, self.weight.data_ptr())
         self.bias = None
         if bias is not None:
             self.bias = torch.zeros(-(-rows // GROUP) * GROUP)
