@@ -32,7 +32,6 @@ constexpr int LANES = 16;        // floats of a vector
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
 constexpr int BLOCK = 8;         // rows of a product that are computed together, at most
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
-constexpr int FEW = 2;           // rows of a product that wait for memory
 constexpr int AHEAD = 256;       // words of weights that are asked for in advance: a processor stops at a page's end
 constexpr int SPINS = 300;       // looks before a waiting thread lets others run
 constexpr int IDLE_SPINS = 3000;  // looks for another list before a helper sleeps: waking it takes longer
@@ -212,7 +211,7 @@ void product_block(const Op& op, int64_t group, int64_t row) {
     const bf16* x = (const bf16*)op.in + row * op.in_stride;
     Floats low[R] = {}, high[R] = {};
     for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += GROUP) {
-        if (R <= FEW) __builtin_prefetch(weight + AHEAD), __builtin_prefetch(weight + AHEAD + LANES);
+        __builtin_prefetch(weight + AHEAD, 0, 0), __builtin_prefetch(weight + AHEAD + LANES, 0, 0);
         Words first = words_at(weight), second = words_at(weight + LANES);
         for (int r = 0; r < R; r++) {
             uint32_t two;
