@@ -57,6 +57,7 @@ def checks(config: Config | None = None) -> list[Check]:
         ("torch", _torch),
         ("flashinfer", _flashinfer),
         ("compiler", _compiler),
+        ("kernels", _kernels),
         ("memory", _memory),
         ("disk", _disk),
         ("model", lambda: _model(wanted)),
@@ -139,6 +140,17 @@ def _compiler() -> list[Check]:
     if found is None:
         return [Check("compiler", "warn", "none", "torch.compile and kernels made on demand need one: install g++")]
     return [Check("compiler", "ok", found)]
+
+
+def _kernels() -> list[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from slipstream.engine.native.library import kernels
+
+    try:
+        return [Check("CPU kernels", "ok", " ".join(kernels().flags) or "for any processor")]
+    except ModelError as error:
+        return [Check("CPU kernels", "warn", "none: bfloat16 on a CPU takes twice as long", str(error))]
 
 
 def _memory() -> list[Check]:

@@ -27,8 +27,8 @@ from slipstream.wire.outbox import MAX_BATCHES
 from slipstream.wire.peers import MAX_PEERS
 from slipstream.wire.projection import MAX_PROJECTION_BYTES
 
-ROOMS = ("slipstream", "slipstream/engine", "slipstream/drafters", "slipstream/wire", "draft_service", "target_service",
-         "router", "train", "bench", "deploy", "deploy/dashboards")
+ROOMS = ("slipstream", "slipstream/engine", "slipstream/engine/native", "slipstream/drafters", "slipstream/wire",
+         "draft_service", "target_service", "router", "train", "bench", "deploy", "deploy/dashboards")
 
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)
