@@ -76,7 +76,8 @@ class Team:
     def __init__(self, kernels: Kernels, threads: int) -> None:
         self.kernels, self.threads, self.weights = kernels, threads, Weights()
         self._handle = kernels.library.slipstream_team(threads)
-        weakref.finalize(self, kernels.library.slipstream_end, self._handle)
+        # Not at the process's end: a thread may still be in a list then, and the system ends them all.
+        weakref.finalize(self, kernels.library.slipstream_end, self._handle).atexit = False
 
     def run(self, ops: ctypes.Array[Op], frame: Frame) -> None:
         self.kernels.library.slipstream_run(self._handle, ctypes.addressof(ops), len(ops), ctypes.addressof(frame))
