@@ -114,7 +114,8 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
         await server.drain(0.1)
         assert ("check draft.model" in problem) == (kind == "head"), problem
         if kind == "good":
-            assert RIGHT_ENOUGH <= rig.count("accepted_tokens_total") < 2 * RIGHT_ENOUGH, "a few rounds suffice"
+            # An answer that ends inside of a round has its last token counted as no draft token's.
+            assert RIGHT_ENOUGH / 2 < rig.count("accepted_tokens_total") < 2 * RIGHT_ENOUGH, "a few rounds suffice"
 
 
 @pytest.mark.parametrize("kind", ["head", "good", "misfit"])
