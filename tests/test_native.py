@@ -103,7 +103,7 @@ def everything(team: Team) -> list[torch.Tensor]:
     program.attention(x, norms, 1e-5, 0, (heads, kv_heads, size), queries, attended)
     program.product(attended, Packed(team, weight, torch.rand(70, generator=dice)), product, add=True)
     program.product(attended, Packed(team, gates, silu=True), gated)
-    program.run(BatchFrame(builder.build(), pool, angles.cos(), angles.sin()))
+    program.run(BatchFrame.of(builder.build(), pool, angles.cos(), angles.sin()))
     return [normed, pool.kv, attended, product, gated]
 
 

@@ -17,7 +17,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Rope, Tensors, take
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
-from slipstream.engine.native.program import BatchFrame, Packed, Program, Team
+from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
 
 FEW_ROWS = 64  # buffers begin with so many
 
@@ -37,7 +37,7 @@ class NativeHead:
         out = torch.empty(hidden.shape[0], self._packed.outer)
         program = Program(self._team)
         program.product(hidden.contiguous(), self._packed, out)
-        program.run(BatchFrame.rows_only(hidden.shape[0]))
+        program.run(BatchFrame(Frame(hidden.shape[0])))
         return out
 
 
@@ -65,7 +65,7 @@ class NativeBlock:
             buffers = self._buffers
         buffers.stream[:rows] = stream
         buffers.read[:rows] = read
-        self._program.run(BatchFrame(batch, pool, *rope.rows(batch.positions), self._config.sliding_window))
+        self._program.run(BatchFrame.of(batch, pool, *rope.rows(batch.positions), self._config.sliding_window))
         return buffers.stream[:rows].to(torch.bfloat16), buffers.normed[:rows].clone()
 
     def _hold(self, rows: int, in_features: int) -> None:
@@ -121,7 +121,7 @@ class NativeDecoder:
 
     def frame(self, batch: ForwardBatch, pool: KVPool) -> BatchFrame:
         """What a batch adds to the list."""
-        return BatchFrame(batch, pool, *self.rope.rows(batch.positions), self.config.sliding_window)
+        return BatchFrame.of(batch, pool, *self.rope.rows(batch.positions), self.config.sliding_window)
 
     def listed(self, rows: int, taps: tuple[int, ...]) -> tuple[Program, Buffers, torch.Tensor | None]:
         """The list for at most so many rows, its buffers, and the one of tapped states."""

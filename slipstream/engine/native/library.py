@@ -1,8 +1,8 @@
 """The compiled kernels: found, or built once with the machine's C++ compiler, and loaded.
 
 Rules:
-1. One source, one flag set per kind of processor; the file's name is a hash of both, so that neither a new version nor
-   another machine ever loads what does not fit.
+1. One source, one set of flags for each kind of processor; the file's name is a hash of both, so that neither a new
+   version nor another machine ever loads what does not fit.
 2. A file is looked for beside this module (images build there, see ``python -m slipstream.engine.native``), then in the
    user's cache; else it is built there, under another name first: two services may start at once.
 3. Without a compiler nothing fails: ``kernels`` says why there are none, and torch computes.
@@ -87,7 +87,8 @@ def flags_for(processor: set[str]) -> tuple[str, ...]:
 
 def file_name(flags: tuple[str, ...]) -> str:
     """What the compiled file is called."""
-    content = SOURCE.read_bytes() + " ".join((*FLAGS, *flags)).encode()
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    content = b"".join(path.read_bytes() for path in sources) + " ".join((*FLAGS, *flags)).encode()
     return f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -167,13 +166,16 @@ class Program:
 
 
 class BatchFrame:
-    """The Frame of a batch over a pool, and all that it points to."""
+    """A Frame, and all that it points to. Without attention in the list, ``Frame(rows)`` says enough."""
 
     __slots__ = ("_kept", "frame")
 
-    def __init__(self, batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor,
-                 window: int = 0) -> None:
-        """cos, sin: float32 [T, 1, D]; window: sliding window in tokens, 0 for none."""
+    def __init__(self, frame: Frame, *kept: object) -> None:
+        self.frame, self._kept = frame, kept
+
+    @staticmethod
+    def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0) -> BatchFrame:
+        """Of a batch over a pool. cos, sin: float32 [T, 1, D]; window: sliding window in tokens, 0 for none."""
         q_indptr, kv_indptr = np.asarray(batch.q_indptr), np.asarray(batch.kv_indptr)
         rows, host = batch.num_rows, batch.host
         segment = np.repeat(np.arange(len(batch.mask_lens)), np.diff(q_indptr))  # [T]
@@ -191,13 +193,6 @@ class BatchFrame:
                   for a in (host.slots, host.kv_slots, begin, shared, tree, words)]
         kv = pool.kv
         assert kv.dtype == torch.bfloat16 and kv.is_contiguous()
-        self._kept: Sequence[object] = (arrays, cos, sin, kv)
-        self.frame = Frame(rows, cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays), kv.data_ptr(),
-                           kv.stride(0))
-
-    @staticmethod
-    def rows_only(rows: int) -> BatchFrame:
-        """For a list without attention."""
-        frame = BatchFrame.__new__(BatchFrame)
-        frame._kept, frame.frame = (), Frame(rows)
-        return frame
+        frame = Frame(rows, cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays), kv.data_ptr(),
+                      kv.stride(0))
+        return BatchFrame(frame, arrays, cos, sin, kv)

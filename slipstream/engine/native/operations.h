@@ -1,0 +1,253 @@
+// The operations of a forward, row by row and group by group: norm, product, rotation, attention.
+//
+// Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
+//
+// It knows nothing about threads: `compute` does one part of an operation, whoever asks.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
+constexpr int BLOCK = 8;         // rows of a product that are computed together, at most
+constexpr int BUNDLE = 4;        // query heads that are computed together, at most
+constexpr int AHEAD = 256;       // words of weights that are asked for in advance: a processor stops at a page's end
+
+enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4 };
+enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
+
+struct Op {  // `program.Op` is the same
+    int32_t kind, result;
+    const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D]
+    int64_t in_stride;     // elements from row to row
+    const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null
+    void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32
+    int64_t out_stride;
+    int64_t inner, outer;  // widths
+    int64_t layer;         // ROPE, ATTEND: whose KV
+    float eps;
+    int32_t heads, kv_heads, head_dim;
+};
+
+struct Frame {  // `program.Frame` is the same: what one forward adds to the list
+    int64_t rows;
+    const float *cos, *sin;   // [T, D]; the sine's first half is negated
+    const int64_t* slots;     // [T] where each row's KV is written
+    const int64_t* kv_slots;  // of all segments, one behind the other
+    const int64_t *begin, *shared, *tree;  // [T] into kv_slots: the first entry that a row sees, how many from there on
+                                           // it sees whole, and where the entry of its word's lowest bit stands
+    const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree + j]
+    bf16* kv;                 // [L, S, 2, G, D]
+    int64_t layer_stride;     // elements
+};
+
+void norm_row(const Op& op, int64_t row) {
+    const float* x = (const float*)op.in + row * op.in_stride;
+    Floats squares = {};
+    for (int64_t i = 0; i < op.inner; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    float factor = 1.0f / sqrtf(total(squares) / float(op.inner) + op.eps);
+    bf16* out = (bf16*)op.out + row * op.out_stride;
+    for (int64_t i = 0; i < op.inner; i += LANES)
+        narrow(out + i, load(x + i) * all(factor) * load((const float*)op.weight + i));
+}
+
+void round_row(const Op& op, int64_t row) {
+    const float* x = (const float*)op.in + row * op.in_stride;
+    bf16* out = (bf16*)op.out + row * op.out_stride;
+    for (int64_t i = 0; i < op.inner; i += LANES) narrow(out + i, load(x + i));
+}
+
+void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
+    if (op.extra) {
+        low += load((const float*)op.extra + group * GROUP);
+        high += load((const float*)op.extra + group * GROUP + LANES);
+    }
+    if (op.result == SILU) {  // gates below, what they gate above
+        Floats down = exponential((Floats)((Words)low | 0x80000000u));  // e^-|gate|
+        Floats one = all(1.0f);
+        Words negative = (Words)(low < Floats{});
+        Floats top = (Floats)(((Words)down & negative) | ((Words)one & ~negative));
+        narrow((bf16*)op.out + row * op.out_stride + group * LANES, low * (top / (one + down)) * high);
+        return;
+    }
+    float* out = (float*)op.out + row * op.out_stride + group * GROUP;
+    int64_t left = op.outer - group * GROUP;
+    float part[GROUP];
+    float* to = left >= GROUP ? out : part;
+    if (left < GROUP) memcpy(part, out, left * sizeof(float));
+    store(to, op.result == ADD ? load(to) + low : low);
+    store(to + LANES, op.result == ADD ? load(to + LANES) + high : high);
+    if (left < GROUP) memcpy(out, part, left * sizeof(float));
+}
+
+template <int R>
+void product_block(const Op& op, int64_t group, int64_t row) {
+    const uint32_t* weight = (const uint32_t*)op.weight + group * GROUP * (op.inner / 2);
+    const bf16* x = (const bf16*)op.in + row * op.in_stride;
+    Floats low[R] = {}, high[R] = {};
+    for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += GROUP) {
+        __builtin_prefetch(weight + AHEAD, 0, 0), __builtin_prefetch(weight + AHEAD + LANES, 0, 0);
+        Words first = words_at(weight), second = words_at(weight + LANES);
+        for (int r = 0; r < R; r++) {
+            uint32_t two;
+            memcpy(&two, x + r * op.in_stride + 2 * pair, 4);
+            Words both = Words{} + two;
+            low[r] = pairs(low[r], first, both);
+            high[r] = pairs(high[r], second, both);
+        }
+    }
+    for (int r = 0; r < R; r++) finish(op, row + r, group, low[r], high[r]);
+}
+
+void product_group(const Op& op, int64_t group, int64_t rows) {
+    constexpr void (*blocks[])(const Op&, int64_t, int64_t) = {
+        nullptr, product_block<1>, product_block<2>, product_block<3>, product_block<4>,
+        product_block<5>, product_block<6>, product_block<7>, product_block<8>};
+    for (int64_t row = 0; row < rows; row += BLOCK) blocks[std::min<int64_t>(BLOCK, rows - row)](op, group, row);
+}
+
+// A head of queries or keys, normed if there is a norm, rotated; size is a multiple of GROUP.
+void rope_head(const float* x, const float* norm, float eps, const float* cos, const float* sin, int size, bf16* out) {
+    Floats factor = all(1.0f);
+    if (norm) {
+        Floats squares = {};
+        for (int i = 0; i < size; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+        factor = all(1.0f / sqrtf(total(squares) / float(size) + eps));
+    }
+    int half = size / 2;
+    for (int i = 0; i < half; i += LANES) {
+        Floats a = load(x + i), b = load(x + half + i);
+        if (norm) a = a * factor * load(norm + i), b = b * factor * load(norm + half + i);
+        narrow(out + i, fma(a, load(cos + i), b * load(sin + i)));
+        narrow(out + half + i, fma(b, load(cos + half + i), a * load(sin + half + i)));
+    }
+}
+
+void rope_row(const Op& op, const Frame& frame, int64_t row) {
+    int size = op.head_dim;
+    const float *x = (const float*)op.in + row * op.in_stride, *cos = frame.cos + row * size, *sin = frame.sin + row * size;
+    bf16* queries = (bf16*)op.out + row * op.out_stride;
+    for (int head = 0; head < op.heads; head++, x += size)
+        rope_head(x, (const float*)op.weight, op.eps, cos, sin, size, queries + head * size);
+    bf16* kv = frame.kv + op.layer * frame.layer_stride + frame.slots[row] * 2 * op.kv_heads * size;
+    for (int head = 0; head < op.kv_heads; head++, x += size)
+        rope_head(x, (const float*)op.extra, op.eps, cos, sin, size, kv + head * size);
+    for (int i = 0; i < op.kv_heads * size; i += LANES) narrow(kv + op.kv_heads * size + i, load(x + i));
+}
+
+struct Seen {  // the KV entries of one row, oldest first
+    const int64_t* slots;
+    int64_t shared, count;
+    int64_t own[64];
+
+    Seen(const Frame& frame, int64_t row) : slots(frame.kv_slots + frame.begin[row]), shared(frame.shared[row]) {
+        count = shared;
+        for (uint64_t word = frame.words[row]; word; word &= word - 1)
+            own[count++ - shared] = frame.kv_slots[frame.tree[row] + __builtin_ctzll(word)];
+    }
+    int64_t operator[](int64_t i) const { return i < shared ? slots[i] : own[i - shared]; }
+};
+
+float weigh(float* scores, int64_t count) {  // e^(score - greatest); returns one over their sum
+    Floats greatest = all(-INFINITY), sum = {};
+    int64_t padded = (count + LANES - 1) / LANES * LANES;
+    for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
+    for (int64_t i = 0; i < padded; i += LANES) {
+        Floats v = load(scores + i);
+        Words more = (Words)(v > greatest);
+        greatest = (Floats)(((Words)v & more) | ((Words)greatest & ~more));
+    }
+    float top = greatest[0];
+    for (int i = 1; i < LANES; i++) top = std::max(top, greatest[i]);
+    for (int64_t i = 0; i < padded; i += LANES) {
+        Floats v = exponential(load(scores + i) - all(top));
+        store(scores + i, v);
+        sum += v;
+    }
+    return 1.0f / total(sum);
+}
+
+// H query heads that share a KV head, from `head` on
+template <int H>
+void attend_heads(const Op& op, const Frame& frame, int64_t row, int head, std::vector<float>& scores) {
+    Seen seen(frame, row);
+    int size = op.head_dim, kv_head = head / (op.heads / op.kv_heads);
+    int64_t slot_stride = 2 * int64_t(op.kv_heads) * size, padded = (seen.count + LANES - 1) / LANES * LANES;
+    const bf16* query = (const bf16*)op.in + row * op.in_stride + head * size;
+    const bf16* keys = frame.kv + op.layer * frame.layer_stride + kv_head * size;
+    const bf16* values = keys + op.kv_heads * size;
+    if (int64_t(scores.size()) < H * padded) scores.resize(2 * H * padded);
+    Floats scale = all(1.0f / sqrtf(float(size)));
+    for (int64_t first = 0; first < seen.count; first += LANES) {
+        Floats sums[H][LANES];
+        for (int i = 0; i < LANES; i++) {  // beyond the last entry: that one again
+            const bf16* key = keys + seen[std::min(first + i, seen.count - 1)] * slot_stride;
+            Floats sum[H] = {};
+            for (int j = 0; j < size; j += GROUP)
+                for (int h = 0; h < H; h++) sum[h] = pairs(sum[h], words_at(query + h * size + j), words_at(key + j));
+            for (int h = 0; h < H; h++) sums[h][i] = sum[h];
+        }
+        for (int h = 0; h < H; h++) store(&scores[h * padded + first], totals(sums[h]) * scale);
+    }
+    Floats factor[H];
+    for (int h = 0; h < H; h++) factor[h] = all(weigh(&scores[h * padded], seen.count));
+    bf16* out = (bf16*)op.out + row * op.out_stride + head * size;
+    for (int j = 0; j < size; j += GROUP) {
+        Floats low[H] = {}, high[H] = {};
+        for (int64_t i = 0; i < seen.count; i++) {
+            const bf16* value = values + seen[i] * slot_stride + j;
+            Floats first = widen(value), second = widen(value + LANES);
+            for (int h = 0; h < H; h++) {
+                Floats weight = all(scores[h * padded + i]);
+                low[h] = fma(weight, first, low[h]);
+                high[h] = fma(weight, second, high[h]);
+            }
+        }
+        for (int h = 0; h < H; h++) {
+            narrow(out + h * size + j, low[h] * factor[h]);
+            narrow(out + h * size + j + LANES, high[h] * factor[h]);
+        }
+    }
+}
+
+int bundles(const Op& op) { return (op.heads / op.kv_heads + BUNDLE - 1) / BUNDLE; }  // of one KV head's query heads
+
+void attend_bundle(const Op& op, const Frame& frame, int64_t part, std::vector<float>& scores) {
+    constexpr void (*widths[])(const Op&, const Frame&, int64_t, int, std::vector<float>&) = {
+        nullptr, attend_heads<1>, attend_heads<2>, attend_heads<3>, attend_heads<4>};
+    int group = op.heads / op.kv_heads, all_bundles = op.kv_heads * bundles(op), bundle = int(part % all_bundles);
+    int begin = bundle % bundles(op) * BUNDLE;
+    widths[std::min(BUNDLE, group - begin)](op, frame, part / all_bundles, bundle / bundles(op) * group + begin, scores);
+}
+
+int64_t parts_of(const Op& op, const Frame& frame, int threads) {
+    if (op.kind == PRODUCT) {
+        int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
+        return std::min<int64_t>(groups, threads == 1 ? 1 : 8 * threads);
+    }
+    return op.kind == ATTEND ? frame.rows * op.kv_heads * bundles(op) : frame.rows;
+}
+
+void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std::vector<float>& scores) {
+    switch (op.kind) {
+        case NORM: return norm_row(op, part);
+        case ROUND: return round_row(op, part);
+        case ROPE: return rope_row(op, frame, part);
+        case ATTEND: return attend_bundle(op, frame, part, scores);
+        case PRODUCT: {
+            int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
+            for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) product_group(op, g, frame.rows);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,106 @@
+// Vectors of 16 numbers, by the compiler's own vector types, with the processor's instruction where it has one that matters.
+//
+// It knows nothing about what they hold. bfloat16 is the upper half of a float32; it is rounded to the nearest, ties to even.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;  // floats of a vector
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Shorts __attribute__((vector_size(32)));
+typedef uint16_t bf16;
+
+inline Floats load(const float* p) { Floats v; memcpy(&v, p, sizeof v); return v; }
+inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
+inline Words words_at(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
+inline Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+inline Floats widen(const bf16* p) {
+    Shorts v;
+    memcpy(&v, p, sizeof v);
+#if defined(__AVX512F__)
+    return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)v) << 16);
+#else
+    return (Floats)(__builtin_convertvector(v, Words) << 16);
+#endif
+}
+
+inline void narrow(bf16* p, Floats v) {
+    Words bits = (Words)v;
+    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Words exact = (Words)(v == v);  // a rounded NaN could become a number
+    Shorts result = __builtin_convertvector((rounded & exact) | (~exact & 0x7fc0), Shorts);
+    memcpy(p, &result, sizeof result);
+}
+
+// sums + the products of pairs of bfloat16
+inline Floats pairs(Floats sums, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+    sums = fma((Floats)(a << 16), (Floats)(b << 16), sums);
+    return fma((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sums);
+#endif
+}
+
+inline float total(Floats v) {
+    float half[LANES];
+    store(half, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) half[i] += half[i + width];
+    return half[0];
+}
+
+// Lanes without bit S: a's sums of a lane and its neighbour across that bit; lanes with it: b's.
+template <int S, int... I>
+inline Floats folded(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I & S ? LANES + I : I)...) +
+           __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I ^ S)...);
+}
+
+template <int S>
+inline void fold(Floats (&v)[LANES]) {
+    for (int i = 0; i < LANES; i += 2 * S) v[i] = folded<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
+}
+
+// Lane i: the sum of v[i], taken in the same order for each.
+inline Floats totals(Floats (&v)[LANES]) {
+    fold<1>(v), fold<2>(v), fold<4>(v), fold<8>(v);
+    return v[0];
+}
+
+// e^x for x <= 0, to about 1e-7; 0 below -87
+inline Floats exponential(Floats x) {
+    const Floats magic = all(12582912.0f);  // adding it rounds to whole numbers
+    Floats whole = fma(x, all(1.44269504f), magic) - magic;
+    Floats rest = fma(whole, all(-0.693145752f), x);
+    rest = fma(whole, all(-1.42860677e-6f), rest);
+    Floats sum = all(1.98756915e-4f);
+    for (float c : {1.39819994e-3f, 8.33345198e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) sum = fma(sum, rest, all(c));
+    sum = fma(sum, rest * rest, rest + all(1.0f));
+    typedef int32_t Ints __attribute__((vector_size(64)));
+    Ints power = __builtin_convertvector(whole, Ints) + 127;
+    Words seen = (Words)(x > all(-87.0f));
+    return (Floats)((Words)(sum * (Floats)(power << 23)) & seen);
+}
+
+}  // namespace
