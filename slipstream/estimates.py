@@ -13,12 +13,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR = 0.03  # and of all row counts: a machine under load is slower everywhere
-SLOWED = 0.1  # of it is put down to drafts that were made meanwhile
-UNSURE = 1 / 3  # of NEAR and FAR, for such a step: it says less of what a step costs by itself
 SURPRISE = math.log(4.0)  # one odd step counts as no more than this
 DEPTHS = 32
 PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
@@ -33,11 +31,9 @@ class StepCosts:
 
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
     last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
-    A drafter on the same cores or memory makes steps slower while it works. That is learnt apart (``slowed_s``): costs
-    are those of steps beside which nobody drafts.
     """
 
-    __slots__ = ("_costs", "_factors", "_profile", "_rows", "_slowed")
+    __slots__ = ("_costs", "_factors", "_profile", "_rows")
 
     def __init__(self, profile: Mapping[int, float]) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -45,7 +41,6 @@ class StepCosts:
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
-        self._slowed = [0.0] * len(self._rows)  # logarithms, of steps beside which drafts are made
         self._costs: list[float] = []
         self._update()
 
@@ -56,26 +51,16 @@ class StepCosts:
             return self._costs[0]
         return self._costs[low] + share * (self._costs[low + 1] - self._costs[low])
 
-    def slowed_s(self, rows: int) -> float:
-        """Seconds that it takes longer while drafts are made."""
-        low, share = self._place(rows)
-        high, share = min(low + 1, len(self._rows) - 1), min(1.0, share)
-        return self.cost(rows) * math.expm1((1.0 - share) * self._slowed[low] + share * self._slowed[high])
-
-    def observe(self, rows: int, seconds: float, beside: bool = False) -> None:
-        """A step of ``rows`` rows took ``seconds``; ``beside``: drafts were made meanwhile. What cannot be (not
-        positive, not finite) is ignored."""
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step of ``rows`` rows took ``seconds``. What cannot be (not positive, not finite) is ignored."""
         if rows < 1 or not 0.0 < seconds < math.inf:
             return
-        expected_s = self.cost(rows) + (self.slowed_s(rows) if beside else 0.0)
-        surprise = max(-SURPRISE, min(SURPRISE, math.log(seconds / expected_s)))
+        surprise = max(-SURPRISE, min(SURPRISE, math.log(seconds / self.cost(rows))))
         low, share = self._place(rows)
         share = min(1.0, share)
         for point in range(len(self._rows)):
             weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-            self._factors[point] += surprise * (FAR + NEAR * weight) * (UNSURE if beside else 1.0)
-            if beside:
-                self._slowed[point] = max(0.0, self._slowed[point] + surprise * SLOWED * weight)
+            self._factors[point] += surprise * (FAR + NEAR * weight)
         self._update()
 
     def _place(self, rows: int) -> tuple[int, float]:
@@ -104,11 +89,6 @@ class Acceptance:
         self._told = told
         self._keep = keep
         self._reach: list[float] = []  # made when it is asked for: an experience never is
-
-    @property
-    def told(self) -> bool:
-        """Whether it began with what others have seen."""
-        return bool(self._told)
 
     def fresh(self) -> Acceptance:
         """A belief without experience, in trees of the same shape."""
@@ -157,45 +137,14 @@ class Acceptance:
             self._reach.append(total)
 
 
-@dataclass(slots=True)
-class Load:
-    """What sessions have found out together that had about as many others beside them."""
-
-    risk_s: float = 0.0  # a running sum, never below 0: what speculation lost of late, less what it won
-    gap_s: float = 0.0  # between two of their probes
-    next_probe_s: float = -math.inf
-    begun: int = 0
-
-    def lost(self, seconds: float, most_s: float) -> None:
-        """A round lost so much, or won it."""
-        self.risk_s = min(max(0.0, self.risk_s + seconds), most_s)
-
-    def probed(self, now_s: float, least_s: float, most_s: float) -> None:
-        """A probe begins: the next one comes twice as late as this one did, within the limits."""
-        self.gap_s = min(max(2 * self.gap_s, least_s), most_s)
-        self.next_probe_s = now_s + self.gap_s
-
-    def turn(self, others: int) -> bool:
-        """Whether a session that begins tries it, whatever has been found out: all that are alone, and ever fewer
-        where more would pay for it."""
-        self.begun += 1
-        return self.begun % (1 + others) ** 2 == 0
-
-
 class Experience:
-    """Acceptance, and what speculation lost, as all sessions of one kind have seen it: a new one need not find out
-    that its drafter is poor, or that too many share the target."""
+    """Acceptance as all sessions of one kind have seen it: a new one need not find out that its drafter is poor."""
 
-    __slots__ = ("_begun", "_loads", "_seen")
+    __slots__ = ("_begun", "_seen")
 
     def __init__(self) -> None:
         self._seen = Acceptance(keep=KEEP_LONG)
         self._begun = 0
-        self._loads: dict[int, Load] = {}
-
-    def load(self, others: int) -> Load:
-        """Of sessions with ``others`` beside them: 0, 1 or 2, 3 to 6, and so on."""
-        return self._loads.setdefault((others + 1).bit_length(), Load())
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
         """A round of any session (see ``Acceptance.observe``)."""
@@ -258,23 +207,3 @@ class Ledger:
     @property
     def loss_s(self) -> float:
         return self.spent_s - self.earned_s
-
-
-@dataclass(slots=True)
-class Probe:
-    """A try at speculation while it is off."""
-
-    began_s: float
-    allowance_s: float  # what it may lose
-    ledger: Ledger = field(default_factory=Ledger)
-    answered_s: float | None = None  # when the drafter first spoke
-
-    def add(self, now_s: float, earned_s: float, spent_s: float, wait_s: float, drafted: bool, answered: bool) -> None:
-        """Count a round. What was waited for the first answer is the price of the restart, not of the rounds."""
-        if answered and self.answered_s is None:
-            self.answered_s = now_s
-            self.allowance_s -= self.ledger.loss_s + wait_s
-            self.ledger = Ledger()
-            self.ledger.add(earned_s, spent_s - wait_s, 0.0, drafted)
-        else:
-            self.ledger.add(earned_s, spent_s, wait_s, drafted)

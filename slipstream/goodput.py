@@ -1,11 +1,10 @@
 """Goodput: what speculation would give and cost now, by all that was measured; the arithmetic under the policy.
 
 Rules:
-1. Gain = goodput with speculation / plain goodput. In one step with others, who wait for our nodes, as we for theirs:
-   gain = (1 + accepted) * plain / (plain + (1 + others) * (verify - plain) * ours / all nodes + wait + burden).
-   *Plain* is the step without anybody's nodes: what all gain together is what the step gains, and not what each would
-   lose by being the only one that stops.
-2. Before a round is played, the rows of others are worth a token each: the estimate errs to the plain side.
+1. Gain = goodput with speculation / plain goodput. In one step with others, who wait for our rows too:
+   gain = (1 + accepted) * plain / (plain + (1 + others) * (verify - plain) + wait).
+   It is above 1 exactly when the whole step makes more tokens a second with our nodes than without (wait aside).
+2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side.
 3. A drafter that proposes nothing costs its wait, no more. A wait is granted while a waited round reaches
    ``leave_gain``; one that does not is still tried once it is below TRY_SHARE of the time since the last.
 4. Nobody knows how long an exchange takes that was given up: it counts as twice the wait.
@@ -18,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config import PolicySection
-from slipstream.estimates import Acceptance, ExchangeTimes, Experience, Ledger, Load, StepCosts
+from slipstream.estimates import Acceptance, ExchangeTimes, Experience, Ledger, StepCosts
 
 TRY_SHARE = 0.01
 RECENT = 10  # rounds that the recent gain looks back on, or so
@@ -38,8 +37,6 @@ class Round:
     plain_s: float | None = None  # what the step would have taken without drafts; None: ask StepCosts
     exchange_s: float | None = None  # commit to growth, when one came; None: the wait tells
     first: bool = False  # of this drafter in this answer: it had the prompt to read, which no later exchange has
-    nodes: int = 0  # draft nodes of the whole step, the session's included; 0: its own alone
-    burden_s: float = 0.0  # others stood still for its drafter, or were slower as it worked: its share of their seconds
 
 
 class Goodput:
@@ -48,7 +45,7 @@ class Goodput:
     def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes,
                  experience: Experience) -> None:
         self.recent = Ledger(keep=1 - 1 / RECENT)
-        self.plain_s = costs.cost(1)  # of the latest round, or beside as many others as were told of since
+        self.plain_s = costs.cost(1)  # of the latest round
         self._config = config
         self._costs = costs
         self._exchange = exchange
@@ -64,34 +61,29 @@ class Goodput:
         """``rows`` of others are in the step that comes."""
         rows = max(0, rows)
         if rows != self._others:
-            self._nodes, self.plain_s = None, self._costs.cost(rows + 1)
+            self._nodes = None
         self._told_others = self._others = rows
 
     def account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        nodes = max(round_.nodes, round_.drafted)
-        plain_rows = max((self._told_others or 0) + 1, round_.rows - nodes)
+        beside = max(self._told_others or 0, round_.rows - 1 - round_.drafted, 0)
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
-        self._others = plain_rows - 1 if self._told_others is None else self._told_others
+        self._others = beside if self._told_others is None else self._told_others
         self._told_others = None
-        cost_s = self._cost_of(round_, plain_rows, nodes)
-        earned_s, spent_s = (1 + round_.accepted) * self.plain_s, cost_s + round_.wait_s + round_.burden_s
+        if round_.plain_s is not None:
+            self.plain_s, cost_s = round_.plain_s, round_.verify_s
+        else:
+            self.plain_s, cost_s = self._costs.cost(beside + 1), self._costs.cost(beside + 1 + round_.drafted)
+            cost_s += self._others * (cost_s - self.plain_s)
+        if not round_.drafted:  # a plain step is a plain step, whatever it took
+            cost_s = self.plain_s
+        earned_s, spent_s = (1 + round_.accepted) * self.plain_s, cost_s + round_.wait_s
         self._acceptance.observe(round_.drafted, round_.accepted, round_.depth)
         self._experience.observe(round_.drafted, round_.accepted, round_.depth)
         self._nodes = None
         self._unpaid_s = 0.0 if round_.wait_s > 0 else self._unpaid_s + spent_s
         self._learn_exchange(round_)
         return earned_s, spent_s
-
-    def _cost_of(self, round_: Round, plain_rows: int, nodes: int) -> float:
-        """What the step took of the session and, for its share of the nodes, of the others; sets ``plain_s``."""
-        self.plain_s = self._costs.cost(plain_rows) if round_.plain_s is None else round_.plain_s
-        if not round_.drafted:  # a plain step is a plain step, whatever it took
-            return self.plain_s
-        if round_.plain_s is not None:
-            return round_.verify_s
-        more_s = self._costs.cost(plain_rows + nodes) - self.plain_s
-        return self.plain_s + (self._others + 1) * more_s * round_.drafted / nodes
 
     def _learn_exchange(self, round_: Round) -> None:
         waited = round_.wait_s > 0
@@ -105,21 +97,6 @@ class Goodput:
             self._exchange.observe(round_.wait_s)
         elif waited and not round_.drafted:
             self._exchange.observe(min(2 * round_.wait_s, self._config.deadline_max_s))
-
-    @property
-    def others(self) -> int:
-        """Sessions beside it in the step."""
-        return self._others
-
-    @property
-    def load(self) -> Load:
-        """What others have found out with as many beside them."""
-        return self._experience.load(self._others)
-
-    @property
-    def told(self) -> bool:
-        """Whether it began with what others have seen."""
-        return self._acceptance.told
 
     def forget(self) -> None:
         """Judge the drafter afresh: what was believed is what may have changed."""
@@ -197,6 +174,6 @@ class Goodput:
         if self._exchange.mean_s is None or TRY_SHARE * self._unpaid_s >= self.usual_wait_s:
             return True
         rows, nodes = self._others + 1, self.nodes
-        step_s = self.plain_s + rows * (self._costs.cost(rows + nodes) - self._costs.cost(rows))
+        step_s = self.plain_s + self._costs.cost(rows + nodes) - self._costs.cost(rows)
         won = 1 + self._share * self._acceptance.tokens(nodes)
         return won * self.plain_s >= self._config.leave_gain * (step_s + self._exchange.mean_s)

@@ -12,16 +12,14 @@ SHADOW: commits and features still flow, so that coming back is cheap, but nothi
 Rules:
 1. What counts is the gain of ``goodput.py``: seconds of plain decoding that rounds replaced / seconds that they cost.
 2. Leaving is a running sum, quick and bounded in seconds: each round adds what it lost against ``leave_gain`` and takes
-   off what it won, down to zero. Above ``warmup_rounds`` plain steps, speculation stops. Sessions that are drafted for
-   alike keep such a sum together for each load (``estimates.Load``): where that is above it too, a session leaves that
-   has lost its part of so much, and new ones begin plain, but for the one that ``Load.turn`` lets try.
+   off what it won, down to zero. Above ``warmup_rounds`` plain steps, speculation stops.
 3. Coming back is slower: ``probe_rounds`` drafted rounds must reach ``enter_gain``, with the seconds that the drafter
    took to catch up repaid within REPAY_S. A probe ends early when it has lost PROBE_SHARE of the time since the last.
 4. Waits between probes double, up to ``probe_max_s``. They start anew only after a spell of speculation that won more
    than leaving can lose; what hovers at the threshold therefore probes ever more rarely.
 5. A probe in which an answering drafter proposed nothing passes: an empty proposal never costs more than its wait.
 6. A session begins with the acceptance that others of its kind have seen (``estimates.Experience``), so that short
-   answers need not pay for finding out. Beside others it probes only in turn with them, ever more rarely together.
+   answers need not pay for finding out.
 7. One wait in vain is enough: until the drafter is heard again, no step waits for it.
 8. Every PLAIN_EVERY rounds one is plain, so that the cost of a plain step is measured and not remembered.
 
@@ -36,12 +34,12 @@ Sources: goodput as the objective, arXiv 2406.14066; restart cost, arXiv 2512.22
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
 from slipstream.config import PolicySection
-from slipstream.estimates import ExchangeTimes, Experience, Ledger, Probe, StepCosts
+from slipstream.estimates import ExchangeTimes, Experience, Ledger, StepCosts
 from slipstream.goodput import Goodput, Round
 
 __all__ = ["ExchangeTimes", "Experience", "Mode", "Reason", "Round", "SpeculationPolicy", "StepCosts", "Transition"]
@@ -74,6 +72,26 @@ class Transition:
     gain: float
 
 
+@dataclass(slots=True)
+class Probe:
+    """A try at speculation while it is off."""
+
+    began_s: float
+    allowance_s: float  # what it may lose
+    ledger: Ledger = field(default_factory=Ledger)
+    answered_s: float | None = None  # when the drafter first spoke
+
+    def add(self, now_s: float, earned_s: float, spent_s: float, round_: Round, answered: bool) -> None:
+        """Count a round. What was waited for the first answer is the price of the restart, not of the rounds."""
+        if answered and self.answered_s is None:
+            self.answered_s = now_s
+            self.allowance_s -= self.ledger.loss_s + round_.wait_s
+            self.ledger = Ledger()
+            self.ledger.add(earned_s, spent_s - round_.wait_s, 0.0, round_.drafted > 0)
+        else:
+            self.ledger.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
+
+
 class SpeculationPolicy:
     """See the module. Times are seconds of any monotone clock, never decreasing from call to call."""
 
@@ -92,7 +110,6 @@ class SpeculationPolicy:
         self._returns: Reason = "probe_ok"  # what a probe that succeeds is credited to
         self._spell = Ledger()  # since speculation began
         self._risk_s = 0.0  # the running sum of rule 2
-        self.crowd = 1  # sessions whose rounds are fed
         self._probe: Probe | None = None
         self._silent = self._idle = self._since_plain = 0  # rounds in a row
 
@@ -116,21 +133,6 @@ class SpeculationPolicy:
     @property
     def _measures_plain(self) -> bool:
         return self.mode is Mode.SPECULATE and self._since_plain >= PLAIN_EVERY
-
-    def begin(self, now_s: float, others: int) -> Transition | None:
-        """The session's first step is next, with so many others in it."""
-        self._goodput.tell_others(others)
-        goodput = self._goodput
-        if self.mode is not Mode.SPECULATE or not goodput.told or goodput.load.turn(others):
-            return None
-        if goodput.nodes and goodput.load.risk_s <= self._patience_s:
-            return None
-        self._postpone(now_s)
-        return self._go(now_s, Mode.PLAIN, "overload" if goodput.overloaded else "acceptance_low")
-
-    @property
-    def _patience_s(self) -> float:
-        return self._config.warmup_rounds * self._goodput.plain_s * self.crowd
 
     def budget(self, now_s: float, batch_rows_of_others: int) -> int:
         """Draft nodes to verify in this step, root not counted; 0 is plain. ``batch_rows_of_others``: rows that the
@@ -164,14 +166,11 @@ class SpeculationPolicy:
         if not self._wants:
             return self.tick(now_s)
         self._goodput.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
-        lost_s = self._config.leave_gain * spent_s - earned_s
-        if self._probe is None or self._probe.answered_s is not None:
-            self._goodput.load.lost(lost_s, 2 * self._patience_s)
         if self._probe is not None:
-            self._probe.add(now_s, earned_s, spent_s, round_.wait_s, round_.drafted > 0, answered)
+            self._probe.add(now_s, earned_s, spent_s, round_, answered)
             return self._judge(now_s, self._probe)
         self._spell.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
-        self._risk_s = max(0.0, self._risk_s + lost_s)
+        self._risk_s = max(0.0, self._risk_s + self._config.leave_gain * spent_s - earned_s)
         return self._consider_leaving(now_s)
 
     def _count(self, round_: Round) -> bool:
@@ -237,14 +236,13 @@ class SpeculationPolicy:
                     else self._leave(now_s, Mode.SHADOW, "acceptance_low"))
         if self._silent >= SILENT_ROUNDS:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
-        together = self._goodput.load.risk_s > self._patience_s
-        if self._risk_s > self._patience_s / (1 + self._goodput.others if together else 1):
+        if self._risk_s > patience * self._goodput.plain_s:
             late = self._silent > 1 or self._goodput.too_slow
             return self._leave(now_s, Mode.SHADOW, "draft_timeout" if late else "acceptance_low")
         return None
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
-        won = -self._spell.loss_s > self._patience_s
+        won = -self._spell.loss_s > self._config.warmup_rounds * self._goodput.plain_s
         if self.mode is Mode.SPECULATE and won and reason != "incompatible":
             self._backoff_s = self._config.probe_after_s
         self._postpone(now_s)
@@ -263,14 +261,12 @@ class SpeculationPolicy:
 
     def _due(self, now_s: float) -> bool:
         # Under overload a probe would only confirm it, and none begins before one exchange is affordable.
-        together_s = self._goodput.load.next_probe_s if self._goodput.others else now_s
-        return (self._allowed and now_s >= max(self._next_probe_s, together_s)
+        return (self._allowed and now_s >= self._next_probe_s
                 and PROBE_SHARE * (now_s - self._quiet_since_s) >= self._goodput.exchange_s
                 and not self._goodput.overloaded)
 
     def _start_probe(self, now_s: float) -> None:
         self.num_probes += 1
-        self._goodput.load.probed(now_s, self._config.probe_rounds * self._goodput.plain_s, self._config.probe_max_s)
         quiet_s = min(now_s - self._quiet_since_s, self._config.probe_max_s)
         self._probe = Probe(now_s, PROBE_SHARE * quiet_s)
         self._goodput.forget()
@@ -290,7 +286,6 @@ class SpeculationPolicy:
         reason, self._returns = self._returns, "probe_ok"
         self._probe, self._spell = None, Ledger()
         self._failed, self._risk_s = 0, 0.0
-        self._goodput.load.gap_s = 0.0
         return self._go(now_s, Mode.SPECULATE, reason)
 
     def _fail(self, now_s: float, reason: Reason = "probe_failed") -> Transition | None:

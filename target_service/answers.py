@@ -38,13 +38,12 @@ Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward that is done: when it began, how long it took, how many rows, trees and draft nodes were in it."""
+    """A forward that is done: when it began, how long it took, how many rows and trees were in it."""
 
     started_s: float
     seconds: float
     rows: int
     num_trees: int
-    nodes: int
 
 
 class Answers:
@@ -79,8 +78,8 @@ class Answers:
             history.append(request.tokens[prompt:])
         return Running(number, request, side, policy, sink, now_s, history, span=span)
 
-    def admit(self, running: Running, others: int, now_s: float) -> None:
-        """Give it its slots, as far as the prefix cache has them, and a drafter if that pays beside ``others``."""
+    def admit(self, running: Running, now_s: float) -> None:
+        """Give it its slots, as far as the prefix cache has them, and a drafter."""
         # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
         running.slots = np.zeros(running.max_len + MAX_NODES, np.int64)
         if self._cache is not None:
@@ -92,9 +91,7 @@ class Answers:
             if running.first_step_s is None:
                 running.cached_tokens = running.computed
                 self._metrics.prompt(running.side.base, running.computed)
-        if running.first_step_s is None:
-            self._note(running, running.policy.begin(now_s, others))
-        self._follow(running, others, now_s)
+        self._follow(running, now_s)
 
     def put_back(self, running: Running) -> None:
         """Take its slots away; it will be computed again from its tokens."""
@@ -177,8 +174,7 @@ class Answers:
             self._pool.judge(running, drafted, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
-                      running.policy.mode.value, lossy=verified.lossy,
-                      plain_s=self._costs.cost(step.rows - step.nodes))
+                      running.policy.mode.value, lossy=verified.lossy)
         self._metrics.lenient(verified.lenient)
         if first:
             piece = replace(piece, cached_tokens=running.cached_tokens,
@@ -193,7 +189,7 @@ class Answers:
         wanted = running.policy.budget(now_s, step.num_trees - 1) if running.policy.wants_drafts(now_s) else 0
         self._pool.commit(running, tokens, drafted, wanted)
         self._ask(running, now_s)
-        self._follow(running, step.num_trees - 1, now_s)
+        self._follow(running, now_s)
         return False
 
     def deliver(self) -> None:
@@ -202,12 +198,12 @@ class Answers:
             self._dispatch(self._pieces)
             self._pieces = []
 
-    def _follow(self, running: Running, others: int, now_s: float) -> None:
+    def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
         wants = running.policy.wants_drafts(now_s)
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
-        elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, others)):
+        elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
             running.first_round = True
             self._ask(running, now_s)
 
@@ -234,10 +230,8 @@ class Answers:
                  now_s: float) -> None:
         exchange_s, running.exchange_s = running.exchange_s, None
         round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
-                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows, nodes=step.nodes,
-                       late=running.stood and not running.side.heard, exchange_s=exchange_s, first=running.first_round,
-                       burden_s=running.burden_s)
-        running.burden_s = 0.0
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                       late=running.stood and not running.side.heard, exchange_s=exchange_s, first=running.first_round)
         # The first token comes with the prompt: nobody waits for a drafter there.
         running.first_round = running.first_round and running.side.num_output == 0
         self._note(running, running.policy.observe(now_s, round_))

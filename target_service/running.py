@@ -52,7 +52,6 @@ class Running:
     heard_s: float | None = None  # when the drafter answered for it
     asked: dict[int, float] = field(default_factory=dict)  # base -> when, of commits that left nothing but the root
     exchange_s: float | None = None  # what an answer to one of them took, if one came since the last round
-    burden_s: float = 0.0  # what its drafter has cost the others since its last round
     wait_until_s: float = 0.0  # the deadline of the drafter's answer
     enough: float = 0.0  # draft tokens that a tree must promise for it to be taken at once
     features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
@@ -72,16 +71,9 @@ class Running:
     def max_len(self) -> int:
         return len(self.request.tokens) - self.request.answered + self.request.max_tokens
 
-    @property
-    def drafted_for(self) -> bool:
-        """Whether its drafter is at work for its newest token, as far as is known."""
-        return self.link is not None and not self.side.heard and self.policy.wants_drafts(self.committed_s)
-
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
-        if not self.drafted_for or now_s >= self.wait_until_s:
-            return False
-        if self.side.num_output == 0:  # its drafter is reading the prompt, and a reader is waiting for the first token
+        if self.link is None or self.side.heard or now_s >= self.wait_until_s or not self.policy.wants_drafts(now_s):
             return False
         tree = self.side.tree
         return len(tree) == 1 or tree.promise(self.policy.nodes) < self.enough

@@ -32,7 +32,6 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch, Step
-from target_service.burden import Burden
 from target_service.links import DraftPool
 from target_service.plan import Plan
 from target_service.running import Running
@@ -68,7 +67,7 @@ class TargetWorker:
         self._plan = Plan(self.answers, costs, self.shedding)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
-        self._burden = Burden(costs)
+        self._costs = costs
         self._dispatch = dispatch
         self._thread = threading.Thread(target=self._run, name="target-worker", daemon=True)
 
@@ -237,7 +236,6 @@ class TargetWorker:
             deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
             return max(1e-4, min(deadlines) - now_s) if deadlines else None
         if held_s := self._plan.hold_s(decision, self._running, now_s):
-            self._burden.hold(now_s)
             self.pool.flush()
             return held_s
         self._act(decision)
@@ -254,11 +252,10 @@ class TargetWorker:
             self.answers.put_back(running)
             self._waiting.appendleft(running)
             self._metrics.preempted()
-        others = len(self._running) + len(decision.admit) - 1
         for number in decision.admit:
             running = next(r for r in self._waiting if r.number == number)
             self._waiting.remove(running)
-            self.answers.admit(running, others, self._clock())
+            self.answers.admit(running, self._clock())
             self._running.append(running)
         self._running.sort(key=lambda r: r.number)
         if decision.prefill or decision.verify:
@@ -269,8 +266,7 @@ class TargetWorker:
         prefill = [(by_number[number], rows) for number, rows in decision.prefill]
         trees = [(by_number[number], by_number[number].side.tree.best(rows)) for number, rows in decision.verify]
         rows = sum(rows for _, rows in prefill) + sum(len(tree) for _, tree in trees)
-        if self._cache is not None and rows > self._runner.slots.num_free:
-            self._cache.evict(rows - self._runner.slots.num_free)
+        self._make_room(rows)
         started_s = self._clock()
         try:
             results = run_step(self._runner, prefill, trees, self._thresholds)
@@ -285,8 +281,8 @@ class TargetWorker:
                 self.answers.fail(running, error)
             return
         step_s = self._clock() - started_s
-        step = Step(started_s, step_s, rows, len(trees), sum(len(tree) - 1 for _, tree in trees))
-        self._burden.share(self._running, [running for running, _ in trees], step)
+        self._costs.observe(rows, step_s)
+        step = Step(started_s, step_s, rows, len(trees))
         trace_step(self._trace, step, results)
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
@@ -296,3 +292,8 @@ class TargetWorker:
                 self._running.remove(verified.running)
                 self.answers.release(verified.running)
         self._metrics.step(rows, waited_s, step_s, self._clock() - started_s - step_s)
+
+    def _make_room(self, rows: int) -> None:
+        short = rows - self._runner.slots.num_free
+        if short > 0 and self._cache is not None:
+            self._cache.evict(short)

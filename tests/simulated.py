@@ -6,7 +6,7 @@ what is true; ``Simulation`` plays rounds and keeps, for each, the time it took 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +15,6 @@ from slipstream.config import PolicySection
 from slipstream.policy import ExchangeTimes, Experience, Mode, Round, SpeculationPolicy, StepCosts, Transition
 
 PROFILE = {1: 0.010, 2: 0.0102, 4: 0.0106, 8: 0.0115, 16: 0.0135, 32: 0.018, 64: 0.030, 128: 0.055}
-CROWDED = {1: 0.016, 4: 0.020, 8: 0.028, 16: 0.038, 32: 0.055, 64: 0.090, 128: 0.160}  # a CPU's: rows are dear
-EACH_S = 0.001
 
 Of = Callable[[float], float]
 
@@ -156,59 +154,3 @@ class Simulation:
     def _step_s(self, rows: int) -> float:
         points = sorted(PROFILE)
         return float(np.interp(rows, points, [PROFILE[p] for p in points])) * self.world.slowness(self.now_s)
-
-
-@dataclass
-class Crowd:
-    """Answers in one step after another, drafted for on the target's own cores: a drafter at work slows their step."""
-
-    acceptance: Sequence[float]  # of each answer
-    seed: int = 0
-    exchange_s: float = 0.003  # and EACH_S for each further answer that is drafted for at once
-    slowed: float = 1.2  # a step beside which drafts are made
-    config: PolicySection = field(default_factory=PolicySection)
-    spent_s: float = 0.0
-    plain_s: float = 0.0  # what plain decoding would have taken until the longest answer was over
-
-    def __post_init__(self) -> None:
-        self.costs, self.exchange, self.experience = StepCosts(CROWDED), ExchangeTimes(), Experience()
-        self.rng = np.random.default_rng(self.seed)
-        self.now_s = 0.0
-
-    def answer(self, tokens: int) -> None:
-        """All answers, so many tokens each, from their first to the longest one's last."""
-        count = len(self.acceptance)
-        policies = [SpeculationPolicy(self.config, self.costs, self.exchange, self.now_s, self.experience)
-                    for _ in self.acceptance]
-        for policy in policies:
-            policy.begin(self.now_s, count - 1)
-        left, began_s = [tokens] * count, self.now_s
-        while any(rest > 0 for rest in left):
-            self._step([(n, policies[n]) for n in range(count) if left[n] > 0], left)
-        self.spent_s += self.now_s - began_s
-        self.plain_s += tokens * self.costs_of(count)
-
-    @staticmethod
-    def costs_of(rows: int) -> float:
-        return float(np.interp(rows, sorted(CROWDED), [CROWDED[points] for points in sorted(CROWDED)]))
-
-    def _step(self, running: Sequence[tuple[int, SpeculationPolicy]], left: list[int]) -> None:
-        asking = [policy for _, policy in running if policy.wants_drafts(self.now_s)]
-        comes_s = self.exchange_s + EACH_S * len(asking)
-        heard = {id(policy) for policy in asking if policy.deadline_s() >= comes_s}
-        held_s = comes_s if heard else 0.0
-        nodes = {n: min(4, policy.budget(self.now_s, len(running) - 1)) if id(policy) in heard else 0
-                 for n, policy in running}
-        rows, beside = len(running) + sum(nodes.values()), len(asking) - len(heard)
-        step_s = self.costs_of(rows) * (self.slowed if beside else 1.0) * (1 + 0.03 * self.rng.standard_normal())
-        slowed_s = self.costs.slowed_s(rows) * len(running) / beside if beside else 0.0
-        self.costs.observe(rows, step_s, beside > 0)
-        self.now_s += held_s + step_s
-        for n, policy in running:
-            accepted = int(np.argmin(np.append(self.rng.random(nodes[n]) < self.acceptance[n], False)))
-            left[n] -= 1 + accepted
-            waited = id(policy) in heard
-            burden_s = held_s * (len(running) - len(heard)) / len(heard) if waited else slowed_s * (policy in asking)
-            policy.observe(self.now_s, Round(
-                nodes[n], accepted, nodes[n], step_s, held_s if waited else 0.0, rows, nodes=sum(nodes.values()),
-                exchange_s=comes_s if policy in asking else None, burden_s=burden_s))

@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import PolicySection
 from slipstream.estimates import UNTOLD_EVERY, Acceptance, ExchangeTimes, Experience
 from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
-from tests.simulated import PROFILE, Crowd, Simulation, World, always, steps
+from tests.simulated import PROFILE, Simulation, World, always, steps
 
 CONFIG = PolicySection()
 SEEDS = range(3)
@@ -323,58 +323,3 @@ def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
     assert SpeculationPolicy(CONFIG, costs, exchange).deadline_s() > 0.0
     first.observe(0.2, Round(4, 2, 4, costs.cost(5), 0.005, 5, exchange_s=0.005))
     assert exchange.mean_s == 0.005
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("count", [4, 16])
-@pytest.mark.parametrize("acceptance", [0.1, 0.35, 0.6])
-def test_a_crowd_is_hardly_slower_than_plain(acceptance: float, count: int, seed: int) -> None:
-    """Rows are dear and the drafter is on the same cores: speculation does not pay. What one answer finds out, the next
-    ones know, so the first batch pays for it and the others hardly do."""
-    crowd = Crowd([acceptance] * count, seed)
-    crowd.answer(96)
-    assert crowd.spent_s < 1.17 * crowd.plain_s, (seed, crowd.spent_s / crowd.plain_s)
-    crowd.spent_s = crowd.plain_s = 0.0
-    for _ in range(6):
-        crowd.answer(96)
-    assert crowd.spent_s < crowd.plain_s / 0.97, (seed, crowd.spent_s / crowd.plain_s)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_few_that_are_well_drafted_for_gain(seed: int) -> None:
-    crowd = Crowd([0.9] * 3, seed)
-    for _ in range(4):
-        crowd.answer(96)
-    assert crowd.spent_s < 0.8 * crowd.plain_s, (seed, crowd.spent_s / crowd.plain_s)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_crowd_comes_back_when_its_drafter_is_good(seed: int) -> None:
-    crowd = Crowd([0.05] * 3, seed)
-    for _ in range(4):
-        crowd.answer(96)
-    crowd.acceptance = [0.9] * 3
-    for _ in range(8):
-        crowd.answer(96)
-    crowd.spent_s = crowd.plain_s = 0.0
-    crowd.answer(96)
-    assert crowd.spent_s < 0.85 * crowd.plain_s, (seed, crowd.spent_s / crowd.plain_s)
-
-
-def test_what_all_drafts_of_a_step_cost_is_shared_by_nodes() -> None:
-    costs = StepCosts({1: 0.010, 64: 0.073})
-    policy = SpeculationPolicy(CONFIG, costs)
-    for now_s in np.arange(0.0, 0.3, 0.03):
-        policy.budget(now_s, 3)
-        policy.observe(now_s, Round(2, 1, 2, costs.cost(12), 0.0, 12, nodes=8, burden_s=0.001))
-    plain_s, step_s = costs.cost(4), costs.cost(12)
-    assert policy.gain == pytest.approx(2 * plain_s / (plain_s + 4 * (step_s - plain_s) * 2 / 8 + 0.001))
-
-
-def test_steps_beside_a_drafter_at_work_are_told_apart() -> None:
-    costs = StepCosts({1: 0.010, 8: 0.020})
-    for step in range(400):
-        costs.observe(4, 0.0125 if step % 2 else 0.0150, beside=not step % 2)
-    assert costs.cost(4) == pytest.approx(0.0125, rel=0.03)
-    assert costs.slowed_s(4) == pytest.approx(0.0025, rel=0.2)
-    assert StepCosts({1: 0.010}).slowed_s(5) == 0.0
