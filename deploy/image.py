@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from slipstream import __version__
-from slipstream.engine.native.library import build_all
+from slipstream.engine.native.compiled_kernels import build_all
 from slipstream.models import KNOWN
 
 ROOT = Path(__file__).parent.parent

@@ -145,7 +145,7 @@ def _compiler() -> list[Check]:
 def _kernels() -> list[Check]:
     if importlib.util.find_spec("torch") is None:
         return []
-    from slipstream.engine.native.library import kernels
+    from slipstream.engine.native.compiled_kernels import kernels
 
     try:
         return [Check("CPU kernels", "ok", " ".join(kernels().flags) or "for any processor")]

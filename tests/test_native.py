@@ -13,8 +13,8 @@ import torch
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.native import native_or
+from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, flags_for, kernels
 from slipstream.engine.native.decoder import NativeDecoder, NativeHead
-from slipstream.engine.native.library import X86, Kernels, build, file_name, flags_for, kernels
 from slipstream.engine.native.program import BatchFrame, Packed, Program, Team
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model

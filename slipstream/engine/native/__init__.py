@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from slipstream.engine.native.library import kernels
+from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.program import Team
 from slipstream.errors import ModelError
 from slipstream.log import logger

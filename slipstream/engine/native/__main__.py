@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from slipstream.engine.native.library import SOURCE, build_all
+from slipstream.engine.native.compiled_kernels import SOURCE, build_all
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.native.library import Kernels
+from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.errors import ModelError
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND = range(5)
@@ -74,12 +74,12 @@ class Team:
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
         self.kernels, self.threads, self.weights = kernels, threads, Weights()
-        self._handle = kernels.library.slipstream_team(threads)
+        self._handle = kernels.functions.slipstream_team(threads)
         # Not at the process's end: a thread may still be in a list then, and the system ends them all.
-        weakref.finalize(self, kernels.library.slipstream_end, self._handle).atexit = False
+        weakref.finalize(self, kernels.functions.slipstream_end, self._handle).atexit = False
 
     def run(self, ops: ctypes.Array[Op], frame: Frame) -> None:
-        self.kernels.library.slipstream_run(self._handle, ctypes.addressof(ops), len(ops), ctypes.addressof(frame))
+        self.kernels.functions.slipstream_run(self._handle, ctypes.addressof(ops), len(ops), ctypes.addressof(frame))
 
 
 class Packed:
@@ -99,7 +99,7 @@ class Packed:
             weight, bias = weight[order], None if bias is None else bias[order]
         self.weight = team.weights.take(-(-rows // GROUP) * GROUP * self.inner)
         source = weight.to(torch.bfloat16).contiguous()
-        team.kernels.library.slipstream_pack(source.data_ptr(), rows, self.inner, self.weight.data_ptr())
+        team.kernels.functions.slipstream_pack(source.data_ptr(), rows, self.inner, self.weight.data_ptr())
         self.bias = None
         if bias is not None:
             self.bias = torch.zeros(-(-rows // GROUP) * GROUP)

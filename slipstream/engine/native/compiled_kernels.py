@@ -40,21 +40,21 @@ X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, ("-march
 class Kernels:
     """The loaded library; see ``kernels.cpp`` for what its functions do."""
 
-    library: ctypes.CDLL
+    functions: ctypes.CDLL
     flags: tuple[str, ...]
 
     @staticmethod
     def of(path: Path, flags: tuple[str, ...]) -> Kernels:
-        library = ctypes.CDLL(str(path))
-        library.slipstream_team.restype = ctypes.c_void_p
-        library.slipstream_team.argtypes = [ctypes.c_int32]
-        library.slipstream_end.argtypes = [ctypes.c_void_p]
-        library.slipstream_end.restype = None
-        library.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-        library.slipstream_run.restype = None
-        library.slipstream_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-        library.slipstream_pack.restype = None
-        return Kernels(library, flags)
+        functions = ctypes.CDLL(str(path))
+        functions.slipstream_team.restype = ctypes.c_void_p
+        functions.slipstream_team.argtypes = [ctypes.c_int32]
+        functions.slipstream_end.argtypes = [ctypes.c_void_p]
+        functions.slipstream_end.restype = None
+        functions.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        functions.slipstream_run.restype = None
+        functions.slipstream_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        functions.slipstream_pack.restype = None
+        return Kernels(functions, flags)
 
 
 @cache
