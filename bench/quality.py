@@ -1,7 +1,7 @@
 """``python -m bench.quality``: what a cheaper arithmetic changes in answers.
 
-Greedy texts of the model in bfloat16 are read again, at most 8 rows at a time, by the same model in float32, bfloat16
-and fp8 (``model.quantize``). *Agrees* is the share of positions whose best token is the text's;
+Greedy texts of the model in bfloat16 are read again, at most 8 rows at a time, by the same model in float32, bfloat16,
+int8 and fp8 (``model.quantize``). *Agrees* is the share of positions whose best token is the text's;
 *error* is the root mean square of the difference to float32's logits.
 """
 
@@ -23,7 +23,7 @@ from slipstream.engine.weights import load_model
 from slipstream.models import resolve
 
 KINDS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"),
-         "fp8": ("bfloat16", "fp8")}
+         "int8": ("bfloat16", "int8"), "fp8": ("bfloat16", "fp8")}
 ROWS = 8
 
 

@@ -1,9 +1,10 @@
 """``make bench-steps``: milliseconds of a step by its rows and threads, and what a plain step consists of.
 
-Both kernels side by side: those of our own (``native``) and torch's operations (``torch``), in turn, so that a slow
-moment hurts all alike; medians and the fastest. *Floor* is the time in which the machine reads all weights once, at the
-rate of a sum over memory. *Products* are those of all layers, *attention* what stands behind the same context; *rest*
-is what remains of a step: norms, rotary positions, KV writes, dispatch. ``GOMP_SPINCOUNT`` rules torch's threads alone.
+Kernels side by side: those of our own in bfloat16 (``native``) and with int8 weights (``int8``), and torch's operations
+(``torch``), in turn, so that a slow moment hurts all alike; medians and the fastest. *Floor* is the time in which the
+machine reads all weights once, at the rate of a sum over memory. *Products* are those of all layers, *attention* what
+stands behind the same context; *rest* is what remains of a step: norms, rotary positions, KV writes, dispatch.
+``GOMP_SPINCOUNT`` rules torch's threads alone.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
 
 
 def loaded(model: str, dtype: str, kernels: str) -> ModelRunner:
-    found: CausalModel = load_model(resolve(model), dtype, kernels=kernels)
+    found: CausalModel = (load_model(resolve(model), dtype, quantize="int8") if kernels == "int8"
+                          else load_model(resolve(model), dtype, kernels=kernels))
     if not isinstance(found, (Decoder, NativeDecoder)):
         raise ModelError("bench-steps measures the engine 'decoder' alone")
     runner = ModelRunner(found, CONTEXT + max(ROWS))
@@ -91,12 +93,12 @@ def loaded(model: str, dtype: str, kernels: str) -> ModelRunner:
     return runner
 
 
-def bytes_read(model: CausalModel) -> int:
+def bytes_read(model: CausalModel, itemsize: float) -> float:
     """By a plain step, of weights."""
     config = model.config
     projections = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     layer = projections + 3 * config.hidden_size * config.intermediate_size
-    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * model.dtype.itemsize
+    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * itemsize
 
 
 def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], list[Row]]:
@@ -117,11 +119,13 @@ def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: i
                 median, least = found[f"{kind} {rows}"]
                 by_rows.append({"kernels": kind, "threads": count, "rows": rows, "ms": 1e3 * median,
                                 "least_ms": 1e3 * least, "against_one": median / found[f"{kind} 1"][0]})
-            split.append(consists_of(kind, count, found, bytes_read(runners[kind].model)))
+            model_of, sizes = runners[kind].model, {"int8": 1}
+            read = bytes_read(model_of, sizes.get(kind, model_of.dtype.itemsize))
+            split.append(consists_of(kind, count, found, read))
     return by_rows, split
 
 
-def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], read: int) -> Row:
+def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], read: float) -> Row:
     median = {name.removeprefix(f"{kind} "): taken[0] for name, taken in found.items() if name.startswith(f"{kind} ")}
     rate = 4 * SUMMED / found["sum"][1]
     known = sum(median[name] for name in ("products", "head", "attention"))
@@ -135,7 +139,7 @@ def main() -> None:
     parser.add_argument("--model", default=ModelSection().path, help="a name or a folder")
     parser.add_argument("--dtype", default=ModelSection().dtype)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
-    parser.add_argument("--kernels", default="native,torch", help="which to time, in turn")
+    parser.add_argument("--kernels", default="native,int8,torch", help="which to time, in turn")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
     counts = [int(count) for count in given.threads.split(",")]

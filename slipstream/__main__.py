@@ -220,16 +220,31 @@ def list_known() -> None:
 
 @models_app.command(name="prepare")
 def prepare_known(
-    name: Annotated[str, typer.Argument(help="A name that `slipstream models list` shows.")],
-    folder: Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="Else the user's cache folder.")] = None,
+    name: Annotated[str, typer.Argument(
+        help="A name that `slipstream models list` shows; with --dtype also a folder.")],
+    folder: Annotated[Path | None, typer.Option(
+        "--to", metavar="FOLDER", help="Else the user's cache folder; of a folder with --dtype: beside it.")] = None,
+    dtype: Annotated[str, typer.Option(
+        "--dtype", metavar="KIND", help="int8, bfloat16 or float32: a further folder with weights of that kind.")] = "",
 ) -> None:
     """Turn a packaged model into a folder that services load. Done once; the second call takes no time.
 
-    Example: `slipstream models prepare smollm2-135m`
-    """
-    from slipstream.models import prepare
+    Examples:
 
-    print(prepare(name, folder))
+    `slipstream models prepare smollm2-135m`
+
+    `slipstream models prepare smollm2-135m --dtype int8`, then `slipstream run --set model.path=FOLDER` with what it
+    prints
+    """
+    from slipstream.models import KNOWN, prepare, resolve
+
+    if not dtype:
+        print(prepare(name, folder))
+        return
+    from slipstream.engine.preparation import prepare_as
+
+    source = prepare(name) if name in KNOWN else resolve(name)
+    print(prepare_as(dtype, source, folder or source.with_name(f"{source.name}-{dtype}")))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from slipstream.errors import ConfigError
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "torch", "flashinfer"]
 Kernels = Literal["auto", "native", "torch"]
+Quantize = Literal["none", "fp8", "int8"]
 
 
 class Section(BaseModel):
@@ -41,7 +42,8 @@ class ModelSection(Section):
     attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
     kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
                              "its C++ compiler, and torch's elsewhere; native: these or an error")
-    quantize: Literal["none", "fp8"] = Field("none", description="fp8: weights in 8 bits, for GPUs (Hopper or newer)")
+    quantize: Quantize = Field("none", description="int8: weights as whole numbers, for kernels of our own on a CPU; "
+                               "fp8: 8 bits in floating point, for GPUs (Hopper or newer); both may change answers")
     exact: bool = Field(False, description="start only if bfloat16 answers equal plain decoding's bit for bit: with "
                         "kernels native, after a trial (`make bench-exact`)")
     graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
@@ -86,8 +88,8 @@ class DraftSection(Section):
     combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     attention: Attention = Field("auto", description="of the draft model or head; as in model")
-    quantize: Literal["none", "fp8"] = Field("none", description="of the draft model or head, for GPUs (Hopper or "
-                                             "newer); it may cost acceptance, never an answer")
+    quantize: Quantize = Field("none", description="of the draft model or head; as in model, int8 not for eagle2 and "
+                               "mtp; it may cost acceptance, never an answer")
     kernels: Kernels = Field("auto", description="of a draft model or an EAGLE-3 head; as in model")
     graphs: bool = Field(True, description="an EAGLE-3 head's tree as one CUDA graph; with FlashInfer's attention only")
     dtype: Dtype = "bfloat16"

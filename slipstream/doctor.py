@@ -221,7 +221,8 @@ def _pairing(config: Config) -> list[Check]:
         prompts = [tokenizer.encode(question).ids for question in QUESTIONS]
         slots = slots_needed(prompts, CHECK_TOKENS)
         drafter = create(draft.model_copy(update={"slots": 2 * slots, "compile": False}), model)
-        runner = ModelRunner(load_model(folder, model.dtype, model.device, model.engine, kernels=model.kernels), slots)
+        runner = ModelRunner(load_model(folder, model.dtype, model.device, model.engine, quantize=model.quantize,
+                                        kernels=model.kernels), slots)
         tally = Tally()
         Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
     except SlipstreamError as error:

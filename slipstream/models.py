@@ -179,7 +179,7 @@ def prepare(name: str, dest: Path | None = None, progress: bool = True,
     folder = Path(dest).expanduser() if dest is not None else default_root() / name
     if is_prepared(folder):
         return folder
-    if folder.exists() and not _may_replace(folder):
+    if folder.exists() and not may_replace(folder):
         raise ModelError(f"{folder}: exists and was not prepared by slipstream; choose another folder or remove it")
     source = packaged_file(model)
     try:
@@ -189,7 +189,7 @@ def prepare(name: str, dest: Path | None = None, progress: bool = True,
             fresh.mkdir()
             with _bar(f"preparing {name}", progress) as report:
                 _convert(model, source, fresh, report)
-            _put_in_place(fresh, folder, Path(scratch) / "old")
+            put_in_place(fresh, folder, Path(scratch) / "old")
     except OSError as error:
         raise ModelError(f"cannot write {folder}: {error}; about 0.6 GB of disk are needed") from error
     return folder
@@ -265,13 +265,14 @@ def is_head(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
-def _may_replace(folder: Path) -> bool:
-    """Only what an earlier ``prepare`` made, or an empty folder, may go."""
+def may_replace(folder: Path) -> bool:
+    """Only what was prepared earlier, or an empty folder, may go."""
     return folder.is_dir() and ((folder / RECEIPT).is_file() or not any(folder.iterdir()))
 
 
-def _put_in_place(fresh: Path, folder: Path, old: Path) -> None:
-    if is_prepared(folder):  # another process was faster
+def put_in_place(fresh: Path, folder: Path, old: Path) -> None:
+    """Rename a complete folder to its place; what is there goes to ``old``, unless another process was faster."""
+    if is_prepared(folder):
         return
     if folder.exists():
         shutil.move(folder, old)

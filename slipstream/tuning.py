@@ -78,7 +78,7 @@ def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequenc
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
     draft = config.draft.model_copy(update={"growth": largest(all_), "slots": config.draft.slots or 2 * slots})
     runner = ModelRunner(load_model(resolve(section.path), section.dtype, section.device, section.engine,
-                                    kernels=section.kernels), slots)
+                                    quantize=section.quantize, kernels=section.kernels), slots)
     drafter = create(draft, section)
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
@@ -102,8 +102,9 @@ def table(result: Sweep, exchange_s: float) -> Table:
 def as_yaml(config: Config, best: Measured, gain: float) -> str:
     """A configuration with the best shape, for ``--config``."""
     wanted = {
-        "model": config.model.model_dump(mode="json", include={"path", "dtype", "device", "engine"}),
-        "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map"})
+        "model": config.model.model_dump(mode="json", include={"path", "dtype", "device", "engine", "quantize"}),
+        "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
+                                                                 "quantize"})
         | {"growth": best.growth.model_dump(mode="json")},
         "target": {"policy": {"max_nodes": best.growth.num_draft_tokens}},
     }

@@ -115,10 +115,10 @@ class Rig:
 @asynccontextmanager
 async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
                  engine: str = "decoder", around: Callable[[CausalModel], CausalModel] = lambda model: model,
-                 exact: bool = False, **settings: object) -> AsyncIterator[Rig]:
+                 exact: bool = False, quantize: str = "none", **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
     config = TargetSection(policy=policy, slots=slots, drafts=(), **settings)
-    model = around(load_model(folder, dtype, engine=engine, exact=exact))
+    model = around(load_model(folder, dtype, engine=engine, exact=exact, quantize=quantize))
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")

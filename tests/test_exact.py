@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection
+from slipstream.config import DraftSection, GrowthSection, ModelSection, Quantize
 from slipstream.drafters import create
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.exact import check_exact, passes_trial
@@ -48,8 +48,8 @@ class MoreWithCompany:
         return self._model.embed(tokens)
 
 
-def load(folder: Path) -> ModelRunner:
-    return ModelRunner(load_model(folder, "bfloat16", exact=True), 1024)
+def load(folder: Path, quantize: str) -> ModelRunner:
+    return ModelRunner(load_model(folder, "bfloat16", exact=True, quantize=quantize), 1024)
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("exact"), **SHAPE)
 
 
-@pytest.fixture(params=["llama", "mistral", "qwen3"])
+@pytest.fixture(params=[("llama", "none"), ("mistral", "none"), ("qwen3", "none"), ("llama", "int8")], ids=" ".join)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
-    window = {"sliding_window": 70} if request.param == "mistral" else {}
-    return load(write_tiny_model(tmp_path, request.param, **{**SHAPE, **window}))
+    kind, quantize = request.param
+    window = {"sliding_window": 70} if kind == "mistral" else {}
+    return load(write_tiny_model(tmp_path, kind, **{**SHAPE, **window}), quantize)
 
 
 def test_a_trees_rows_are_those_of_plain_steps(runner: ModelRunner) -> None:
@@ -106,16 +107,17 @@ def test_neighbours_do_not_matter(runner: ModelRunner) -> None:
     assert torch.equal(runner.forward(builder.build()), torch.cat(alone))
 
 
-async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path, quantize: Quantize) -> None:
     section = DraftSection(drafter="standalone", model=str(write_tiny_model(tmp_path, noise=0.1, **SHAPE)),
-                           growth=GrowthSection(num_steps=4, topk=3, num_draft_tokens=12))
+                           quantize=quantize, growth=GrowthSection(num_steps=4, topk=3, num_draft_tokens=12))
     asked = [Request(str(seed), tuple(TEXT[: 30 + seed]), Sampling(temperature=seed / 4, seed=seed), 60)
              for seed in range(4)]
 
     def tokens(pieces: list[Piece]) -> list[int]:
         return [token for piece in pieces for token in piece.tokens]
 
-    async with target(folder, dtype="bfloat16", exact=True) as rig:
+    async with target(folder, dtype="bfloat16", exact=True, quantize=quantize) as rig:
         plain = [tokens(await rig.answer(request)) for request in asked]
         async with (drafting(create(section, ModelSection(path=str(folder), dtype="bfloat16"))) as peers,
                     local_link(rig, peers)):

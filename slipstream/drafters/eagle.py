@@ -28,6 +28,7 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.int8 import rounded
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm
 from slipstream.engine.model import ModelConfig, dtype_of
@@ -45,11 +46,11 @@ class EagleNetwork:
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, halves: Halves = EAGER, attention: str = "auto",
-                 kernels: str = "torch", spare_slots: int = 0) -> None:
+                 kernels: str = "torch", spare_slots: int = 0, whole: bool = False) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
         before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``;
-        kernels: see ``native.native_or``; spare_slots: further slots of the pool (see ``levels``). Raises ModelError
-        for an unknown dtype."""
+        kernels: see ``native.native_or``; spare_slots: further slots of the pool (see ``levels``); whole: with kernels
+        "native", matrices of whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -78,7 +79,7 @@ class EagleNetwork:
         self._norm_before_residual = head.norm_before_residual
 
         def native(team: Team) -> Body:
-            return NativeBody(team, config, tensors)
+            return NativeBody(team, config, tensors, whole)
 
         self._body = native_or(kernels, kind, device, "head", native,
                                lambda: TorchBody(config, tensors, attention, halves))
@@ -178,9 +179,11 @@ class TorchBody:
 
 
 class NativeBody:
-    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors) -> None:
-        self._block = NativeBlock(team, config, tensors, LAYER, "norm.weight", 2 * config.hidden_size)
-        self._lm_head = NativeHead(team, tensors["lm_head.weight"])
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, whole: bool) -> None:
+        """whole: as in ``EagleNetwork``."""
+        self._block = NativeBlock(team, config, tensors, LAYER, "norm.weight", 2 * config.hidden_size, whole)
+        lm_head = tensors["lm_head.weight"]
+        self._lm_head = NativeHead(team, rounded(lm_head) if whole else lm_head)
         self._rope = Rope(config, torch.float32, torch.device("cpu"))
 
     def linears(self) -> tuple[Linear, ...]:

@@ -31,6 +31,7 @@ from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.int8 import check_int8
 from slipstream.engine.layers import Linear
 from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
 from slipstream.engine.runner import ModelRunner, default_slots
@@ -46,6 +47,7 @@ def load_standalone(section: DraftSection) -> Drafter:
     """A drafter over the model folder or name in ``section.model``. Raises ModelError."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
+    _check_int8(section)
     vocabulary = _token_map(section, config.vocab_size)
     model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
                                     attention=section.attention, quantize=section.quantize, kernels=section.kernels)
@@ -59,11 +61,14 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    ours = "torch" if section.compile or section.quantize != "none" else section.kernels
+    _check_int8(section)
+    whole = section.quantize == "int8"
+    ours = "native" if whole else "torch" if section.compile or section.quantize != "none" else section.kernels
     graphs = section.graphs and device.type == "cuda" and not section.compile
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare))
+        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare,
+        whole))
     _quantized(section, network.linears())
     return _drafter(section, network, _at_once(section, network) if spare else None)
 
@@ -71,6 +76,8 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
 def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``. Raises
     ModelError."""
+    if section.quantize == "int8":
+        raise ModelError("draft.quantize: int8 is for eagle3 and standalone; use none or fp8 with eagle2")
     target = resolve(model.path)
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
@@ -116,6 +123,12 @@ def _ready(section: DraftSection, build: Callable[[Halves], N]) -> N:
     if section.compile and section.quantize != "none":
         raise ModelError("draft.quantize: it is for drafters without compile")
     return compiled(build, run_network, section.drafter) if section.compile else build(EAGER)
+
+
+def _check_int8(section: DraftSection) -> None:
+    if section.quantize == "int8":
+        native = section.kernels != "torch" and section.attention == "auto" and not section.compile
+        check_int8("draft.quantize", section.quantize, section.dtype, section.device, native=native)
 
 
 def _quantized(section: DraftSection, linears: Iterable[Linear]) -> None:

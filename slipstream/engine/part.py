@@ -17,6 +17,7 @@ from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.group import Group
+from slipstream.engine.int8 import holds_int8
 from slipstream.engine.model import ModelConfig, dtype_of
 from slipstream.engine.shards import part_config, sharded_decoder
 from slipstream.engine.weights import load_tensors
@@ -65,6 +66,9 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     if section.device == "cuda" and torch.cuda.device_count() < ranks:
         raise ModelError(f"{field}: {ranks} GPUs are wanted and {torch.cuda.device_count()} can be seen; give the pod "
                          "more, or lower it")
+    if section.quantize == "int8" or holds_int8(folder):
+        raise ModelError(f"{field}: int8 weights (model.quantize) are not shared out; take the model's own folder, and "
+                         "none or fp8")
     dtype_of(section.dtype)
     part_config(ModelConfig.from_folder(folder), ranks)
     return Part(0, ranks, 0, str(folder), section.dtype, section.device, section.attention, section.graphs,

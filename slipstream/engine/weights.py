@@ -24,6 +24,7 @@ from slipstream.engine.exact import check_exact
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
+from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.engine.native import native_or
 from slipstream.engine.native.decoder import NativeDecoder
@@ -58,9 +59,14 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
                exact: bool = False, quantize: str = "none", kernels: str = "auto") -> CausalModel:
     """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
     see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
-    spare slots; exact: see ``exact``; quantize: "none" or "fp8" (see there); kernels: one of ``native.CHOICES``. Raises
-    ModelError."""
-    if quantize != "none" and (exact or engine != "decoder" or compile_layers):
+    spare slots; exact: see ``exact``; quantize: "none", "fp8" or "int8" (see there); kernels: one of
+    ``native.CHOICES``. Raises ModelError."""
+    plain = (engine, compile_layers, attention) == ("decoder", False, "auto")
+    noted = holds_int8(folder)
+    whole = noted or quantize == "int8"
+    if whole:
+        check_int8("model.quantize", quantize, dtype, device, native=plain and kernels != "torch")
+    elif quantize != "none" and (exact or engine != "decoder" or compile_layers):
         raise ModelError("model.quantize: it is for engine decoder, without exact and without compile")
     if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
         raise ModelError("model.exact: it is for dtype bfloat16, device cpu, engine decoder and without compile; "
@@ -79,10 +85,11 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
         raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
     config = ModelConfig.from_folder(folder)
     tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
+    if not noted:
+        check_floats(folder, tensors)
     usual = partial(_torch_decoder, config, tensors, kind, place, compile_layers, attention, graphs, quantize)
-    ours = ("native" if exact else kernels if (compile_layers, attention, quantize) == (False, "auto", "none")
-            else "torch")
-    model = native_or(ours, kind, place, "model", lambda team: NativeDecoder(config, tensors, team), usual)
+    ours = "native" if exact or whole else kernels if plain and quantize == "none" else "torch"
+    model = native_or(ours, kind, place, "model", lambda team: NativeDecoder(config, tensors, team, whole), usual)
     return check_exact(model) if exact else model
 
 

@@ -31,7 +31,8 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off
 COMPILE_S = 300  # of one build at most
 
 # What a processor must say of itself, and the flags for it; the first that fits is taken.
-X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16")),
+X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
        ({"avx2", "fma", "bmi2"}, ("-march=x86-64-v3",)))
 
@@ -52,8 +53,9 @@ class Kernels:
         functions.slipstream_end.restype = None
         functions.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         functions.slipstream_run.restype = None
-        functions.slipstream_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-        functions.slipstream_pack.restype = None
+        for pack in (functions.slipstream_pack, functions.slipstream_pack_whole):
+            pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+            pack.restype = None
         return Kernels(functions, flags)
 
 

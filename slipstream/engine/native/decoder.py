@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.int8 import Matrix, head_of
 from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Rope, Tensors, take
 from slipstream.engine.model import ModelConfig
@@ -27,8 +28,8 @@ class NativeHead:
 
     __slots__ = ("_packed", "_team")
 
-    def __init__(self, team: Team, weight: torch.Tensor) -> None:
-        """weight [V, H], any float dtype."""
+    def __init__(self, team: Team, weight: Matrix) -> None:
+        """weight [V, H], any float dtype or whole numbers."""
         self._team = team
         self._packed = Packed(team, weight)
 
@@ -47,11 +48,11 @@ class NativeBlock:
     __slots__ = ("_buffers", "_config", "_layer", "_norm", "_program", "_team")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norm: str,
-                 in_features: int) -> None:
+                 in_features: int, whole: bool = False) -> None:
         """As ``NativeLayer``; norm: the name of the final norm's weight."""
         check_sizes(config)
         self._team, self._config = team, config
-        self._layer = NativeLayer(team, config, tensors, prefix, in_features)
+        self._layer = NativeLayer(team, config, tensors, prefix, in_features, whole)
         self._norm = take(tensors, norm, config.hidden_size).float()
         self._hold(FEW_ROWS, in_features)
 
@@ -83,18 +84,17 @@ class NativeDecoder:
     __slots__ = ("_embedding", "_head", "_layers", "_lists", "_norm", "_rows", "_team", "config", "device", "dtype",
                  "rope", "threads")
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, team: Team) -> None:
-        """tensors: by name, any float dtype, on the CPU. Raises ModelError naming a tensor or a measure."""
+    def __init__(self, config: ModelConfig, tensors: Tensors, team: Team, whole: bool = False) -> None:
+        """tensors, whole: as in ``NativeLayer``. Raises ModelError naming a tensor or a measure."""
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
         self._team, self.threads = team, team.threads
         embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16)
-        self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}")
+        self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}", whole=whole)
                         for i in range(config.num_layers)]
         self._norm = take(tensors, "model.norm.weight", config.hidden_size).float()
-        self._head = NativeHead(self._team, embedding if config.tied_embeddings else take(
-            tensors, "lm_head.weight", config.vocab_size, config.hidden_size))
+        self._head = NativeHead(self._team, head_of(config, tensors, whole))
         self.rope = Rope(config, torch.float32, self.device)
         self._rows = FEW_ROWS
         self._lists: dict[tuple[int, ...], tuple[Program, Buffers, torch.Tensor | None]] = {}  # by taps

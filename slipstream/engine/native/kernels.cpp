@@ -117,4 +117,15 @@ void slipstream_pack(const bf16* weight, int64_t outer, int64_t inner, bf16* pac
                 for (int half = 0; half < 2; half++) packed[half] = row < outer ? weight[row * inner + 2 * pair + half] : 0;
             }
 }
+
+// weight: whole numbers [outer, inner] from -127 to 127 -> packed: the same order, in the lines that `widen_line` reads
+void slipstream_pack_whole(const int8_t* weight, int64_t outer, int64_t inner, uint8_t* packed) {
+    for (int64_t group = 0; group * GROUP < outer; group++)
+        for (int64_t pair = 0; pair < inner / 2; pair++, packed += LINE)
+            for (int i = 0; i < GROUP; i++) {
+                int64_t row = group * GROUP + i;
+                for (int half = 0; half < 2; half++)
+                    packed[line_place(i, half)] = row < outer ? line_byte(weight[row * inner + 2 * pair + half]) : 0;
+            }
+}
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.engine.int8 import joined, matrix
 from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.program import GROUP, LANES, Packed, Program, Team
@@ -58,17 +59,18 @@ class NativeLayer:
     __slots__ = ("_config", "_down", "_gate_up", "_input_norm", "_norms", "_o", "_post_norm", "_qkv")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str,
-                 in_features: int | None = None) -> None:
-        """tensors: by name, any float dtype, on the CPU; prefix: such as ``model.layers.0``. Raises ModelError."""
+                 in_features: int | None = None, whole: bool = False) -> None:
+        """tensors: by name, any float dtype or as ``int8`` stores them, on the CPU; prefix: such as ``model.layers.0``;
+        whole: round matrices to whole numbers (see ``int8``). Raises ModelError."""
         self._config = config
         hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
         width, kv_width = config.num_heads * size, config.num_kv_heads * size
         reads = in_features or hidden
 
         def packed(names: tuple[tuple[str, int], ...], columns: int, biased: bool, silu: bool = False) -> Packed:
-            parts = [take(tensors, f"{prefix}.{name}.weight", rows, columns) for name, rows in names]
+            parts = [matrix(tensors, f"{prefix}.{name}.weight", rows, columns, whole) for name, rows in names]
             biases = [take(tensors, f"{prefix}.{name}.bias", rows) for name, rows in names] if biased else None
-            return Packed(team, torch.cat(parts), None if biases is None else torch.cat(biases), silu)
+            return Packed(team, joined(parts), None if biases is None else torch.cat(biases), silu)
 
         def norm(name: str, columns: int) -> torch.Tensor:
             return take(tensors, f"{prefix}.{name}.weight", columns).float()

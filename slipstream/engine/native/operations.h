@@ -19,7 +19,8 @@ namespace {
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
 constexpr int BLOCK = 8;         // rows of a product that are computed together, at most
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
-constexpr int AHEAD = 256;       // words of weights that are asked for in advance: a processor stops at a page's end
+constexpr int AHEAD = 1024;      // bytes of weights that are asked for in advance: a processor stops at a page's end
+constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
 enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4 };
 enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
@@ -36,6 +37,7 @@ struct Op {  // `program.Op` is the same
     int64_t layer;         // ROPE, ATTEND: whose KV
     float eps;
     int32_t heads, kv_heads, head_dim;
+    const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16
 };
 
 struct Frame {  // `program.Frame` is the same: what one forward adds to the list
@@ -89,14 +91,29 @@ void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
     if (left < GROUP) memcpy(out, part, left * sizeof(float));
 }
 
-template <int R>
+struct Halves {  // weights in bfloat16
+    static constexpr int BYTES = 2 * LINE;
+    static constexpr bool SCALED = false;
+    static void read(const uint8_t* weight, Words& first, Words& second) {
+        first = words_at(weight), second = words_at(weight + LINE);
+    }
+};
+
+struct Whole {  // weights as whole numbers
+    static constexpr int BYTES = LINE;
+    static constexpr bool SCALED = true;
+    static void read(const uint8_t* weight, Words& first, Words& second) { widen_line(weight, first, second); }
+};
+
+template <class Weights, int R>
 void product_block(const Op& op, int64_t group, int64_t row) {
-    const uint32_t* weight = (const uint32_t*)op.weight + group * GROUP * (op.inner / 2);
+    const uint8_t* weight = (const uint8_t*)op.weight + group * Weights::BYTES * (op.inner / 2);
     const bf16* x = (const bf16*)op.in + row * op.in_stride;
     Floats low[R] = {}, high[R] = {};
-    for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += GROUP) {
-        __builtin_prefetch(weight + AHEAD, 0, 0), __builtin_prefetch(weight + AHEAD + LANES, 0, 0);
-        Words first = words_at(weight), second = words_at(weight + LANES);
+    for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += Weights::BYTES) {
+        for (int line = 0; line < Weights::BYTES; line += LINE) __builtin_prefetch(weight + AHEAD + line, 0, 0);
+        Words first, second;
+        Weights::read(weight, first, second);
         for (int r = 0; r < R; r++) {
             uint32_t two;
             memcpy(&two, x + r * op.in_stride + 2 * pair, 4);
@@ -105,13 +122,17 @@ void product_block(const Op& op, int64_t group, int64_t row) {
             high[r] = pairs(high[r], second, both);
         }
     }
-    for (int r = 0; r < R; r++) finish(op, row + r, group, low[r], high[r]);
+    for (int r = 0; r < R; r++) {
+        if (Weights::SCALED) low[r] *= load(op.scales + group * GROUP), high[r] *= load(op.scales + group * GROUP + LANES);
+        finish(op, row + r, group, low[r], high[r]);
+    }
 }
 
+template <class Weights>
 void product_group(const Op& op, int64_t group, int64_t rows) {
     constexpr void (*blocks[])(const Op&, int64_t, int64_t) = {
-        nullptr, product_block<1>, product_block<2>, product_block<3>, product_block<4>,
-        product_block<5>, product_block<6>, product_block<7>, product_block<8>};
+        nullptr, product_block<Weights, 1>, product_block<Weights, 2>, product_block<Weights, 3>, product_block<Weights, 4>,
+        product_block<Weights, 5>, product_block<Weights, 6>, product_block<Weights, 7>, product_block<Weights, 8>};
     for (int64_t row = 0; row < rows; row += BLOCK) blocks[std::min<int64_t>(BLOCK, rows - row)](op, group, row);
 }
 
@@ -245,7 +266,8 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         case ATTEND: return attend_bundle(op, frame, part, scores);
         case PRODUCT: {
             int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
-            for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) product_group(op, g, frame.rows);
+            auto product = op.scales ? product_group<Whole> : product_group<Halves>;
+            for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) product(op, g, frame.rows);
         }
     }
 }

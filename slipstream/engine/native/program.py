@@ -16,8 +16,10 @@ import weakref
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.int8 import Matrix, Whole
 from slipstream.engine.kv import KVPool
 from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.errors import ModelError
@@ -35,7 +37,8 @@ class Op(ctypes.Structure):
                 ("in_stride", ctypes.c_int64), ("weight", ctypes.c_void_p), ("extra", ctypes.c_void_p),
                 ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("inner", ctypes.c_int64),
                 ("outer", ctypes.c_int64), ("layer", ctypes.c_int64), ("eps", ctypes.c_float),
-                ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32), ("head_dim", ctypes.c_int32)]
+                ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32), ("head_dim", ctypes.c_int32),
+                ("scales", ctypes.c_void_p)]
 
 
 class Frame(ctypes.Structure):
@@ -55,16 +58,16 @@ class Weights:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, numbers: int) -> torch.Tensor:
-        """bfloat16 [numbers], not cleared."""
-        size = -(-2 * numbers // LINE) * LINE
+    def take(self, count: int) -> torch.Tensor:
+        """uint8 [count], not cleared."""
+        size = -(-count // LINE) * LINE
         if size > len(self._free):
             memory = mmap.mmap(-1, max(size, CHUNK))
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._free = torch.frombuffer(memory, dtype=torch.uint8)
         taken, self._free = self._free[:size], self._free[size:]
-        return taken[: 2 * numbers].view(torch.bfloat16)
+        return taken[:count]
 
 
 class Team:
@@ -85,25 +88,30 @@ class Team:
 class Packed:
     """A product's weights as the kernels read them."""
 
-    __slots__ = ("bias", "inner", "outer", "silu", "weight")
+    __slots__ = ("bias", "inner", "outer", "scales", "silu", "weight")
 
-    def __init__(self, team: Team, weight: torch.Tensor, bias: torch.Tensor | None = None, silu: bool = False) -> None:
-        """weight [O, I], bias [O] or None, any float dtype. silu: the first half of the outputs gates the second.
-        Raises ModelError for widths that the kernels do not take."""
-        rows, self.inner = weight.shape
+    def __init__(self, team: Team, weight: Matrix, bias: torch.Tensor | None = None, silu: bool = False) -> None:
+        """weight [O, I], any float dtype or whole numbers; bias [O] or None, any float dtype. silu: the first half of
+        the outputs gates the second. Raises ModelError for widths that the kernels do not take."""
+        source = weight.numbers if isinstance(weight, Whole) else weight.to(torch.bfloat16)
+        rows, self.inner = source.shape
         self.silu, self.outer = silu, rows // 2 if silu else rows
         if self.inner % 2 or (silu and self.outer % LANES):
             raise ModelError(f"a matrix of {rows} x {self.inner} does not fit the CPU kernels; set model.kernels=torch")
+        order = torch.arange(rows)
         if silu:  # a group holds 16 gates, then what they gate
-            order = torch.arange(rows).view(2, -1, LANES).transpose(0, 1).reshape(-1)
-            weight, bias = weight[order], None if bias is None else bias[order]
-        self.weight = team.weights.take(-(-rows // GROUP) * GROUP * self.inner)
-        source = weight.to(torch.bfloat16).contiguous()
-        team.kernels.functions.slipstream_pack(source.data_ptr(), rows, self.inner, self.weight.data_ptr())
-        self.bias = None
-        if bias is not None:
-            self.bias = torch.zeros(-(-rows // GROUP) * GROUP)
-            self.bias[:rows] = bias
+            order = order.view(2, -1, LANES).transpose(0, 1).reshape(-1)
+        padded = -(-rows // GROUP) * GROUP
+        self.weight = team.weights.take(padded * self.inner * source.itemsize)
+        functions, ordered = team.kernels.functions, source[order]
+        pack = functions.slipstream_pack_whole if isinstance(weight, Whole) else functions.slipstream_pack
+        pack(ordered.data_ptr(), rows, self.inner, self.weight.data_ptr())
+        self.scales = _padded(weight.scales[order], padded) if isinstance(weight, Whole) else None
+        self.bias = None if bias is None else _padded(bias[order], padded)
+
+
+def _padded(vector: torch.Tensor, size: int) -> torch.Tensor:
+    return F.pad(vector.float(), (0, size - len(vector)))
 
 
 class Program:
@@ -126,8 +134,10 @@ class Program:
         result = SILU if packed.silu else ADD if add else STORE
         assert x.shape[1] == packed.inner and out.shape[1] == packed.outer
         assert out.dtype == (torch.bfloat16 if packed.silu else torch.float32)
-        self._add(Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer), x, out, packed.weight,
-                  packed.bias)
+        op = Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer,
+                scales=None if packed.scales is None else packed.scales.data_ptr())
+        self._kept.append(packed)
+        self._add(op, x, out, packed.weight, packed.bias)
 
     def attention(self, x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, layer: int,
                   shape: tuple[int, int, int], queries: torch.Tensor, out: torch.Tensor) -> None:

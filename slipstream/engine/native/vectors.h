@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -61,6 +63,40 @@ inline Floats pairs(Floats sums, Words a, Words b) {
     return fma((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sums);
 #endif
 }
+
+// A line of 64 whole numbers from -127 to 127, as two vectors of pairs of bfloat16, which hold them exactly: number
+// `line_place(i, half)` of the line is the half of pair i, of 32. How a byte holds its number is `line_byte`'s to say.
+#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+constexpr int line_place(int i, int half) { return 16 * (i % 16 / 4) + 8 * (i / 16) + 2 * (i % 4) + half; }
+inline uint8_t line_byte(int8_t number) { return number < 0 ? 0x80 | -number : number; }
+
+template <int SHIFT>  // bits of a float32 that stand above it, for each size of a number
+constexpr std::array<uint8_t, 128> bytes_of_sizes() {
+    std::array<uint8_t, 128> bytes{};
+    for (int size = 0; size < 128; size++) bytes[size] = uint8_t(std::bit_cast<uint32_t>(float(size)) >> SHIFT);
+    return bytes;
+}
+
+inline void widen_line(const uint8_t* line, Words& first, Words& second) {
+    static constexpr auto lower = bytes_of_sizes<16>(), upper = bytes_of_sizes<24>();
+    __m512i v = _mm512_loadu_si512(line);  // a look-up reads seven bits: the size without its sign
+    __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(&lower), v, _mm512_loadu_si512(&lower[64]));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_loadu_si512(&upper), v, _mm512_loadu_si512(&upper[64]));
+    high = _mm512_ternarylogic_epi32(high, v, _mm512_set1_epi8(int8_t(0x80)), 0xf8);  // high | (v & sign)
+    first = (Words)_mm512_unpacklo_epi8(low, high), second = (Words)_mm512_unpackhi_epi8(low, high);
+}
+#else
+constexpr int line_place(int i, int half) { return 4 * (i % 16) + 2 * (i / 16) + half; }
+inline uint8_t line_byte(int8_t number) { return uint8_t(number); }
+
+inline void widen_line(const uint8_t* line, Words& first, Words& second) {
+    typedef int32_t Ints __attribute__((vector_size(64)));
+    Ints v = (Ints)words_at(line);
+    auto wide = [](Ints number) { return (Words)__builtin_convertvector(number, Floats); };
+    first = wide(v << 24 >> 24) >> 16 | wide(v << 16 >> 24);
+    second = wide(v << 8 >> 24) >> 16 | wide(v >> 24);
+}
+#endif
 
 inline float total(Floats v) {
     float half[LANES];

@@ -1,0 +1,128 @@
+"""Weights as whole numbers of 8 bits, for the CPU kernels of our own: half of what a step reads.
+
+Rules:
+1. A row of a matrix (what sums to one output) has a scale: its largest size / 127. A number is its weight over the
+   scale, rounded to the nearest, ties to even; zero stays zero, and -128 never occurs.
+2. Products are of these numbers, which bfloat16 holds exactly; a scale is applied to the sum of its products.
+3. Only matrices are rounded. Norms, biases and the embedding stay as they are.
+4. A folder may hold them so: tensor ``X.weight`` as int8 [O, I], and ``X.weight_scale`` as float32 [O]. Its config.json
+   says so (``NOTE``). A head that is tied to the embedding stands there by itself.
+5. What a folder holds is checked before it is used: shapes, types, -128, and that scales are numbers and positive.
+
+It knows nothing about kernels. Dimension key: see ``slipstream.engine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream.engine.layers import Tensors, take
+from slipstream.engine.model import ModelConfig, read_json
+from slipstream.errors import ModelError
+
+MOST = 127
+SCALE = "_scale"  # behind the name of a matrix
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FIELD = "quantization_config"  # of config.json
+NOTE = {"quant_method": "slipstream", "format": 1, "weights": "int8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A matrix W = numbers * scales."""
+
+    numbers: torch.Tensor  # int8 [O, I]
+    scales: torch.Tensor  # float32 [O]
+
+    def wide(self) -> torch.Tensor:
+        """float32 [O, I]"""
+        return self.numbers.float() * self.scales[:, None]
+
+
+Matrix = torch.Tensor | Whole
+
+
+def rounded(weight: torch.Tensor) -> Whole:
+    """weight [O, I], any float dtype, finite."""
+    wide = weight.float()
+    scales = wide.abs().amax(-1).div_(MOST).clamp_min_(torch.finfo(torch.float32).tiny)
+    return Whole((wide / scales[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8), scales)
+
+
+def joined(parts: Sequence[Matrix]) -> Matrix:
+    """Matrices of one kind below one another."""
+    whole = [part for part in parts if isinstance(part, Whole)]
+    if not whole:
+        return torch.cat([part for part in parts if not isinstance(part, Whole)])
+    assert len(whole) == len(parts), "a folder holds all of its matrices in one kind"
+    return Whole(torch.cat([part.numbers for part in whole]), torch.cat([part.scales for part in whole]))
+
+
+def matrix(tensors: Tensors, name: str, rows: int, columns: int, whole: bool) -> Matrix:
+    """The matrix called ``name``: as the folder holds it, or (``whole``) rounded. Raises ModelError."""
+    weight = take(tensors, name, rows, columns)
+    if name + SCALE in tensors or not weight.is_floating_point():
+        return stored(tensors, name, rows, columns)
+    return rounded(weight) if whole else weight
+
+
+def head_of(config: ModelConfig, tensors: Tensors, whole: bool) -> Matrix:
+    """What makes logits of final states [V, H]: as ``matrix``; of a tied model the embedding, unless a head is stored
+    beside it. Raises ModelError."""
+    own = not config.tied_embeddings or HEAD + SCALE in tensors
+    return matrix(tensors, HEAD if own else EMBEDDING, config.vocab_size, config.hidden_size, whole)
+
+
+def stored(tensors: Tensors, name: str, rows: int, columns: int) -> Whole:
+    """A matrix that the folder holds as whole numbers. Raises ModelError naming the tensor."""
+    numbers = take(tensors, name, rows, columns)
+    scales = take(tensors, name + SCALE, rows)
+    if numbers.dtype != torch.int8 or scales.dtype != torch.float32:
+        raise ModelError(f"tensor {name}: expected int8 with scales of float32, found {_said(numbers)} with "
+                         f"{_said(scales)}")
+    if numbers.numel() and int(numbers.min()) < -MOST:
+        raise ModelError(f"tensor {name}: numbers must be from -{MOST} to {MOST}, found {int(numbers.min())}")
+    if not bool((scales.isfinite() & (scales > 0)).all()):
+        raise ModelError(f"tensor {name}{SCALE}: scales must be finite and above 0")
+    return Whole(numbers, scales)
+
+
+def holds_int8(folder: str | Path) -> bool:
+    """Whether the folder's config.json says that its matrices are whole numbers. Raises ModelError for weights that
+    somebody else has quantised, or another version has."""
+    path = Path(folder) / "config.json"
+    found = read_json(path).get(FIELD)
+    if found is None:
+        return False
+    if found != NOTE:
+        raise ModelError(f"{path}: {FIELD}: {found!r} is not supported, only what 'slipstream models prepare FOLDER "
+                         "--dtype int8' writes; take the model's folder without quantisation")
+    return True
+
+
+def check_floats(folder: str | Path, tensors: Tensors) -> None:
+    """Raises ModelError for whole numbers in a folder without a note: no kernels would know what they stand for."""
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            raise ModelError(f"{folder}: tensor {name} holds int8, and config.json has no {FIELD} that says how; "
+                             "prepare the folder again: slipstream models prepare FOLDER --dtype int8")
+
+
+def check_int8(field: str, quantize: str, dtype: str, device: str, *, native: bool) -> None:
+    """Raises ModelError that names the field where weights cannot be whole numbers. native: kernels of our own are
+    wanted, or left to be chosen, and nothing else asks for torch's."""
+    if quantize == "fp8":
+        raise ModelError(f"{field}: the folder's weights are int8 already; set none, or take the folder that it was "
+                         "prepared from")
+    if not native or dtype != "bfloat16" or torch.device(device).type != "cpu":
+        raise ModelError(f"{field}: int8 is for the CPU kernels of our own: kernels native or auto, engine decoder, "
+                         f"attention auto, dtype bfloat16 and device cpu, without compile; here are {dtype} and "
+                         f"{device}")
+
+
+def _said(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,119 @@
+"""A model's folder in another kind of numbers: prepared once, and loaded without being converted again.
+
+Rules:
+1. ``int8`` writes what ``int8.rounded`` makes of the matrices, so answers are bit for bit those of ``model.quantize``;
+   what stays is stored as it is, the embedding in bfloat16. Other kinds are dtypes, of matrices: vectors stay.
+2. A folder is written beside its place and renamed when complete. It says in ``slipstream.json`` what it was made of,
+   by the receipt or the SHA-256 of its source: the same again takes no time, and anything else is never overwritten.
+3. A known model stays one under its name: the head that is shipped for it drafts for the new folder too.
+
+It knows nothing about engines. Format: see ``int8``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, Matrix, Whole, head_of, holds_int8, matrix
+from slipstream.engine.layers import Tensors
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.weights import load_tensors
+from slipstream.errors import ModelError
+from slipstream.models import FORMAT, RECEIPT, is_prepared, may_replace, prepared_name, put_in_place, read_json
+
+KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+COPIED = (".json", ".txt", ".model", ".jinja")  # what stands beside weights: tokenizer, chat template, end tokens
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def prepare_as(kind: str, source: Path, folder: Path) -> Path:
+    """Write the model in ``source`` to ``folder`` in a kind of ``KINDS``, unless it is there. Raises ModelError."""
+    if kind not in KINDS:
+        raise ModelError(f"--dtype: {kind!r} is not known; use one of {', '.join(KINDS)}")
+    config = ModelConfig.from_folder(source)
+    if holds_int8(source):
+        raise ModelError(f"{source}: its weights are int8 already; prepare the folder that it was made from")
+    receipt = {"format": FORMAT, "name": prepared_name(source), "dtype": kind, "source": _origin(source)}
+    if is_prepared(folder) and _told(folder).items() >= receipt.items():
+        return folder
+    if folder.exists() and (is_prepared(folder) or not may_replace(folder)):
+        raise ModelError(f"{folder}: exists and holds something else; remove it, or choose another with --to")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "fresh"
+            fresh.mkdir()
+            _write(kind, config, source, fresh)
+            receipt["files"] = {file.name: file.stat().st_size for file in sorted(fresh.iterdir())}
+            _write_json(fresh / RECEIPT, receipt)
+            put_in_place(fresh, folder, Path(scratch) / "old")
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error}") from error
+    return folder
+
+
+def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
+    tensors, dtype = load_tensors(source), KINDS[kind]
+    whole = [name for name, tensor in tensors.items() if not tensor.is_floating_point()]
+    if whole:
+        raise ModelError(f"{source}: tensor {whole[0]} holds {tensors[whole[0]].dtype}; weights must be floating-point")
+    for file in source.iterdir():
+        if file.suffix in COPIED and file.name not in (INDEX, RECEIPT):
+            shutil.copyfile(file, fresh / file.name)
+    content = read_json(source / "config.json") | {"dtype": str(dtype).removeprefix("torch.")}
+    content.pop("torch_dtype", None)
+    if kind == "int8":
+        content[FIELD] = NOTE
+        written = _in_int8(config, tensors)
+    else:
+        written = {name: (tensor.to(dtype) if tensor.dim() > 1 else tensor).contiguous()
+                   for name, tensor in tensors.items()}
+    _write_json(fresh / "config.json", content)
+    save_file(written, fresh / WEIGHTS, metadata={"format": "pt"})
+
+
+def _in_int8(config: ModelConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {"self_attn.q_proj": (width, hidden), "self_attn.k_proj": (kv_width, hidden),
+              "self_attn.v_proj": (kv_width, hidden), "self_attn.o_proj": (hidden, width),
+              "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    matrices: dict[str, Matrix] = {}
+    for layer in range(config.num_layers):
+        for part, (rows, columns) in shapes.items():
+            name = f"model.layers.{layer}.{part}.weight"
+            matrices[name] = matrix(tensors, name, rows, columns, whole=True)
+    matrices[HEAD] = head_of(config, tensors, whole=True)
+    written = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in matrices}
+    written[EMBEDDING] = written[EMBEDDING].to(torch.bfloat16)
+    for name, found in matrices.items():
+        assert isinstance(found, Whole)
+        written |= {name: found.numbers, name + SCALE: found.scales}
+    return written
+
+
+def _origin(source: Path) -> dict[str, Any]:
+    told = _told(source) if is_prepared(source) else {}
+    if "source" in told:
+        return {"source": told["source"], "dtype": told.get("dtype", "float32")}
+    digests = {}
+    for path in sorted(source.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"sha256": digests}
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    return read_json(folder / RECEIPT)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

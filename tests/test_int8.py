@@ -1,0 +1,271 @@
+"""Weights as whole numbers: what rounding is to be, products of the numbers, the stored folder, and who is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.config import DraftSection, ModelSection
+from slipstream.drafters.lent import lent_lm_head
+from slipstream.drafters.loading import load_eagle, load_eagle2, load_mtp, load_standalone
+from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, kernels
+from slipstream.engine.native.decoder import NativeHead
+from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
+from slipstream.engine.part import part_of
+from slipstream.engine.preparation import prepare_as
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.errors import ModelError
+from slipstream.messages import Features, Open, Sampling
+from tests.eagle_folder import eagle_config, write_eagle_folder
+from tests.sequences import run
+from tests.tiny import write_tiny_model
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}
+TEXT = list(b"Whole numbers are what counting gives, and what eight bits hold.")
+FLAGS = [flags for _, flags in X86] + [()]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(of: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the difference, in units of the exact values' own."""
+    return float((of.double() - exact.double()).pow(2).mean().sqrt() / exact.double().pow(2).mean().sqrt())
+
+
+def tiny(folder: Path, **changes: Any) -> Path:
+    return write_tiny_model(folder, **{**SHAPE, **changes})
+
+
+def logits(folder: Path, **how: Any) -> torch.Tensor:
+    return run(ModelRunner(load_model(folder, "bfloat16", **how), 256), TEXT)[0]
+
+
+def test_a_row_has_a_scale_and_keeps_its_largest() -> None:
+    weight = random(9, 70) * torch.logspace(-6, 6, 9)[:, None]
+    weight[3] = 0
+    found = rounded(weight)
+    assert found.numbers.shape == weight.shape and found.scales.shape == (9,)
+    assert bool(((found.wide() - weight).abs() <= 0.5001 * found.scales[:, None]).all())
+    assert found.numbers.abs().amax(1).tolist() == [MOST, MOST, MOST, 0, *[MOST] * 5]
+
+
+def test_matrices_below_one_another_are_rounded_as_each_alone() -> None:
+    parts = random(8, 70), random(4, 70, seed=1)
+    whole, below = rounded(torch.cat(parts)), joined([rounded(part) for part in parts])
+    assert isinstance(below, Whole)
+    assert torch.equal(whole.numbers, below.numbers) and torch.equal(whole.scales, below.scales)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+def test_a_product_is_that_of_the_numbers(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    here = kernels()
+    if flags and FLAGS.index(flags) < FLAGS.index(here.flags):
+        pytest.skip("this processor does not know these instructions")
+    path = tmp_path / file_name(flags)
+    found = here if flags == here.flags else (build(flags, path), Kernels.of(path, flags))[1]
+    weight, rows = rounded(random(75, 146, seed=7)), random(19, 146).to(torch.bfloat16)
+    exact = rows.double() @ weight.wide().double().T
+    whole = NativeHead(Team(found, 1), weight)(rows)
+    assert error(whole, exact) < 1e-6
+    for threads in (1, 2):
+        head = NativeHead(Team(found, threads), weight)
+        for count in range(1, len(rows) + 1):
+            assert torch.equal(head(rows[-count:]), whole[-count:]), f"{count} rows, {threads} threads"
+
+
+def test_every_number_and_place_of_a_line_counts() -> None:
+    numbers = torch.arange(-MOST, MOST + 1).to(torch.int8)
+    team = Team(kernels(), 1)
+    for half in range(2):
+        weight = torch.zeros(len(numbers), 2, dtype=torch.int8)
+        weight[:, half] = numbers
+        rows = torch.tensor([[3.0, 3.0]]).to(torch.bfloat16)
+        out = NativeHead(team, Whole(weight, torch.full((len(numbers),), 0.5)))(rows)[0]
+        assert torch.equal(out, 1.5 * numbers.float())
+
+
+def test_gates_and_biases_are_where_they_are_without_rounding() -> None:
+    team, x = Team(kernels(), 2), random(5, 64).to(torch.bfloat16)
+    weight, bias = random(64, 64, seed=1), random(64, seed=2)
+    found = []
+    for matrix in (rounded(weight), rounded(weight).wide()):
+        out, program = torch.empty(5, 32, dtype=torch.bfloat16), Program(team)
+        program.product(x, Packed(team, matrix, bias, silu=True), out)
+        program.run(BatchFrame(Frame(5)))
+        found.append(out)
+    assert error(*found) < 1e-2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_says_nearly_the_same(tmp_path: Path, tied: bool) -> None:
+    folder = tiny(tmp_path, tie_word_embeddings=tied)
+    usual, found = logits(folder), logits(folder, quantize="int8")
+    assert not torch.equal(usual, found) and error(found, usual) < 0.03
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prepared_folder_gives_the_same_bits(tmp_path: Path, kind: str, tied: bool) -> None:
+    folder = tiny(tmp_path / "model", kind=kind, tie_word_embeddings=tied)
+    prepared = prepare_as("int8", folder, tmp_path / "int8")
+    expected = logits(folder, quantize="int8")
+    assert torch.equal(logits(prepared), expected)
+    assert torch.equal(logits(prepared, quantize="int8", exact=True), expected)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    lent = lent_lm_head(prepared, ModelConfig.from_folder(prepared), torch.tensor([3, 5]))
+    assert error(lent, lent_lm_head(folder, ModelConfig.from_folder(folder), torch.tensor([3, 5]))) < 0.01
+    size = sum(tensor.nbytes for tensor in load_file(prepared / "model.safetensors").values())
+    assert size < 0.6 * sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_other_kinds_are_rounded_once(tmp_path: Path, kind: str) -> None:
+    folder = tiny(tmp_path / "model")
+    prepared = prepare_as(kind, folder, tmp_path / kind)
+    usual, found = load_file(folder / "model.safetensors"), load_file(prepared / "model.safetensors")
+    dtype = getattr(torch, kind)
+    assert found.keys() == usual.keys()
+    assert all(torch.equal(found[name], tensor.to(dtype) if tensor.dim() == 2 else tensor)
+               for name, tensor in usual.items())
+    assert torch.equal(logits(prepared), logits(folder))
+
+
+def test_it_is_prepared_once_and_never_over_something_else(tmp_path: Path) -> None:
+    folder, place = tiny(tmp_path / "model"), tmp_path / "int8"
+    prepare_as("int8", folder, place)
+    written = (place / "model.safetensors").stat().st_mtime_ns
+    assert prepare_as("int8", folder, place) == place
+    assert (place / "model.safetensors").stat().st_mtime_ns == written
+    (place / "model.safetensors").write_bytes(b"")  # no longer complete
+    prepare_as("int8", folder, place)
+    with pytest.raises(ModelError, match=r"holds something else.*--to"):
+        prepare_as("bfloat16", folder, place)
+    with pytest.raises(ModelError, match=r"holds something else.*--to"):
+        prepare_as("int8", tiny(tmp_path / "other", seed=1), place)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(ModelError, match="holds something else"):
+        prepare_as("int8", folder, tmp_path / "mine")
+    with pytest.raises(ModelError, match="int8 already"):
+        prepare_as("int8", place, tmp_path / "again")
+    with pytest.raises(ModelError, match=r"--dtype: 'int4' is not known; use one of int8, bfloat16, float32"):
+        prepare_as("int4", folder, tmp_path / "four")
+
+
+def broken(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+SCALES = f"{MATRIX}_scale"
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    (lambda t: t.pop(SCALES), f"tensor {SCALES} is missing"),
+    (lambda t: t.pop(MATRIX), f"tensor {MATRIX} is missing"),
+    (lambda t: t.update({SCALES: t[SCALES][:1].contiguous()}), rf"{SCALES} has shape \(1,\), expected \(64,\)"),
+    (lambda t: t.update({MATRIX: t[MATRIX][:, :8].contiguous()}), rf"{MATRIX} has shape \(64, 8\), expected"),
+    (lambda t: t.update({MATRIX: t[MATRIX].int()}), f"{MATRIX}: expected int8 with scales of float32, found int32"),
+    (lambda t: t.update({SCALES: t[SCALES].double()}), f"{MATRIX}: .* found int8 with float64"),
+    (lambda t: t[MATRIX].__setitem__((5, 5), -128), f"{MATRIX}: numbers must be from -127 to 127, found -128"),
+    (lambda t: t[SCALES].__setitem__(5, 0), f"{SCALES}: scales must be finite and above 0"),
+    (lambda t: t[SCALES].__setitem__(5, -1), f"{SCALES}: scales must be finite and above 0"),
+    (lambda t: t[SCALES].__setitem__(5, torch.nan), f"{SCALES}: scales must be finite and above 0"),
+    (lambda t: t[SCALES].__setitem__(5, torch.inf), f"{SCALES}: scales must be finite and above 0"),
+    (lambda t: t.update({MATRIX: t[MATRIX].float()}), f"{MATRIX}: expected int8 with scales of float32, found float32"),
+])
+def test_a_stored_matrix_is_checked(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object],
+                                    said: str) -> None:
+    prepared = prepare_as("int8", tiny(tmp_path / "model"), tmp_path / "int8")
+    broken(prepared, change)
+    with pytest.raises(ModelError, match=said):
+        load_model(prepared, "bfloat16")
+
+
+@pytest.mark.parametrize("note", [{"quant_method": "gptq", "bits": 4}, {**NOTE, "format": 2}, "int8", {}])
+def test_what_others_have_quantised_is_refused_by_the_field(tmp_path: Path, note: object) -> None:
+    folder = tiny(tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {FIELD: note}))
+    with pytest.raises(ModelError, match=r"config\.json: quantization_config: .* is not supported"):
+        load_model(folder, "bfloat16")
+
+
+def test_whole_numbers_without_their_note_are_refused(tmp_path: Path) -> None:
+    prepared = prepare_as("int8", tiny(tmp_path / "model"), tmp_path / "int8")
+    path = prepared / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != FIELD}))
+    with pytest.raises(ModelError, match=r"tensor .* holds int8.*quantization_config"):
+        load_model(prepared, "bfloat16", kernels="native")
+
+
+ELSEWHERE = [{"dtype": "float32"}, {"engine": "hf"}, {"compile_layers": True}, {"kernels": "torch"},
+             {"attention": "torch"}]
+
+
+@pytest.mark.parametrize("other", ELSEWHERE)
+def test_it_is_refused_where_other_kernels_compute(tmp_path: Path, other: dict[str, Any]) -> None:
+    folder = tiny(tmp_path / "model")
+    prepared = prepare_as("int8", folder, tmp_path / "int8")
+    for path, how in ((folder, {"quantize": "int8"}), (prepared, {})):
+        with pytest.raises(ModelError, match=r"model\.quantize: int8 is for the CPU kernels of our own"):
+            load_model(path, **{"dtype": "bfloat16", **how, **other})
+    with pytest.raises(ModelError, match=r"model\.quantize: .* int8 already"):
+        load_model(prepared, "bfloat16", quantize="fp8")
+
+
+def test_ranks_do_not_share_it_out(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "model")
+    prepared = prepare_as("int8", folder, tmp_path / "int8")
+    for path, quantize in ((folder, "int8"), (prepared, "none")):
+        section = ModelSection.model_validate({"path": str(path), "tensor_parallel": 2, "quantize": quantize})
+        with pytest.raises(ModelError, match=r"model\.tensor_parallel: int8"):
+            part_of(path, section)
+
+
+@pytest.mark.parametrize("kind", ["standalone", "eagle3"])
+def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None:
+    target = tiny(tmp_path / "target", num_hidden_layers=6)
+    head = target if kind == "standalone" else write_eagle_folder(
+        tmp_path / "head", eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
+                                        target_hidden_size=64))
+
+    def grown(**settings: Any) -> list[int]:
+        section = DraftSection.model_validate({"model": str(head), "quantize": "int8", "slots": 400, "drafter": kind,
+                                               **settings})
+        drafter = (load_standalone(section) if kind == "standalone"
+                   else load_eagle(section, ModelSection(path=str(target))))
+        drafter.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])
+        if drafter.features is not None:
+            count = len(TEXT) - 1
+            content = random(count, drafter.features.width).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+            drafter.absorb([Features(1, 0, content, count, "bfloat16")])
+        (growth,) = drafter.grow([1], [8])
+        return [int(token) for token in growth.tokens]
+
+    assert len(grown()) == 8
+    for other in ({"dtype": "float32"}, {"kernels": "torch"}, {"attention": "torch"}, {"compile": True}):
+        with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for the CPU kernels of our own"):
+            grown(**other)
+
+
+def test_other_drafts_are_refused(tmp_path: Path) -> None:
+    model = ModelSection(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for eagle3 and standalone"):
+        load_eagle2(DraftSection(drafter="eagle2", quantize="int8"), model)
+    with pytest.raises(ModelError, match=r"draft\.quantize: .* use none with mtp"):
+        load_mtp(DraftSection(drafter="mtp", quantize="int8"), model)
