@@ -17,6 +17,8 @@ from slipstream.errors import Unavailable
 
 MAX_LINE = 1 << 20
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -42,11 +44,13 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where completions are served."""
+    """Where completions are served. ``kept``: connections that are open and idle, for requests to come; None: each
+    request has its own."""
 
     port: int
     model: str
     host: str = "127.0.0.1"
+    kept: list[Connection] | None = None
 
     async def ask(self, prompt: str | Sequence[int], max_tokens: int, extra: Mapping[str, Any],
                   came: list[float] | None = None) -> Answered:
@@ -73,13 +77,12 @@ class Server:
 
     async def _events(self, body: bytes) -> AsyncIterator[bytes]:
         """The data of each event, without the one that ends them."""
+        reader, writer = self.kept.pop() if self.kept else await self._open()
+        whole, manner = False, b"close" if self.kept is None else b"keep-alive"
         try:
-            reader, writer = await asyncio.open_connection(self.host, self.port, limit=MAX_LINE)
-        except OSError as error:
-            raise Unavailable(f"port {self.port}: {error}") from error
-        try:
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
-                         b"Content-Length: %d\r\nConnection: close\r\n\r\n" % (self.host.encode(), len(body)) + body)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\nConnection: %b\r\n\r\n%b" % (self.host.encode(), len(body), manner, body))
             head = await reader.readuntil(b"\r\n\r\n")
             if b" 200 " not in head.split(b"\r\n", 1)[0]:
                 raise Unavailable(f"port {self.port}: {head[:80]!r} {(await reader.read(500))!r}")
@@ -89,10 +92,21 @@ class Server:
                 for line in lines:
                     if line.startswith(b"data: {"):
                         yield line[6:]
+            if self.kept is not None:
+                whole = await reader.readuntil(b"\r\n") == b"\r\n"
         except (OSError, EOFError, ValueError) as error:
             raise Unavailable(f"port {self.port}: the answer broke off ({error!r})") from error
         finally:
-            writer.close()
+            if whole and self.kept is not None:
+                self.kept.append((reader, writer))
+            else:
+                writer.close()
+
+    async def _open(self) -> Connection:
+        try:
+            return await asyncio.open_connection(self.host, self.port, limit=MAX_LINE)
+        except OSError as error:
+            raise Unavailable(f"port {self.port}: {error}") from error
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

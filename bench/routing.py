@@ -2,11 +2,13 @@
 
 Behind it is a target that computes nothing: each step takes a set time (``bench.timed``). What is measured:
 1. ``first_ms``: from the request to the first token, one request at a time while the other streams run; the router's
-   share is the difference of the medians.
+   share is the difference of the medians. Lone requests go all ways in turn. Connections are open before, as clients
+   keep them, unless a line says otherwise.
 2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run: each piece brings one
    token, the dearest case.
 3. Direct is gRPC to the target, a call for each answer; the router, whose answers share a call with the target, is
-   asked over HTTP with server-sent events, as most would, and over gRPC.
+   asked over HTTP with server-sent events, as most would, and over gRPC. ``bench.relay``, which only hands on what the
+   target says, shows how much of the latter is gRPC's own: in its rows ``router_us_a_token`` is the relay's.
 Prompts are token ids: what tokenizing a text takes is a row of its own. Client and services share the cores.
 """
 
@@ -16,10 +18,11 @@ import argparse
 import asyncio
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.completions import Server
@@ -42,6 +45,8 @@ CHAT = "Explain in two sentences why the sky is blue, and name three rivers that
 LONG = 60_000  # tokens of an answer that never ends here
 FIRST = 36  # stream of the timed target: from here on the default tokenizer has whole characters for its tokens
 TEXT = " to"  # one token of that stream
+RELAY, NEW = "bare relay, gRPC", "router, HTTP, connecting"
+WARM, APART_S = 3, 0.015  # lone requests that are not counted, and the pause after each
 
 Ask = Callable[[int, int, list[float]], Coroutine[None, None, None]]  # (stream, tokens, when each piece came)
 
@@ -53,6 +58,8 @@ class Rig:
     target: Process
     router: Process
     ways: dict[str, Ask]
+    connecting: Ask  # over HTTP to the router, on a connection of its own
+    between: dict[str, int]  # the process of each way that is measured between client and target
 
 
 @asynccontextmanager
@@ -67,8 +74,7 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
                      ("target", str(timing.save(FOLDER / "routing.json"))))
     router = Process("router", settings, ports["router.metrics_listen"], FOLDER / "routing-router.log")
     client = TargetClient(target_at, WireSection())
-    caller = AsyncCaller(f"127.0.0.1:{ports['router.grpc_listen']}", WireSection())
-    http = Server(ports["router.listen"], "timed")
+    http = Server(ports["router.listen"], "timed", kept=[])
 
     async def direct(stream: int, tokens: int, came: list[float]) -> None:
         first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
@@ -79,20 +85,64 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
         first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
         await http.ask([first, first], tokens, {"ignore_eos": True}, came)
 
-    async def over_grpc(stream: int, tokens: int, came: list[float]) -> None:
-        async for _ in caller.complete("timed", TEXT, ChatOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)):
-            came.append(time.perf_counter())
+    async def connecting(stream: int, tokens: int, came: list[float]) -> None:
+        await replace(http, kept=None).ask([FIRST * SYMBOLS] * 2, tokens, {"ignore_eos": True}, came)
 
     try:
         for process in (target, router):
             process.start()
             await process.ready()
-        yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc})
+        async with (calling(ports["router.grpc_listen"], TEXT) as over_grpc, relay(target_at) as relaying,
+                    calling(relaying[0], str(FIRST)) as over_relay):
+            ways = {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc, RELAY: over_relay}
+            yield Rig(target, router, ways, connecting, dict.fromkeys(ways, router.pid) | {RELAY: relaying[1]})
     finally:
         await client.aclose()
-        await caller.aclose()
         router.stop()
         target.stop()
+
+
+@asynccontextmanager
+async def relay(target: str) -> AsyncIterator[tuple[int, int]]:
+    """Port and process number of a relay to ``target``."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "bench.relay", target, "127.0.0.1:0",
+                                                   stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield int(await process.stdout.readline()), process.pid
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def calling(port: int, prompt: str) -> AsyncIterator[Ask]:
+    """The public gRPC service on ``port``, asked to complete ``prompt``."""
+    caller = AsyncCaller(f"127.0.0.1:{port}", WireSection())
+
+    async def ask(stream: int, tokens: int, came: list[float]) -> None:
+        options = ChatOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        async for _ in caller.complete("timed", prompt, options):
+            came.append(time.perf_counter())
+
+    try:
+        yield ask
+    finally:
+        await caller.aclose()
+
+
+async def alone(ways: Mapping[str, Ask], times: int) -> dict[str, list[float]]:
+    """Seconds to the first token of ``times`` requests each way, in turn, with nobody else there."""
+    firsts: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(-WARM, times):
+        for name, ask in ways.items():
+            came: list[float] = []
+            began_s = time.perf_counter()
+            await ask(0, 1, came)
+            if turn >= 0:
+                firsts[name].append(came[0] - began_s)
+            await asyncio.sleep(APART_S)
+    return firsts
 
 
 async def probe(ask: Ask, streams: int, times: int) -> list[float]:
@@ -111,12 +161,12 @@ async def probe(ask: Ask, streams: int, times: int) -> list[float]:
     return firsts
 
 
-async def load(rig: Rig, ask: Ask, streams: int, seconds: float) -> dict[str, float]:
+async def load(rig: Rig, way: str, streams: int, seconds: float) -> dict[str, float]:
     """All streams for so long: what each process takes for a token, and the gap between tokens."""
-    came: list[list[float]] = [[] for _ in range(streams)]
+    ask, came = rig.ways[way], [list[float]() for _ in range(streams)]
     tasks = [asyncio.create_task(ask(number, LONG, came[number])) for number in range(streams)]
     await asyncio.sleep(1.0)
-    pids = {"router": rig.router.pid, "target": rig.target.pid}
+    pids = {"router": rig.between[way], "target": rig.target.pid}
     before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
     await asyncio.sleep(seconds)
     spent, ended_s = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}, time.perf_counter()
@@ -133,10 +183,13 @@ async def load(rig: Rig, ask: Ask, streams: int, seconds: float) -> dict[str, fl
 async def measure(streams: int, seconds: float, times: int, timing: Timing) -> list[Row]:
     rows: list[Row] = []
     async with deployed(timing) as rig:
+        lone = await alone({**rig.ways, NEW: rig.connecting}, times)
+        added = statistics.median(lone[NEW]) - statistics.median(lone["router, HTTP"])
+        print(f"a connection opened for the request: {1e3 * added:+.2f} ms to the first token over HTTP")
         for name, ask in rig.ways.items():
             for number in (1, streams):
-                firsts = sorted(await probe(ask, number - 1, times))
-                loaded = await load(rig, ask, number, seconds)
+                firsts = sorted(lone[name] if number == 1 else await probe(ask, number - 1, times))
+                loaded = await load(rig, name, number, seconds)
                 rows.append({"way": name, "streams": number, "first_ms": 1e3 * statistics.median(firsts),
                              "first_p99_ms": 1e3 * firsts[int(0.99 * len(firsts))], **loaded})
         print(f"memory: router {resident(rig.router.pid):.0f} MiB, target {resident(rig.target.pid):.0f} MiB")
@@ -151,8 +204,9 @@ def verdict(rows: list[Row]) -> list[str]:
         if row["way"] != "direct":
             added = float(str(row["first_ms"])) - float(str(direct[row["streams"]]["first_ms"]))
             cost = float(str(row["router_us_a_token"]))
-            lines.append(f"{row['way']}, {row['streams']} streams: {added:+.2f} ms to the first token (goal 1), "
-                         f"{cost:.0f} µs of the router a token (goal 50)")
+            goals = (" (no router)", "") if row["way"] == RELAY else (" (goal 1)", " (goal 50)")
+            lines.append(f"{row['way']}, {row['streams']} streams: {added:+.2f} ms to the first token{goals[0]}, "
+                         f"{cost:.0f} µs of that process a token{goals[1]}")
     return lines
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.completion import TextDelta
 from router.events import DONE, EventStream, Presence, event, framed
@@ -37,25 +38,28 @@ from slipstream.log import logger
 from slipstream.spans import HEADER, well_formed
 
 BODY_S = 30.0  # a body that takes longer is refused
-ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions"}
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(gateway: Gateway, keys: ApiKeys, section: RouterSection) -> FastAPI:
+def create_app(gateway: Gateway, keys: ApiKeys, section: RouterSection) -> ASGIApp:
     """The ASGI application around ``gateway``."""
     app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
     surface = Surface(gateway, section)
-    app.add_middleware(Gate, keys=keys, leaving=lambda: gateway.leaving)
     app.add_exception_handler(SlipstreamError, surface.refused)
     app.add_exception_handler(HTTPException, surface.no_route)
     app.add_exception_handler(ClientDisconnect, surface.gone)
-    app.add_api_route("/v1/chat/completions", surface.chat, methods=["POST"], openapi_extra=_schema(ChatBody))
-    app.add_api_route("/v1/completions", surface.complete, methods=["POST"], openapi_extra=_schema(CompletionBody))
+    app.add_exception_handler(Exception, surface.broken)
+    app.add_api_route(CHAT, surface.chat, methods=["POST"], openapi_extra=_schema(ChatBody))
+    app.add_api_route(COMPLETIONS, surface.complete, methods=["POST"], openapi_extra=_schema(CompletionBody))
     app.add_api_route("/v1/models", surface.models, methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", surface.model, methods=["GET"])
     app.add_api_route("/health", surface.health, methods=["GET"])
     app.add_api_route("/live", surface.live, methods=["GET"])
     app.add_api_route("/version", surface.version, methods=["GET"])
-    return app
+    return Gate(Endpoints(app, surface), keys, lambda: gateway.leaving)
 
 
 class Surface:
@@ -114,6 +118,9 @@ class Surface:
     async def gone(self, request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
+    async def broken(self, request: Request, error: Exception) -> Response:
+        return problem_response(problem_of(error))  # the gate hears of it and logs it
+
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         data = bytearray()
         try:
@@ -154,11 +161,10 @@ class Surface:
     async def _events(self, run: Run, reply: Reply, deltas: Deltas, first: Numbered,
                       include_usage: bool) -> AsyncGenerator[bytes, None]:
         try:
-            for number in range(run.job.num_answers):
-                if opening := reply.opening(number):
-                    yield event(opening)
-            if data := reply.written(*first):
-                yield framed(data)
+            openings = [event(opening) for number in range(run.job.num_answers) if (opening := reply.opening(number))]
+            data = reply.written(*first)
+            if beginning := b"".join([*openings, framed(data) if data else b""]):
+                yield beginning
             async for number, delta in deltas:
                 if data := reply.written(number, delta):
                     yield framed(data)
@@ -175,6 +181,30 @@ class Surface:
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
                 "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
+
+
+class Endpoints:
+    """Takes the requests for tokens past FastAPI, whose layers every further token would have to pass as well. It has
+    the same routes, for its schema and for other methods; ``app`` answers the rest."""
+
+    def __init__(self, app: ASGIApp, surface: Surface) -> None:
+        self._app = app
+        self._surface = surface
+        self._handlers: dict[str, Handler] = {CHAT: surface.chat, COMPLETIONS: surface.complete}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await handler(request)
+        except SlipstreamError as error:
+            response = await self._surface.refused(request, error)
+        except ClientDisconnect as error:
+            response = await self._surface.gone(request, error)
+        await response(scope, receive, send)
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

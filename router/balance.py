@@ -134,6 +134,8 @@ class Balancer:
         return target.info is not None and bool(self._misfit(target.info))
 
     def _choose(self, usable: list[Target], tokens: tuple[int, ...]) -> Target:
+        if len(usable) == 1:
+            return usable[0]
         prefix = np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
         by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
         least = min(by_affinity, key=lambda t: t.load)

@@ -19,7 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.patience import Limit, TimeLimit
+from router.outlet import Outlet, outlet_of
+from router.patience import Limit
 
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
@@ -64,18 +65,19 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
-                 headers: Mapping[str, str]) -> None:
+                 headers: Mapping[str, str], stall_s: float = STALL_S) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         self._events = events
         self._client = client
         self._close = close
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._client:
-                await self._pump(send)
+                await self._pump(outlet_of(scope), send)
         except (ClientDisconnect, TimeoutError):
             return
         finally:
@@ -83,16 +85,24 @@ class EventStream(Response):
             await self._events.aclose()
             await self._close()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, outlet: Outlet | None, send: Send) -> None:
+        if outlet is not None:
+            outlet.hold(True)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        limit = TimeLimit(STALL_S, TimeoutError, each=True)
-        try:
-            async for chunk in self._events:
-                with limit:
+        begun = False
+        async for chunk in self._events:
+            if outlet is None:
+                async with asyncio.timeout(self._stall_s):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            limit.close()
+                continue
+            outlet.write(chunk)
+            if not begun:
+                begun = True
+                outlet.hold(False)
+            if outlet.full:
+                async with asyncio.timeout(self._stall_s):
+                    await outlet.drained()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _gone(receive: Receive) -> None:

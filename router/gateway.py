@@ -22,7 +22,7 @@ from router.admission import Admission
 from router.balance import Balancer
 from router.completion import Completion, TextDelta
 from router.merging import merged
-from router.patience import TimeLimit
+from router.patience import Limit
 from router.schemas import SEEDS, ChatBody, CompletionBody, Options
 from router.tokens import TextCodec
 from slipstream.chat import Usage
@@ -187,7 +187,7 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
-    if not all(0 <= token < info.vocab_size for token in prompt):
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
     left = info.max_context - len(prompt)
     if left < 1 or (max_tokens is not None and max_tokens > left):
@@ -211,7 +211,7 @@ class Run:
         self._commits_s: dict[int, float] = {}
         self._closed = False
         self._failed = False
-        self._limit = TimeLimit(max(deadline_s - gateway.clock(), 0.0), _too_long)
+        self._limit = Limit(_too_long, max(deadline_s - gateway.clock(), 0.0))
         self._span = gateway.spans.begin("router.request", job.trace, endpoint=job.endpoint, answers=job.num_answers)
         self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
 
@@ -278,7 +278,7 @@ class Run:
             self._mode = self._mode or self._present_mode()
             metrics.first_token(now_s - self._arrived_s, self.mode)
         else:
-            metrics.commit(now_s - before_s, delta.num_tokens, self.mode)
+            metrics.commit(now_s - before_s, delta.num_tokens, self._mode)
         self._commits_s[number] = now_s
 
     def _count(self) -> None:

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from router.gate import MAX_HEADER_BYTES
+from router.outlet import TappedProtocol
 from slipstream.config import RouterSection, WireSection
 from slipstream.errors import ConfigError
 from slipstream.wire.server import bind_guard
@@ -34,7 +35,7 @@ class HttpListener:
         self._socket = _listening(section.listen)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            app, http=TappedProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             proxy_headers=False,  # nobody asks for a client's address
             h11_max_incomplete_event_size=MAX_HEADER_BYTES, timeout_keep_alive=KEEP_ALIVE_S,
             limit_concurrency=section.max_in_flight + section.max_queue + SPARE_CONNECTIONS,

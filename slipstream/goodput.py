@@ -14,7 +14,7 @@ It knows no modes and no clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.config import PolicySection
 from slipstream.estimates import Acceptance, ExchangeTimes, Experience, Ledger, StepCosts
@@ -23,9 +23,9 @@ TRY_SHARE = 0.01
 RECENT = 10  # rounds that the recent gain looks back on, or so
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One commit as the policy sees it. Plain rounds count too: they have nothing drafted."""
+class Round(NamedTuple):
+    """One commit as the policy sees it. Plain rounds count too: they have nothing drafted. A named tuple, as a router
+    makes one for every piece of every answer."""
 
     drafted: int  # draft nodes that were verified
     accepted: int

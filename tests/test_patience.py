@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.patience import TimeLimit
+from router.patience import Limit
 from slipstream.errors import DeadlineExceeded
 
 
@@ -15,7 +15,7 @@ def late() -> Exception:
 
 
 async def test_all_waits_together_end_in_time() -> None:
-    limit = TimeLimit(0.05, late)
+    limit = Limit(late, 0.05)
     with pytest.raises(DeadlineExceeded):
         while True:
             with limit:
@@ -27,23 +27,25 @@ async def test_all_waits_together_end_in_time() -> None:
 
 
 async def test_a_single_wait_ends_in_time() -> None:
-    for each in (False, True):
-        limit = TimeLimit(0.02, late, each=each)
-        with pytest.raises(DeadlineExceeded), limit:
-            await asyncio.Event().wait()
-
-
-async def test_waits_that_are_short_enough_may_be_many() -> None:
-    limit = TimeLimit(0.2, late, each=True)
-    for _ in range(50):
-        with limit:
-            await asyncio.sleep(0.01)
+    limit = Limit(late, 0.02)
     with pytest.raises(DeadlineExceeded), limit:
         await asyncio.Event().wait()
 
 
+async def test_a_limit_that_is_closed_or_has_no_time_ends_when_it_is_told() -> None:
+    closed, untimed = Limit(late, 0.01), Limit(late)
+    closed.close()
+    for limit in (closed, untimed):
+        with limit:
+            await asyncio.sleep(0.05)
+        asyncio.get_running_loop().call_soon(limit.fire)
+        with pytest.raises(DeadlineExceeded), limit:
+            await asyncio.Event().wait()
+        limit.close()
+
+
 async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:
-    limit, waiting = TimeLimit(30.0, late), asyncio.Event()
+    limit, waiting = Limit(late, 30.0), asyncio.Event()
 
     async def wait() -> None:
         with limit:
@@ -59,7 +61,7 @@ async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:
 
 
 async def test_an_error_of_what_is_awaited_is_its_own() -> None:
-    limit = TimeLimit(30.0, late)
+    limit = Limit(late, 30.0)
     with pytest.raises(KeyError), limit:
         raise KeyError("own")
     limit.close()

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from router.app import create_app
+from router.gateway import Job
 from router.keys import ApiKeys
+from router.schemas import ChatBody
+from slipstream.config import RouterSection
 from slipstream.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
@@ -175,3 +180,30 @@ async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, caps
     said = capsys.readouterr()
     assert "-key" not in (said.out + said.err).replace("api-keys", "") and "keys read again" in said.out + said.err
     await asyncio.wait_for(ApiKeys.load("").follow(), 5)
+
+
+class BrokenGateway:
+    """Meets what nobody foresaw, whatever it is asked."""
+
+    leaving = False
+
+    @property
+    def ready(self) -> bool:
+        raise RuntimeError("a secret")
+
+    async def plan_chat(self, body: ChatBody) -> Job:
+        raise RuntimeError("a secret")
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", CHAT)])
+async def test_what_nobody_foresaw_is_a_plain_500(method: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway: Any = BrokenGateway()
+    app = create_app(gateway, ApiKeys(), RouterSection())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False),
+                                 base_url="http://router") as client:
+        asked = {"model": "tiny", "messages": HELLO} if method == "POST" else None
+        answer = await client.request(method, path, json=asked, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert answer.headers["x-request-id"] == "mine" and "secret" not in answer.text
+    logged = capsys.readouterr()
+    assert "RuntimeError" in logged.out + logged.err and "secret" not in logged.out + logged.err

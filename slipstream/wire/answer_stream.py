@@ -130,8 +130,8 @@ class AnswerStream:
 class SharedAnswer:
     """An Answer of an AnswerStream. ``join`` gives the stream when the answer begins, with its iteration."""
 
-    __slots__ = ("_address", "_arrived", "_begun", "_connect_s", "_held", "_join", "_late", "_number", "_request",
-                 "_speculate", "_stream", "_waiter")
+    __slots__ = ("_address", "_arrived", "_begun", "_connect_s", "_held", "_join", "_late", "_loop", "_number",
+                 "_request", "_speculate", "_stream", "_waiter")
 
     def __init__(self, join: Callable[[], AnswerStream], request: Request, connect_s: float) -> None:
         self._join = join
@@ -154,7 +154,14 @@ class SharedAnswer:
         while not self._arrived:
             if self._stream is None:
                 raise StopAsyncIteration
-            await self._more()
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            finally:
+                self._waiter = None
         if self._held and len(self._arrived) <= RESUME_AT and self._stream is not None:
             self._held = False
             self._stream.say(self._number, Flow.RESUME)
@@ -199,22 +206,13 @@ class SharedAnswer:
 
     def _begin(self) -> None:
         self._begun = True
+        self._loop = asyncio.get_running_loop()
         self._stream = stream = self._join()
         self._number = stream.begin(self)
         stream.say(self._number, self._request)
         if self._speculate is not None:
             stream.say(self._number, self._speculate)
-        self._late = asyncio.get_running_loop().call_later(self._connect_s, self._not_taken)
-
-    async def _more(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        finally:
-            self._waiter = None
+        self._late = self._loop.call_later(self._connect_s, self._not_taken)
 
     def _not_taken(self) -> None:
         assert self._stream is not None

@@ -80,11 +80,15 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
 
 
 def encode_chat_delta(delta: Delta) -> bytes:
-    return inference_pb2.ChatResponse(delta=_delta(delta)).SerializeToString()
+    wire = inference_pb2.ChatResponse()
+    _fill(wire.delta, delta)
+    return wire.SerializeToString()
 
 
 def encode_complete_delta(delta: Delta) -> bytes:
-    return inference_pb2.CompleteResponse(delta=_delta(delta)).SerializeToString()
+    wire = inference_pb2.CompleteResponse()
+    _fill(wire.delta, delta)
+    return wire.SerializeToString()
 
 
 def decode_chat_delta(data: bytes) -> Delta:
@@ -101,15 +105,28 @@ def decode_complete_delta(data: bytes) -> Delta:
     return _delta_of(wire.delta)
 
 
-def _delta(delta: Delta) -> inference_pb2.Delta:
-    tokens = [inference_pb2.TextToken(id=token.id, text=token.text, drafted=token.drafted, logprob=token.logprob)
-              for token in delta.tokens]
-    usage = None if delta.usage is None else inference_pb2.Usage(
-        prompt_tokens=delta.usage.prompt_tokens, completion_tokens=delta.usage.completion_tokens,
-        accepted_prediction_tokens=delta.usage.accepted_prediction_tokens,
-        rejected_prediction_tokens=delta.usage.rejected_prediction_tokens, cached_tokens=delta.usage.cached_tokens,
-        rounds=delta.usage.rounds, lossy=delta.usage.lossy)
-    return inference_pb2.Delta(text=delta.text, tokens=tokens, finish_reason=delta.finish, usage=usage)
+def _fill(wire: inference_pb2.Delta, delta: Delta) -> None:
+    # One comes for every token of every answer: messages filled in place take less than half of what made ones do.
+    wire.text = delta.text
+    for token in delta.tokens:
+        item = wire.tokens.add()
+        item.id, item.text = token.id, token.text
+        if token.drafted:
+            item.drafted = True
+        if token.logprob is not None:
+            item.logprob = token.logprob
+    if delta.finish:
+        wire.finish_reason = delta.finish
+    if delta.usage is not None:
+        wire.usage.CopyFrom(_usage(delta.usage))
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens,
+        accepted_prediction_tokens=usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=usage.rejected_prediction_tokens, cached_tokens=usage.cached_tokens,
+        rounds=usage.rounds, lossy=usage.lossy)
 
 
 def _delta_of(wire: inference_pb2.Delta) -> Delta:

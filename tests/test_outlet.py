@@ -1,0 +1,109 @@
+"""Pieces of a body that skip the server's layers: framed as HTTP says, as fast as the client reads, and no faster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import h11
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from router.events import EventStream, Presence
+from router.listener import HttpListener
+from slipstream.config import RouterSection, WireSection
+from tests.echo import EchoTarget
+from tests.routing import COMPLETIONS, events, routing
+
+BLOCK = bytes(range(256)) * 256
+
+
+class Source:
+    """An application that answers anything with ``blocks`` blocks. ``ended``: its stream is over and closed."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.made = 0
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(self._events(), Presence(receive), self._close, {}, stall_s=0.3)(scope, receive, send)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        while self.made < self.blocks:
+            self.made += 1
+            yield BLOCK
+
+    async def _close(self) -> None:
+        self.ended.set()
+
+
+@asynccontextmanager
+async def asked(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
+    writer.write(request)
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def served(source: Source) -> AsyncIterator[int]:
+    listener = HttpListener(source, RouterSection(listen="127.0.0.1:0"), WireSection())
+    await listener.start()
+    yield listener.port
+    await listener.close()
+
+
+async def body(reader: asyncio.StreamReader) -> bytes:
+    """What an HTTP client of its own makes of a whole answer."""
+    client, found = h11.Connection(h11.CLIENT), bytearray()
+    client.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    client.send(h11.EndOfMessage())
+    while not isinstance(event := client.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            client.receive_data(await reader.read(1 << 16))
+        elif isinstance(event, h11.Data):
+            found += event.data
+    return bytes(found)
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
+    source = Source(200)
+    async with served(source) as port, asked(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") as reader:
+        await asyncio.sleep(0.05)
+        assert source.made < 200, "nothing is made for a socket that is full"
+        assert await body(reader) == BLOCK * 200
+        await source.ended.wait()
+
+
+async def test_a_client_that_stops_reading_counts_as_gone() -> None:
+    source = Source(1 << 20)
+    async with served(source) as port, asked(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+        await source.ended.wait()
+        assert source.made < 1 << 12
+
+
+async def test_a_client_that_leaves_ends_the_stream() -> None:
+    source = Source(1 << 20)
+    async with served(source) as port:
+        async with asked(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") as reader:
+            await reader.readexactly(1 << 12)
+        await source.ended.wait()
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_an_old_client_gets_no_chunks(tiny_folder: Path, version: bytes) -> None:
+    asked_for = b'{"model": "tiny", "prompt": "0123456789", "seed": 3, "stream": true}'
+    async with routing(tiny_folder, EchoTarget()) as r:
+        request = (b"POST %b HTTP/%b\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+                   % (COMPLETIONS.encode(), version, len(asked_for)) + asked_for)
+        async with asked(r.service.http_port, request) as reader:
+            head, _, sent = (await reader.read(-1)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert (b"transfer-encoding: chunked" in head.lower()) == (version == b"1.1")
+    if version == b"1.0":
+        assert "".join(e["choices"][0]["text"] for e in events(sent.decode())) == "10 s3 w0 w1 w2 w"
