@@ -65,8 +65,8 @@ class EagleNetwork:
         spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
                 if handed_over else FeatureSpec(head.taps, width, dtype))
         self.features: FeatureSpec | None = spec
-        whole = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
-        self.vocabulary = None if whole else head.vocabulary.to(device)
+        all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
+        self.vocabulary = None if all_tokens else head.vocabulary.to(device)
         self.device = device
         self.slots = Slots(num_slots)
         self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
