@@ -88,8 +88,9 @@ class DraftSection(Section):
     combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     attention: Attention = Field("auto", description="of the draft model or head; as in model")
-    quantize: Quantize = Field("none", description="of the draft model or head; as in model, int8 not for eagle2 and "
-                               "mtp; it may cost acceptance, never an answer")
+    quantize: Literal["auto", "none", "fp8", "int8"] = Field(
+        "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "
+                            "EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
     kernels: Kernels = Field("auto", description="of a draft model or an EAGLE-3 head; as in model")
     graphs: bool = Field(True, description="an EAGLE-3 head's tree as one CUDA graph; with FlashInfer's attention only")
     dtype: Dtype = "bfloat16"

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from slipstream.__main__ import app
 from slipstream.config import DraftSection, ModelSection
+from slipstream.drafters.checkpoint import read_head
+from slipstream.drafters.eagle import EagleNetwork
 from slipstream.drafters.lent import lent_lm_head
 from slipstream.drafters.loading import load_eagle, load_eagle2, load_mtp, load_standalone
+from slipstream.engine.compiled import rows_batch
 from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, kernels
@@ -26,9 +31,11 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import ModelError
 from slipstream.messages import Features, Open, Sampling
+from slipstream.models import FORMAT, HEADS, RECEIPT, is_prepared
+from slipstream.shipped import head_for
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.sequences import run
-from tests.tiny import write_tiny_model
+from tests.tiny import VOCAB, write_tiny_model
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}
 TEXT = list(b"Whole numbers are what counting gives, and what eight bits hold.")
@@ -164,6 +171,14 @@ def test_it_is_prepared_once_and_never_over_something_else(tmp_path: Path) -> No
         prepare_as("int4", folder, tmp_path / "four")
 
 
+def test_the_command_writes_beside_a_folder(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "model")
+    done = CliRunner().invoke(app, ["models", "prepare", str(folder), "--dtype", "int8"])
+    assert done.exit_code == 0, done.output
+    assert done.output.strip() == str(tmp_path / "model-int8")
+    assert torch.equal(logits(tmp_path / "model-int8"), logits(folder, quantize="int8"))
+
+
 def broken(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -237,6 +252,15 @@ def test_ranks_do_not_share_it_out(tmp_path: Path) -> None:
             part_of(path, section)
 
 
+def test_a_prepared_known_model_keeps_its_head(tmp_path: Path) -> None:
+    folder = tiny(tmp_path / "model")
+    receipt = {"format": FORMAT, "name": "smollm2-135m", "source": {"sha256": "0"},
+               "files": {"model.safetensors": (folder / "model.safetensors").stat().st_size}}
+    (folder / RECEIPT).write_text(json.dumps(receipt))
+    prepared = prepare_as("int8", folder, tmp_path / "int8")
+    assert is_prepared(prepared) and head_for(str(prepared)) is HEADS["smollm2-135m-eagle3"]
+
+
 @pytest.mark.parametrize("kind", ["standalone", "eagle3"])
 def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None:
     target = tiny(tmp_path / "target", num_hidden_layers=6)
@@ -244,9 +268,9 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
         tmp_path / "head", eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
                                         target_hidden_size=64))
 
-    def grown(**settings: Any) -> list[int]:
-        section = DraftSection.model_validate({"model": str(head), "quantize": "int8", "slots": 400, "drafter": kind,
-                                               **settings})
+    def grown(quantize: str = "int8", **settings: Any) -> list[int]:
+        section = DraftSection.model_validate({"model": str(head), "quantize": quantize, "slots": 400,
+                                               "drafter": kind, **settings})
         drafter = (load_standalone(section) if kind == "standalone"
                    else load_eagle(section, ModelSection(path=str(target))))
         drafter.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])
@@ -257,10 +281,27 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
         (growth,) = drafter.grow([1], [8])
         return [int(token) for token in growth.tokens]
 
-    assert len(grown()) == 8
+    assert len(grown()) == len(grown("auto", kernels="torch")) == 8
+    assert grown("auto") == grown("int8" if kind == "eagle3" else "none")
     for other in ({"dtype": "float32"}, {"kernels": "torch"}, {"attention": "torch"}, {"compile": True}):
         with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for the CPU kernels of our own"):
             grown(**other)
+
+
+@pytest.mark.parametrize("draft_vocab", [96, VOCAB])
+def test_a_heads_matrices_are_whole_numbers_when_that_is_wanted_and_not_else(tmp_path: Path, draft_vocab: int) -> None:
+    target, config = tiny(tmp_path / "target", num_hidden_layers=6), eagle_config(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, target_hidden_size=64,
+        draft_vocab_size=draft_vocab)
+    head = read_head(write_eagle_folder(tmp_path / "head", config), target)
+    found = {}
+    for kernels_of, whole in (("torch", False), ("native", False), ("native", True)):
+        network = EagleNetwork(head, "bfloat16", torch.device("cpu"), 64, kernels=kernels_of, whole=whole)
+        content = random(20, network.features.width).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        (rows,) = network.read([Features(0, 0, content, 20, "bfloat16")])
+        found[kernels_of, whole] = network.forward(rows_batch(network.slots.alloc(20), network.device, rows)).logits
+    usual = error(found["native", False], found["torch", False])
+    assert usual < 8e-3 < error(found["native", True], found["torch", False]) < 0.04
 
 
 def test_other_drafts_are_refused(tmp_path: Path) -> None:

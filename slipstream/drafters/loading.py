@@ -50,7 +50,8 @@ def load_standalone(section: DraftSection) -> Drafter:
     _check_int8(section)
     vocabulary = _token_map(section, config.vocab_size)
     model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
-                                    attention=section.attention, quantize=section.quantize, kernels=section.kernels)
+                                    attention=section.attention, kernels=section.kernels,
+                                    quantize="none" if section.quantize == "auto" else section.quantize)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
@@ -62,13 +63,13 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
     _check_int8(section)
-    whole = section.quantize == "int8"
-    ours = "native" if whole else "torch" if section.compile or section.quantize != "none" else section.kernels
+    ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
+            else section.kernels)
     graphs = section.graphs and device.type == "cuda" and not section.compile
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, lambda halves: EagleNetwork(
         head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare,
-        whole))
+        whole=section.quantize in ("auto", "int8")))
     _quantized(section, network.linears())
     return _drafter(section, network, _at_once(section, network) if spare else None)
 
@@ -91,7 +92,7 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
 def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
     the target in ``model.path``. Raises ModelError."""
-    if section.quantize != "none":
+    if section.quantize not in ("auto", "none"):
         raise ModelError("draft.quantize: it is for eagle2, eagle3 and standalone; use none with mtp")
     target = resolve(model.path)
     head = read_mtp(resolve(section.model) if section.model else target, target)
@@ -120,7 +121,7 @@ def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, a
 
 
 def _ready(section: DraftSection, build: Callable[[Halves], N]) -> N:
-    if section.compile and section.quantize != "none":
+    if section.compile and section.quantize not in ("auto", "none"):
         raise ModelError("draft.quantize: it is for drafters without compile")
     return compiled(build, run_network, section.drafter) if section.compile else build(EAGER)
 
