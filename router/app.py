@@ -10,7 +10,6 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from router.events import DONE, EventStream, Presence, event, framed
 from router.gate import Gate, problem_response
 from router.gateway import Gateway, Job, Run
 from router.keys import ApiKeys
+from router.patience import Limit
 from router.problems import http_problem, problem_of
 from router.replies import ChatReply, Reply, TextReply
 from router.schemas import Body, ChatBody, CompletionBody, parse
@@ -123,14 +123,15 @@ class Surface:
 
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         data = bytearray()
+        limit = Limit(_late_body, BODY_S)
         try:
-            async with asyncio.timeout(BODY_S):
+            with limit:
                 async for chunk in request.stream():
                     data += chunk
                     if len(data) > self._max_body_bytes:
                         raise TooLarge("body", f"is larger than {self._max_body_bytes} bytes", "request_too_large")
-        except TimeoutError:
-            raise InvalidRequest("body", f"did not arrive within {BODY_S:g} s") from None
+        finally:
+            limit.close()
         try:
             raw = orjson.loads(data)
         except orjson.JSONDecodeError as error:
@@ -205,6 +206,10 @@ class Endpoints:
         except ClientDisconnect as error:
             response = await self._surface.gone(request, error)
         await response(scope, receive, send)
+
+
+def _late_body() -> InvalidRequest:
+    return InvalidRequest("body", f"did not arrive within {BODY_S:g} s")
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

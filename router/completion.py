@@ -129,13 +129,16 @@ class Completion:
         text = self._detokenizer.push(token)
         self._length += len(text)
         self._held.append((self._length, AnswerToken(token, text, drafted, logprob)))
-        if self._stops is None:
-            self._clear = self._length
+        if self._stops is None:  # nothing is ever held back
             return False
         self._clear += len(self._stops.push(text))
         return self._stops.matched is not None
 
     def _released(self) -> list[AnswerToken]:
+        if self._stops is None:
+            tokens = [token for _, token in self._held]
+            self._held.clear()
+            return tokens
         tokens = []
         while self._held and self._held[0][0] <= self._clear:
             tokens.append(self._held.popleft()[1])

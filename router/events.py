@@ -24,6 +24,9 @@ from router.patience import Limit
 
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
+HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+           (b"x-accel-buffering", b"no"))
+
 
 def event(content: Mapping[str, Any]) -> bytes:
     return framed(orjson.dumps(content))
@@ -62,13 +65,11 @@ class Presence:
 class EventStream(Response):
     """Sends ``events`` until they end or ``client`` goes away, which it closes; ``close`` is awaited in any case."""
 
-    media_type = "text/event-stream"
-
     def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
                  headers: Mapping[str, str], stall_s: float = STALL_S) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self.raw_headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events = events
         self._client = client
         self._close = close

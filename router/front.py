@@ -9,8 +9,8 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import fields
 from typing import Any
 
@@ -27,28 +27,25 @@ class GatewayFront:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def chat(self, model: str, messages: tuple[Message, ...],
-                   options: ChatOptions) -> AsyncGenerator[Delta, None]:
-        """Raises errors of slipstream.errors, like all here."""
-        raw = self._raw(model, options)
-        raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
-        if options.top_logprobs is not None:
-            raw["logprobs"] = True
-        with self._counting("chat"):
-            job = await self._gateway.plan_chat(parse(ChatBody, raw))
-            async with aclosing(self._run(job)) as deltas:
-                async for delta in deltas:
-                    yield delta
+    def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        """Its iteration raises errors of slipstream.errors, like all here."""
+        async def plan() -> Job:
+            raw = self._raw(model, options)
+            raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
+            if options.top_logprobs is not None:
+                raw["logprobs"] = True
+            return await self._gateway.plan_chat(parse(ChatBody, raw))
 
-    async def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
-        raw = self._raw(model, options)
-        raw["prompt"] = prompt
-        raw["logprobs"] = raw.pop("top_logprobs", None)
-        with self._counting("completions"):
-            job = await self._gateway.plan_completion(parse(CompletionBody, raw))
-            async with aclosing(self._run(job)) as deltas:
-                async for delta in deltas:
-                    yield delta
+        return self._run("chat", plan)
+
+    def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        async def plan() -> Job:
+            raw = self._raw(model, options)
+            raw["prompt"] = prompt
+            raw["logprobs"] = raw.pop("top_logprobs", None)
+            return await self._gateway.plan_completion(parse(CompletionBody, raw))
+
+        return self._run("completions", plan)
 
     async def models(self) -> list[str]:
         return [self._gateway.model]
@@ -60,23 +57,19 @@ class GatewayFront:
         raw["model"] = model or self._gateway.model
         return {name: value for name, value in raw.items() if value is not None}
 
-    @contextmanager
-    def _counting(self, endpoint: str) -> Iterator[None]:
+    async def _run(self, endpoint: str, plan: Callable[[], Awaitable[Job]]) -> AsyncGenerator[Delta, None]:
         try:
-            yield
+            run = await self._gateway.start(await plan())
+            try:
+                async with aclosing(run.deltas()) as deltas:
+                    async for _, delta in deltas:
+                        if delta.text or delta.tokens or delta.finish:
+                            yield _delta(delta, run.usage() if delta.finish else None)
+            finally:
+                await run.aclose()
         except SlipstreamError as error:
             self._gateway.failed(endpoint, error)
             raise
-
-    async def _run(self, job: Job) -> AsyncGenerator[Delta, None]:
-        run = await self._gateway.start(job)
-        try:
-            async with aclosing(run.deltas()) as deltas:
-                async for _, delta in deltas:
-                    if delta.text or delta.tokens or delta.finish:
-                        yield _delta(delta, run.usage() if delta.finish else None)
-        finally:
-            await run.aclose()
 
 
 def _delta(delta: TextDelta, usage: Usage | None) -> Delta:

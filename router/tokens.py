@@ -38,7 +38,7 @@ class TextCodec:
     tokenizer's, which may be below the model's.
     """
 
-    __slots__ = ("_bytes", "_literals", "_specials", "_spell", "_template", "_tokenizer", "starts_with_space",
+    __slots__ = ("_bytes", "_literals", "_specials", "_spell", "_template", "_texts", "_tokenizer", "starts_with_space",
                  "stop_token_ids", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
@@ -51,6 +51,7 @@ class TextCodec:
         self._literals = _literals(self._tokenizer, self._specials.values())
         self._spell, self.starts_with_space = _spelling(self._tokenizer)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
+        self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
         self._template = load_chat_template(folder, self._specials.values())
         self.stop_token_ids: tuple[int, ...] = _stop_token_ids(folder, self._tokenizer)
 
@@ -91,6 +92,15 @@ class TextCodec:
         found = self._bytes[token] = self._spell(spelt)
         return found
 
+    def whole_text(self, token: int) -> str | None:
+        """The text of a token that is whole characters, whatever stands before it; "" for a special one. None for one
+        that may need its neighbours."""
+        try:
+            return self._texts[token]
+        except KeyError:
+            self._texts[token] = text = "" if self.is_special(token) else _decoded(self.token_bytes(token))
+            return text
+
     def token_text(self, token: int) -> str:
         """``token_bytes`` as text, with U+FFFD for what is no whole character."""
         return self.token_bytes(token).decode("utf-8", "replace")
@@ -107,18 +117,23 @@ class TextCodec:
 class Detokenizer:
     """The text of one answer, token by token."""
 
-    __slots__ = ("_at_start", "_codec", "_utf8")
+    __slots__ = ("_at_start", "_codec", "_open", "_utf8")
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = codec.starts_with_space
+        self._open = False  # whether a character is unfinished
 
     def push(self, token: int) -> str:
         """The text that is complete with ``token``; "" while a character is unfinished and for special tokens."""
-        if self._codec.is_special(token):
-            return ""
-        return self._begin(self._utf8.decode(self._codec.token_bytes(token)))
+        text = None if self._open else self._codec.whole_text(token)
+        if text is None:
+            if self._codec.is_special(token):
+                return ""
+            text = self._utf8.decode(self._codec.token_bytes(token))
+            self._open = self._utf8.getstate()[0] != b""
+        return self._begin(text) if self._at_start else text
 
     def flush(self) -> str:
         """What is left at the end of an answer: U+FFFD for an unfinished character, else ""."""
@@ -172,6 +187,13 @@ class StopStrings:
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length
         return 0
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:

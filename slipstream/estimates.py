@@ -46,9 +46,9 @@ class StepCosts:
 
     def cost(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take."""
-        low, share = self._place(rows)
         if len(self._costs) == 1:
             return self._costs[0]
+        low, share = self._place(rows)
         return self._costs[low] + share * (self._costs[low + 1] - self._costs[low])
 
     def observe(self, rows: int, seconds: float) -> None:
