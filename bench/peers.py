@@ -40,9 +40,10 @@ from slipstream.terminal import complain
 LOGS, COPY = Path("build/bench/logs/peers"), Path(__file__).parent / "sets"
 WARM_UP = "Name three rivers."
 BATCHES = (4, 16)
-NAMES = ("slipstream-plain", "slipstream-ngram", "slipstream-standalone", "slipstream-default", "slipstream-colocated",
-         "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain", "llamacpp-speculative")
-TOGETHER = ("slipstream-plain", "slipstream-ngram", "slipstream-default")
+NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream-standalone", "slipstream-default",
+         "slipstream-colocated", "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain",
+         "llamacpp-speculative")
+TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
 

@@ -185,7 +185,7 @@ class Target:
         self.hello = hello_of(runner.model, cast.slots)
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=cast.slots, drafts=(), prefix_cache=False,
-                                max_sessions=max(64, deployment.batch), max_step_rows=4096)
+                                foresight=False, max_sessions=max(64, deployment.batch), max_step_rows=4096)
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
                                    Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"))
         self.actor.act = self._act

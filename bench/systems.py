@@ -30,11 +30,13 @@ from slipstream.launch import answers
 
 START_S = 180.0
 PIPE_LIMIT = 1 << 20
+SHARED = "target.shared_cores=true"  # as `slipstream run` says
 SLIPSTREAM: Mapping[str, tuple[str, ...]] = {
-    "plain": (),
-    "ngram": ("draft.drafter=ngram",),
-    "standalone": ("draft.drafter=standalone", "draft.model={model}"),
-    "default": (),
+    "plain": ("target.policy.enabled=false",),
+    "alone": (),
+    "ngram": (SHARED, "draft.drafter=ngram"),
+    "standalone": (SHARED, "draft.drafter=standalone", "draft.model={model}"),
+    "default": (SHARED,),
 }
 LLAMACPP: Mapping[str, tuple[str, ...]] = {
     "plain": (),
@@ -59,7 +61,8 @@ class System(Protocol):
 
 @dataclass(slots=True)
 class Slipstream:
-    """Draft, target and router; plain has no draft. ``colocated``: all in one process."""
+    """Draft, target and router; plain and alone have no draft, and plain does not foresee either. ``colocated``: all
+    in one process."""
 
     kind: str
     folder: Path
@@ -76,7 +79,7 @@ class Slipstream:
         keys = ("draft.listen", "draft.metrics_listen", "target.listen", "target.metrics_listen", "router.listen",
                 "router.grpc_listen", "router.metrics_listen")
         ports = {key: free_port() for key in keys}
-        drafts = [] if self.kind == "plain" else [f"127.0.0.1:{ports['draft.listen']}"]
+        drafts = [] if self.kind in ("plain", "alone") else [f"127.0.0.1:{ports['draft.listen']}"]
         settings = (*(f"{key}=127.0.0.1:{port}" for key, port in ports.items()), f"model.path={self.model}",
                     f"model.dtype={self.dtype}", f"router.targets=['127.0.0.1:{ports['target.listen']}']",
                     f"target.drafts={drafts}", *(part.format(model=self.model) for part in SLIPSTREAM[self.kind]))

@@ -60,7 +60,9 @@ def main() -> None:
     parser.add_argument("timing", type=Path)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
-    config, timing = load(None, tuple(arguments.overrides)), Timing.load(arguments.timing)
+    # A timed device's text is no text: what it repeats says nothing.
+    config = load(None, ("target.foresight=false", *arguments.overrides))
+    timing = Timing.load(arguments.timing)
     configure(config.log)
 
     async def serve(config: Config, stop: asyncio.Event) -> None:

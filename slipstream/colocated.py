@@ -28,7 +28,7 @@ from target_service.assembly import build as build_target
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin."""
-    loop = asyncio.get_running_loop()
+    config, loop = config.on_one_machine(), asyncio.get_running_loop()
     links: list[LocalLink] = []
     target = await asyncio.to_thread(build_target, config, loop, lambda: [link.status() for link in links])
     draft = await asyncio.to_thread(build_draft, config)

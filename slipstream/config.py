@@ -148,6 +148,10 @@ class TargetSection(Section):
     prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
     max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
     prefix_cache: bool = True
+    shared_cores: bool = Field(False, description="drafts compute on the cores of this target: a tree that is not "
+                               "worth a wait is not asked for; `slipstream run` sets it on a CPU")
+    foresight: bool = Field(True, description="what followed the newest tokens earlier in the same text is verified at "
+                            "once, where that pays more than plain steps and a drafter's trees")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
                                            "token whose probability is at least this")
@@ -221,6 +225,13 @@ class Config(Section):
     router: RouterSection = RouterSection()
     wire: WireSection = WireSection()
     log: LogSection = LogSection()
+
+    def on_one_machine(self) -> Config:
+        """For services beside each other: on a CPU they share its cores, unless something else was said."""
+        if "shared_cores" in self.target.model_fields_set:
+            return self
+        shared = self.model.device == self.draft.device == "cpu"
+        return self.model_copy(update={"target": self.target.model_copy(update={"shared_cores": shared})})
 
 
 def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:

@@ -14,12 +14,14 @@ It knows no modes and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.config import PolicySection
 from slipstream.estimates import Acceptance, ExchangeTimes, Experience, Ledger, StepCosts
 
 TRY_SHARE = 0.01
+WORTH = 1.02  # gain from which a chain that costs no wait is verified
 RECENT = 10  # rounds that the recent gain looks back on, or so
 
 
@@ -135,6 +137,22 @@ class Goodput:
                 best, best_rate = nodes, rate
                 if any_will_do:
                     break
+        return best
+
+    def foreseen(self, chances: Sequence[float], drafted_for: bool) -> int:
+        """How many tokens of a chain that is at hand to verify at once; ``chances``: that all up to each come. 0 where
+        a plain step makes more tokens a second, or a drafter's tree, if there is one, with the wait for it."""
+        rows, plain_s = self._others + 1, self._costs.cost(self._others + 1)
+        best, best_rate, tokens = 0, WORTH / plain_s, 1.0
+        if drafted_for and (nodes := self.nodes):
+            wait_s = self._recent_wait_s() if self.recent.rounds else self.exchange_s
+            step_s = plain_s + rows * (self._costs.cost(rows + nodes) - plain_s)
+            best_rate = max(best_rate, (1 + self._share * self._acceptance.tokens(nodes)) / (step_s + wait_s))
+        for count, chance in enumerate(chances, start=1):
+            tokens += chance
+            rate = tokens / (plain_s + rows * (self._costs.cost(rows + count) - plain_s))
+            if rate > best_rate:
+                best, best_rate = count, rate
         return best
 
     def _recent_wait_s(self) -> float:

@@ -79,14 +79,14 @@ class Service:
 
 
 def joined(config: Config) -> Config:
-    """The configuration in which the three services find each other: a target's drafts and a router's targets follow
-    the addresses of this launch unless they were set."""
+    """The configuration in which the three services find each other and live on one machine: a target's drafts and a
+    router's targets follow the addresses of this launch, unless they were set."""
     target, router = config.target, config.router
     if "drafts" not in target.model_fields_set:
         target = target.model_copy(update={"drafts": (config.draft.listen,)})
     if "targets" not in router.model_fields_set:
         router = router.model_copy(update={"targets": (target.listen,)})
-    return config.model_copy(update={"target": target, "router": router})
+    return config.model_copy(update={"target": target, "router": router}).on_one_machine()
 
 
 def places(config: Config) -> tuple[Place, ...]:

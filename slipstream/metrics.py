@@ -32,7 +32,7 @@ CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "d
            ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
            ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
            ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
-OUTCOMES = ("used", "plain", "draft_missing", "discarded_late")
+OUTCOMES = ("used", "foreseen", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
 
 

@@ -26,21 +26,22 @@ Rules:
 It knows no clock, no session, no drafter, and keeps no logs. A target has one for each session. A router has one for
 each model and draft pool, and feeds it the pieces of all its answers, each as one round with ``plain_s`` set to what a
 plain step takes now (the mean of pieces with nothing drafted): then neither row counts nor ``StepCosts`` matter. It
-switches answers by ``mode``; while ``probing`` it lets a small share speculate and feeds theirs alone. Deadline and
-budget are the target's.
+switches answers by ``mode``; while ``probing`` it lets a small share speculate and feeds theirs alone.
 
 Sources: goodput as the objective, arXiv 2406.14066; restart cost, arXiv 2512.22420.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from slipstream.config import PolicySection
 from slipstream.estimates import ExchangeTimes, Experience, Ledger, StepCosts
 from slipstream.goodput import Goodput, Round
+from slipstream.probe import Probe
 
 __all__ = ["ExchangeTimes", "Experience", "Mode", "Reason", "Round", "SpeculationPolicy", "StepCosts", "Transition"]
 
@@ -72,26 +73,6 @@ class Transition:
     gain: float
 
 
-@dataclass(slots=True)
-class Probe:
-    """A try at speculation while it is off."""
-
-    began_s: float
-    allowance_s: float  # what it may lose
-    ledger: Ledger = field(default_factory=Ledger)
-    answered_s: float | None = None  # when the drafter first spoke
-
-    def add(self, now_s: float, earned_s: float, spent_s: float, round_: Round, answered: bool) -> None:
-        """Count a round. What was waited for the first answer is the price of the restart, not of the rounds."""
-        if answered and self.answered_s is None:
-            self.answered_s = now_s
-            self.allowance_s -= self.ledger.loss_s + round_.wait_s
-            self.ledger = Ledger()
-            self.ledger.add(earned_s, spent_s - round_.wait_s, 0.0, round_.drafted > 0)
-        else:
-            self.ledger.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
-
-
 class SpeculationPolicy:
     """See the module. Times are seconds of any monotone clock, never decreasing from call to call."""
 
@@ -101,9 +82,9 @@ class SpeculationPolicy:
         ``experience`` by those that are drafted for alike."""
         self.mode = Mode.SPECULATE if config.enabled and config.max_nodes else Mode.PLAIN
         self.num_probes = 0
+        self.allowed = config.enabled and config.max_nodes > 0
         self._config = config
         self._goodput = Goodput(config, costs, exchange or ExchangeTimes(), experience or Experience())
-        self._allowed = config.enabled and config.max_nodes > 0
         self._since_s = self._quiet_since_s = self._next_probe_s = now_s
         self._backoff_s = config.probe_after_s
         self._failed = 0
@@ -140,6 +121,11 @@ class SpeculationPolicy:
         self._goodput.tell_others(batch_rows_of_others)
         return self._goodput.nodes if self._wants and not self._measures_plain else 0
 
+    def foresees(self, chances: Sequence[float], followed: bool, batch_rows_of_others: int) -> int:
+        """See ``Goodput.foreseen``; ``followed``: there is a drafter. Such rounds are not observed."""
+        self._goodput.tell_others(batch_rows_of_others)
+        return self._goodput.foreseen(chances, followed and self._wants) if self.allowed and not self._probe else 0
+
     @property
     def nodes(self) -> int:
         """Draft nodes of the highest expected gain, whatever the mode."""
@@ -154,6 +140,10 @@ class SpeculationPolicy:
             return usual_s if self._goodput.wait_pays else 0.0
         left_s = self._probe.allowance_s - self._probe.ledger.loss_s
         return min(usual_s, max(left_s, self._config.deadline_min_s)) if left_s > 0 else 0.0
+
+    def asks(self) -> bool:
+        """Whether a tree that is asked for now would be waited for, or one that was is still missing."""
+        return self._wants and bool(self._probe or self._silent or (not self._idle and self._goodput.wait_pays))
 
     def enough(self) -> float:
         """Draft tokens that a tree must promise for the step to begin at once, within ``deadline_s``."""
@@ -186,7 +176,7 @@ class SpeculationPolicy:
         return answered
 
     def tick(self, now_s: float) -> Transition | None:
-        """Time passes: a probe begins or runs out. ``observe`` does the same; an idle caller may call it."""
+        """Time passes: a probe begins or runs out, as in ``observe``."""
         if self._probe is not None:
             return self._judge(now_s, self._probe)
         if self.mode is not Mode.SPECULATE and self._due(now_s):
@@ -214,17 +204,16 @@ class SpeculationPolicy:
 
     def forbid(self, now_s: float) -> Transition | None:
         """The operator, the client or the router wants plain decoding from now on."""
-        self._allowed = False
+        self.allowed = False
         self._probe = None
         self._quiet_since_s = now_s
         return self._go(now_s, Mode.PLAIN, "operator")
 
     def allow(self, now_s: float) -> Transition | None:
         """Take ``forbid`` back: a probe begins as soon as it is affordable."""
-        if not self._allowed:
-            self._allowed = self._config.enabled and self._config.max_nodes > 0
-            self._next_probe_s = now_s
-            self._returns = "operator"
+        if not self.allowed:
+            self.allowed = self._config.enabled and self._config.max_nodes > 0
+            self._next_probe_s, self._returns = now_s, "operator"
         return self.tick(now_s)
 
     def _consider_leaving(self, now_s: float) -> Transition | None:
@@ -261,7 +250,7 @@ class SpeculationPolicy:
 
     def _due(self, now_s: float) -> bool:
         # Under overload a probe would only confirm it, and none begins before one exchange is affordable.
-        return (self._allowed and now_s >= self._next_probe_s
+        return (self.allowed and now_s >= self._next_probe_s
                 and PROBE_SHARE * (now_s - self._quiet_since_s) >= self._goodput.exchange_s
                 and not self._goodput.overloaded)
 

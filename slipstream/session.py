@@ -22,6 +22,8 @@ from slipstream.errors import LocalProtocolError, RemoteProtocolError
 from slipstream.messages import Close, Commit, Drop, Features, Growth, Open, Sampling
 from slipstream.tree import MAX_NODES, DraftTree
 
+FORESEEN = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
+
 
 class TargetState(StrEnum):
     ALONE = "alone"  # no drafter follows: plain decoding
@@ -168,6 +170,10 @@ class TargetSide:
         before = len(self.tree)
         self._append(message)
         return len(self.tree) - before
+
+    def foresee(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Nodes from no drafter: a chain below the root."""
+        self.tree = self.tree.graft(tokens, scores, FORESEEN + MAX_NODES * self.base)
 
     def lost(self) -> None:
         """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""

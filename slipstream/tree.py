@@ -111,6 +111,15 @@ class DraftTree:
             np.concatenate([self.scores, np.array(new[3], np.float32)]),
         )
 
+    def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
+        """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here
+        already stays as it is."""
+        node, known = 0, 0
+        while known < len(tokens) and (child := self.child(node, tokens[known])) is not None:
+            node, known = child, known + 1
+        ids = range(first_id, first_id + len(tokens) - known)
+        return self.append(ids, [int(self.ids[node]), *ids][: len(ids)], tokens[known:], scores[known:])
+
     def select(self, nodes: Sequence[int] | Ints) -> DraftTree:
         """The connected sub-tree of ``nodes`` (ascending, the root first). Scores stay relative to the old root."""
         keep = np.asarray(nodes, np.int32)

@@ -4,6 +4,7 @@ Rules:
 1. Admission takes what the prefix cache holds; release gives back what was computed, so that the next prompt finds it.
 2. A commit goes to its client, its drafter (with its feature rows), its policy and the counters, in one place.
 3. The policy decides how many nodes pay; a drafter that is wanted and not there is looked for at each commit.
+   Where the answer's own text foretells more than a drafter would in the same time, nobody is asked.
 4. Pieces leave in one go when the step is over (``deliver``).
 
 Runs on the engine thread alone. It knows nothing about schedules, batches or sockets.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import log
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from slipstream.config import PolicySection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import TokenHistory
+from slipstream.foresight import Foresight
 from slipstream.log import logger
 from slipstream.messages import Drop, Growth
 from slipstream.metrics import TargetMetrics
@@ -50,7 +53,8 @@ class Answers:
     """The life of answers; the worker decides when, this decides what."""
 
     def __init__(self, runner: ModelRunner, cache: RadixCache | None, pool: DraftPool, config: PolicySection,
-                 costs: StepCosts, metrics: TargetMetrics, dispatch: Dispatch, spans: Spans) -> None:
+                 costs: StepCosts, metrics: TargetMetrics, dispatch: Dispatch, spans: Spans,
+                 foresight: bool = False, shared_cores: bool = False) -> None:
         self._runner = runner
         self._cache = cache
         self._pool = pool
@@ -61,6 +65,7 @@ class Answers:
         self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
         self._dispatch = dispatch
         self._spans = spans
+        self._foresight, self._shared_cores = foresight, shared_cores
         self._log = logger("target")
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
@@ -115,7 +120,7 @@ class Answers:
         """Rows to verify for it now, root included."""
         if len(running.side.tree) == 1 or running.request.max_tokens - running.side.num_output == 1:
             return 1
-        return 1 + min(len(running.side.tree) - 1, running.policy.budget(now_s, others))
+        return 1 + min(len(running.side.tree) - 1, running.foreseen or running.policy.budget(now_s, others))
 
     def coming(self, waiting: Sequence[Running]) -> tuple[float, int]:
         """When the growth that ``waiting`` wait for should be here, and how many rows they would verify then."""
@@ -154,6 +159,7 @@ class Answers:
             self._note(running, running.policy.allow(now_s))
         else:
             self._note(running, running.policy.forbid(now_s))
+            running.foresight = None  # it would miss tokens
             self._pool.detach(running)
 
     def commit(self, verified: Verified, step: Step) -> bool:
@@ -165,12 +171,13 @@ class Answers:
         first = running.side.num_output == running.request.answered
         drafted, accepted = len(verified.tree) - 1, min(verified.verdict.num_accepted, len(tokens))
         waited_s = running.waited(started_s)
-        if not running.first_round and running.policy.wants_drafts(now_s):  # as it was when the round began
+        # As it was when the round began.
+        if not (running.first_round or running.foreseen) and running.policy.wants_drafts(now_s):
             self._pool.round_over(running, len(tokens), now_s - running.committed_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
         running.span.event("round", drafted=drafted, accepted=accepted, rows=step.rows, step_s=step_s, wait_s=waited_s,
                            mode=running.policy.mode.value)
-        if drafted:
+        if drafted and not running.foreseen:
             self._pool.judge(running, drafted, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
@@ -186,10 +193,12 @@ class Answers:
             self._metrics.request(finish)
             running.side.commit(tokens)
             return True
-        wanted = running.policy.budget(now_s, step.num_trees - 1) if running.policy.wants_drafts(now_s) else 0
-        self._pool.commit(running, tokens, drafted, wanted)
+        chain, scores = self._foresee(running, tokens, step.num_trees - 1)
+        asks = self._asks(running, now_s) and not chain
+        self._pool.commit(running, tokens, drafted, running.policy.budget(now_s, step.num_trees - 1) if asks else 0)
         self._ask(running, now_s)
         self._follow(running, now_s)
+        running.side.foresee(chain, scores)
         return False
 
     def deliver(self) -> None:
@@ -198,21 +207,41 @@ class Answers:
             self._dispatch(self._pieces)
             self._pieces = []
 
+    def _foresee(self, running: Running, tokens: tuple[int, ...], others: int) -> tuple[list[int], list[float]]:
+        """After ``tokens``: what its text foretells, as far as verifying it at once pays best, and the scores."""
+        running.foreseen = 0
+        if not self._foresight or not running.policy.allowed:
+            return [], []
+        if running.foresight is None:
+            running.foresight = Foresight([*running.side.tokens, *tokens])
+        else:
+            running.foresight.commit(tokens)
+        left = running.request.max_tokens - running.side.num_output - len(tokens)
+        chain, chances = running.foresight.chain(min(self._config.max_nodes, left - 1))
+        running.foreseen = running.policy.foresees(chances, running.link is not None, others)
+        return chain[: running.foreseen], [log(chance) for chance in chances[: running.foreseen]]
+
     def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
         wants = running.policy.wants_drafts(now_s)
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
-        elif running.link is None and wants and self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
+        elif (running.link is None and self._asks(running, now_s)
+              and self._pool.attach(running, now_s, running.policy.budget(now_s, 0))):
             running.first_round = True
             self._ask(running, now_s)
+
+    def _asks(self, running: Running, now_s: float) -> bool:
+        # On the target's own cores, a tree that nobody waits for slows the step beside it.
+        return running.policy.asks() if self._shared_cores else running.policy.wants_drafts(now_s)
 
     def _ask(self, running: Running, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
         running.committed_s, running.heard_s, running.stood = now_s, None, False
-        running.wait_until_s = now_s + running.policy.deadline_s()
+        running.wait_until_s = now_s + (0.0 if running.foreseen else running.policy.deadline_s())
         running.enough = running.policy.enough()
-        if len(running.side.tree) == 1 and running.link is not None and not running.first_round:
+        asked = running.link is not None and not running.first_round and not running.foreseen
+        if len(running.side.tree) == 1 and asked:
             # What a drafter says to a target that holds nodes tells how it deepens, not how long an exchange takes.
             running.asked[running.side.base] = now_s
             if len(running.asked) > ASKED:
@@ -228,6 +257,8 @@ class Answers:
 
     def _observe(self, running: Running, verified: Verified, accepted: int, waited_s: float, step: Step,
                  now_s: float) -> None:
+        if running.foreseen:
+            return
         exchange_s, running.exchange_s = running.exchange_s, None
         round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
                        verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
@@ -238,7 +269,7 @@ class Answers:
 
     def _outcome(self, running: Running, drafted: int) -> str:
         if drafted:
-            return "used"
+            return "foreseen" if running.foreseen else "used"
         if running.policy.mode is Mode.PLAIN:
             return "plain"
         return "draft_missing" if running.link is None or running.side.heard else "discarded_late"

@@ -2,7 +2,8 @@
 
 Rules:
 1. All of it runs on the engine thread; links tell it of their fate through the worker's inbox.
-2. What one step has to say to a link leaves as one frame, when the step is over (``flush``).
+2. What one step has to say to a link leaves as one frame, when the step is over (``flush``). Commits that ask for
+   nothing wait for one that does, or for each other: a draft that is woken at each step takes time from the next.
 3. A lost or unwilling drafter costs its answers nothing but speed: another takes over, or they decode alone and ask
    again later. What was accepted is counted by the drafter's name, so that pools of different heads can be compared.
 4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
@@ -34,6 +35,7 @@ from slipstream.wire.link import Link
 from target_service.running import Running
 
 RETRY_S = 1.0  # after a drafter gave a session up for lack of room
+HELD = 8  # commits that ask for nothing
 FEATURE_CHUNK = 256  # rows of one Features item: well below the message limit for any known model
 
 
@@ -253,10 +255,10 @@ class DraftPool:
 
     def flush(self) -> None:
         """Send what the step had to say."""
-        for link, items in self._outbox.items():
-            if items:
+        for link, items in list(self._outbox.items()):
+            if len(items) >= HELD or any(not isinstance(item, Commit) or item.wanted for item in items):
                 link.send(items)
-        self._outbox.clear()
+                del self._outbox[link]
 
     def links(self) -> Iterable[Link]:
         return self._ready

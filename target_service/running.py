@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from slipstream.engine.prefix import Match
 from slipstream.engine.sampling import TokenHistory
+from slipstream.foresight import Foresight
 from slipstream.policy import SpeculationPolicy
 from slipstream.requests import Piece, Request
 from slipstream.session import TargetSide
@@ -56,6 +57,8 @@ class Running:
     enough: float = 0.0  # draft tokens that a tree must promise for it to be taken at once
     features_sent: int = 0  # positions below were handed to the drafter, or are outside its window
     first_step_s: float | None = None
+    foresight: Foresight | None = None  # None: nothing is looked up
+    foreseen: int = 0  # nodes of the coming round that no drafter proposed; 0: it is the drafter's, or plain
     span: Span = field(default_factory=Unfollowed)
 
     @property
@@ -73,7 +76,9 @@ class Running:
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
-        if self.link is None or self.side.heard or now_s >= self.wait_until_s or not self.policy.wants_drafts(now_s):
+        if self.foreseen or self.link is None or self.side.heard or now_s >= self.wait_until_s:
+            return False
+        if not self.policy.wants_drafts(now_s):
             return False
         tree = self.side.tree
         return len(tree) == 1 or tree.promise(self.policy.nodes) < self.enough

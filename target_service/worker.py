@@ -59,7 +59,7 @@ class TargetWorker:
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
         self.pool = DraftPool(runner, metrics, config)
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch,
-                               spans or NoSpans())
+                               spans or NoSpans(), config.foresight, config.shared_cores)
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
         limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)

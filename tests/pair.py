@@ -117,7 +117,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
                  engine: str = "decoder", around: Callable[[CausalModel], CausalModel] = lambda model: model,
                  exact: bool = False, quantize: str = "none", **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
-    config = TargetSection(policy=policy, slots=slots, drafts=(), **settings)
+    config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "foresight": False} | settings)
     model = around(load_model(folder, dtype, engine=engine, exact=exact, quantize=quantize))
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})

@@ -131,7 +131,9 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
                                             plain: dict[str, list[list[Piece]]]) -> None:
     policy = HASTY if fate in ("late", "lost") else STUBBORN
     accepted = {}
-    async with target(folders["target"], policy) as rig, joined(rig, kind, fate, folders) as faulty:
+    foresight = fate in ("killed", "shuffled")  # beside a drafter that goes and comes, or grows ahead
+    async with (target(folders["target"], policy, foresight=foresight) as rig,
+                joined(rig, kind, fate, folders) as faulty):
         for name, sampling in SAMPLINGS.items():
             answers = await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))
             for expected, pieces in zip(plain[name], answers, strict=True):

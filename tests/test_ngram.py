@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import NgramSection
-from slipstream.drafters.ngram import NgramDrafter, SuffixIndex
+from slipstream.drafters.ngram import NgramDrafter
 from slipstream.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
 
@@ -111,38 +111,6 @@ def test_opening_again_forgets_the_text_but_not_the_ids() -> None:
     second = drafter.grow([7], [2])[0]
     assert set(second.tokens.tolist()) == {4, 5}
     assert set(first.ids.tolist()).isdisjoint(second.ids.tolist())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_matches_equal_a_naive_search(seed: int) -> None:
-    rng = random.Random(seed)
-    section = NgramSection(max_trie_depth=6, min_match=2)
-    index, text = SuffixIndex(section), []
-    for _ in range(300):
-        token = rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 7])
-        text.append(token)
-        index.extend([token])
-        naive = []
-        for end in range(2, len(text)):
-            length = 0
-            while length < min(6, end) and text[end - 1 - length] == text[-1 - length]:
-                length += 1
-            if length >= 2:
-                naive.append((length, end))
-        found = [tuple(match) for match in index.matches()]
-        if len(naive) <= 16:  # below the bound of a chain the search is complete
-            assert found == sorted(naive, reverse=True), (seed, len(text))
-        assert set(found) <= set(naive), (seed, len(text))
-
-
-def test_capacity_forgets_the_oldest() -> None:
-    section = NgramSection(max_trie_depth=18, capacity=1000)
-    index = SuffixIndex(section)
-    index.extend([1, 2, 3])
-    index.extend([10 + n % 40 for n in range(500)])
-    assert len(index.tokens) <= 2 * (1000 // 18) + 500 and index.tokens[0] != 1
-    index.extend([1, 2])
-    assert index.matches() == []
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -83,3 +83,12 @@ def test_append_stops_at_what_may_be_held_and_a_selection_fits_the_words() -> No
     chosen = tree.best(MAX_NODES)
     assert len(chosen) == MAX_NODES
     assert int(chosen.ancestor_words()[-1]) == 1 | 1 << 63
+
+
+def test_a_chain_is_grafted_below_what_is_here() -> None:
+    tree = DraftTree.root_only(5, 9).append([1, 2], [-5, 1], [10, 11], [-0.1, -0.2])
+    grafted = tree.graft([10, 11, 12, 13], [-0.5, -0.6, -0.7, -0.8], 100)
+    assert paths_of(grafted).keys() == {(), (10,), (10, 11), (10, 11, 12), (10, 11, 12, 13)}
+    assert grafted.ids.tolist() == [-5, 1, 2, 100, 101]
+    assert paths_of(tree.graft([20], [-0.5], 100)).keys() == {(), (10,), (10, 11), (20,)}
+    assert tree.graft([10, 11], [-0.5, -0.6], 100) is tree and tree.graft([], [], 100) is tree

@@ -7,9 +7,8 @@ Rules:
 3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
 
-The index holds, for a few suffix lengths, a chain from each position to the one before it with an equal suffix: one
-dictionary entry a token and length, where a trie would hold ``max_trie_depth`` nodes. Parameters are named as SGLang's.
-It knows nothing about sampling: the same tree is right for greedy and sampled requests.
+Parameters are named as SGLang's; ``capacity // max_trie_depth`` tokens of a session are remembered, as many as a trie
+of so many nodes would hold. It knows nothing about sampling: the same tree is right for greedy and sampled requests.
 """
 
 from __future__ import annotations
@@ -24,91 +23,8 @@ from typing import NamedTuple
 from slipstream.config import NgramSection
 from slipstream.drafters.sent import Proposal, SentTree, SentTrees, send
 from slipstream.messages import Commit, Features, FeatureSpec, Growth, Open
+from slipstream.suffixes import DOUBT, Match, SuffixIndex
 from slipstream.tree import MAX_NODES
-
-CHAIN = 24  # occurrences looked at for one suffix length, the newest first
-MEMBERS = 48  # occurrences that one tree is grown from
-DOUBT = 2.0  # a match of n tokens is trusted n / (n + DOUBT); measured: 0.48 at 2, 0.66 at 4, 0.82 at 8, 0.94 at 14
-
-
-class Match(NamedTuple):
-    """``length`` tokens before ``end`` equal the newest ones, so what stands at ``end`` may come next."""
-
-    length: int
-    end: int
-
-
-class SuffixIndex:
-    """The tokens of one session and, for some suffix lengths, where an equal suffix ended before. It remembers as many
-    tokens as a trie of ``capacity`` nodes would: ``capacity // max_trie_depth``."""
-
-    __slots__ = ("_before", "_keep", "_longest", "_newest", "_orders", "tokens")
-
-    def __init__(self, section: NgramSection) -> None:
-        self._longest = section.max_trie_depth
-        self._keep = max(section.capacity // section.max_trie_depth, section.max_trie_depth)
-        orders = [min(section.min_match, section.max_trie_depth)]
-        while orders[-1] * 2 <= section.max_trie_depth:
-            orders.append(orders[-1] * 2)
-        self._orders = tuple(orders)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.tokens: list[int] = []
-        # newest: hash of a suffix -> where it ended last; a collision is found out when the tokens are compared.
-        self._newest: tuple[dict[int, int], ...] = tuple({} for _ in self._orders)
-        self._before: tuple[list[int], ...] = tuple([-1] for _ in self._orders)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens. Once twice the capacity is reached, the older half is forgotten."""
-        for token in tokens:
-            self._append(token)
-        if len(self.tokens) > 2 * self._keep:
-            kept = self.tokens[-self._keep:]
-            self._clear()
-            for token in kept:
-                self._append(token)
-
-    def _append(self, token: int) -> None:
-        text = self.tokens
-        text.append(token)
-        end = len(text)
-        for order, newest, before in zip(self._orders, self._newest, self._before, strict=True):
-            if order > end:
-                before.append(-1)
-                continue
-            key = hash(tuple(text[end - order:]))
-            before.append(newest.get(key, -1))
-            newest[key] = end
-
-    def matches(self) -> list[Match]:
-        """Earlier occurrences of the newest tokens, the longest first and the newest first among equals."""
-        found: dict[int, int] = {}
-        for before in reversed(self._before):
-            end = before[-1]
-            for _ in range(CHAIN):
-                if end < 0:
-                    break
-                if end not in found:
-                    length = self._common(end)
-                    if length >= self._orders[0]:
-                        found[end] = length
-                end = before[end]
-            if len(found) >= MEMBERS:
-                break
-        ranked = sorted(((length, end) for end, length in found.items()), reverse=True)
-        return [Match(length, end) for length, end in ranked[:MEMBERS]]
-
-    def _common(self, end: int) -> int:
-        text, last, length = self.tokens, len(self.tokens), 0
-        most = min(self._longest, end)
-        while length < most and text[end - 1 - length] == text[last - 1 - length]:
-            length += 1
-        return length
-
-    def following(self, end: int, ahead: int) -> int:
-        """The token ``ahead`` places after ``end``, the text repeating itself from ``end`` on."""
-        return self.tokens[end + ahead % (len(self.tokens) - end)]
 
 
 class Branch(NamedTuple):
@@ -156,7 +72,7 @@ class NgramDrafter:
             if known is None and len(self._sessions) >= self.max_sessions:
                 refused.append(message.session)
                 continue
-            index = SuffixIndex(self._section)
+            index = SuffixIndex(_orders(self._section), self._section.max_trie_depth, self.max_context)
             index.extend(message.tokens[-2 * self.max_context:].tolist())
             sent = self.trees.open(message.session, len(message.tokens))
             self._sessions[message.session] = NgramSession(index, sent)
@@ -254,3 +170,10 @@ class NgramDrafter:
         over = min(1.0, max(0, matched - section.min_match) / max(1, section.max_trie_depth - section.min_match))
         most = max(section.min_bfs_breadth, section.max_bfs_breadth)
         return max(1, round(most - over * (most - section.min_bfs_breadth)))
+
+
+def _orders(section: NgramSection) -> list[int]:
+    orders = [min(section.min_match, section.max_trie_depth)]
+    while orders[-1] * 2 <= section.max_trie_depth:
+        orders.append(orders[-1] * 2)
+    return orders

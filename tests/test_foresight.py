@@ -1,0 +1,149 @@
+"""Foresight: what a text foretells, how far it is believed, and what it does in a running target."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import DraftSection, ModelSection, NgramSection, PolicySection
+from slipstream.drafters import create
+from slipstream.estimates import ExchangeTimes, Experience, StepCosts
+from slipstream.foresight import Foresight
+from slipstream.goodput import Goodput, Round
+from slipstream.messages import Sampling
+from slipstream.policy import SpeculationPolicy
+from slipstream.requests import Piece, Request
+from tests.pair import STUBBORN, drafting, local_link, target
+from tests.tiny import write_tiny_model
+
+COSTS = {1: 8e-3, 2: 8e-3, 8: 9.4e-3, 16: 12.8e-3, 64: 34e-3}
+
+
+def test_a_chain_follows_the_longest_match_and_its_chances_fall() -> None:
+    foresight = Foresight([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 1, 2, 3, 4])
+    tokens, chances = foresight.chain(4)
+    assert tokens == [5, 6, 7, 8]  # 1 2 3 4 beats the newer 3 4
+    assert chances == pytest.approx([4 / 6, 4 / 6 * 5 / 7, 4 / 6 * 5 / 7 * 6 / 8, 4 / 6 * 5 / 7 * 6 / 8 * 7 / 9])
+    assert Foresight([1, 2, 3]).chain(4) == ([], [])
+
+
+def test_a_chain_goes_on_with_its_own_beginning() -> None:
+    assert Foresight([7, 1, 2, 1, 2]).chain(5)[0] == [1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
+def test_the_doubt_is_what_the_text_shows(right: float) -> None:
+    """Each block of 40 repeats the one before it, but for tokens that are new by chance."""
+    rng, text, new = random.Random(7), list(range(40)), 1000
+    foresight, doubts = Foresight(text), []
+    for _ in range(4000):
+        token = text[-40]
+        if rng.random() > right:
+            token, new = new, new + 1
+        text.append(token)
+        foresight.commit([token])
+        doubts.append(foresight.doubt)
+    met = [length for length in range(2, 33) for _ in range(round(1000 * right**length))]
+    told = sum(length / (length + sum(doubts) / len(doubts)) for length in met) / len(met)
+    assert told == pytest.approx(right, abs=0.12), (right, told)
+
+
+def test_what_went_wrong_is_doubted_and_forgiven() -> None:
+    loop = [1, 2, 3, 4, 5, 6]
+    foresight = Foresight(loop * 3)
+    first = foresight.doubt
+    for new in range(100, 106):
+        foresight.commit([new])
+        foresight.commit(loop)
+    doubted = foresight.doubt
+    for _ in range(40):
+        foresight.commit(loop)
+    assert doubted > first > foresight.doubt
+
+
+def goodput(exchange_s: float | None = None) -> Goodput:
+    times = ExchangeTimes()
+    if exchange_s is not None:
+        times.observe(exchange_s)
+    return Goodput(PolicySection(), StepCosts(COSTS), times, Experience())
+
+
+def test_as_many_are_verified_as_pay() -> None:
+    alone = goodput()
+    assert alone.foreseen([], False) == 0
+    assert alone.foreseen([0.9**n for n in range(1, 17)], False) >= 8
+    assert alone.foreseen([0.05], False) == 1  # a second row is free here
+    assert goodput().foreseen([0.3, 0.09, 0.027], False) < 3
+    crowd = goodput()
+    crowd.tell_others(31)
+    assert crowd.foreseen([0.3], False) == 0
+
+
+def test_a_drafter_is_asked_where_its_tree_is_worth_the_wait() -> None:
+    chances = [0.4, 0.16]
+    assert goodput(exchange_s=50e-3).foreseen(chances, True) == 2
+    assert goodput(exchange_s=1e-4).foreseen(chances, True) == 0
+    assert goodput(exchange_s=1e-4).foreseen([0.95**n for n in range(1, 17)], True) > 8
+
+
+def test_not_where_speculation_is_forbidden_or_a_drafter_is_on_probe() -> None:
+    policy = SpeculationPolicy(PolicySection(), StepCosts(COSTS))
+    assert policy.foresees([0.9], False, 0) == 1
+    policy.forbid(1.0)
+    assert policy.foresees([0.9], False, 0) == 0
+    policy.allow(2.0)
+    assert policy.probing and policy.foresees([0.9], False, 0) == 0
+    assert SpeculationPolicy(PolicySection(enabled=False), StepCosts(COSTS)).foresees([0.9], False, 0) == 0
+
+
+def test_its_rounds_say_nothing_about_the_drafter() -> None:
+    policy = SpeculationPolicy(PolicySection(), StepCosts(COSTS))
+    policy.foresees([0.9], True, 0)
+    before = policy.nodes
+    policy.observe(1.0, Round(drafted=0, accepted=0, depth=0, verify_s=8e-3, wait_s=0.0, rows=1))
+    assert policy.nodes == before
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("foresight") / "target")
+
+
+def asked(number: int, speculate: bool = True, max_tokens: int = 40) -> Request:
+    prompt = b"one two three one two three one two three " * (1 + number)
+    bias = tuple((token, 3.0) for token in prompt[:14])  # so that the tiny model's text repeats itself
+    return Request(f"{number}", tuple(prompt), Sampling(logit_bias=bias), max_tokens, speculate=speculate)
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+async def test_without_any_drafter_a_repeating_text_is_drafted_from_itself(folder: Path) -> None:
+    async with target(folder) as rig:
+        plain = await asyncio.gather(*(rig.answer(asked(n)) for n in range(3)))
+    async with target(folder, foresight=True) as rig:
+        answers = await asyncio.gather(*(rig.answer(asked(n)) for n in range(3)))
+        refused = await rig.answer(asked(0, speculate=False))
+        await rig.check()
+    assert [tokens_of(pieces) for pieces in answers] == [tokens_of(pieces) for pieces in plain]
+    assert tokens_of(refused) == tokens_of(plain[0]) and not any(piece.drafted for piece in refused)
+    assert sum(piece.accepted for pieces in answers for piece in pieces) > 20
+    assert all(sum(len(piece.tokens) for piece in pieces) == 40 for pieces in answers)
+
+
+async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path) -> None:
+    section = DraftSection(drafter="ngram", ngram=NgramSection(min_match=1))
+    model = ModelSection(path=str(folder), dtype="float64")
+    async with (target(folder, STUBBORN, foresight=True) as rig, drafting(create(section, model)) as peers,
+                local_link(rig, peers)):
+        pieces = await rig.answer(asked(1, max_tokens=60))
+        outcomes = {line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
+                    for line in rig.metrics.registry.page("")[1].decode().splitlines()
+                    if line.startswith("slipstream_rounds_total{")}
+    drafted = sum(piece.drafted > 0 for piece in pieces)
+    assert outcomes["foreseen"] > 0 and outcomes["foreseen"] + outcomes["used"] == drafted
+    assert rig.count("drafter_tokens_total") < sum(piece.drafted + piece.accepted for piece in pieces)
