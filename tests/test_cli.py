@@ -171,6 +171,13 @@ def test_services_of_a_launch_find_each_other() -> None:
     assert kept.router.targets == ("10.0.0.1:50051",) and kept.target.drafts == ()
 
 
+@pytest.mark.parametrize(("settings", "shared"), [((), True), (("target.shared_cores=false",), False),
+                                                  (("model.device=cuda",), False), (("draft.device=cuda",), False)])
+def test_services_on_one_machine_share_the_cores_of_a_cpu(settings: tuple[str, ...], shared: bool) -> None:
+    assert joined(load(None, settings)).target.shared_cores is shared
+    assert load(None, settings).target.shared_cores is False, "nobody but a launch knows"
+
+
 def test_a_service_that_cannot_begin_ends_the_launch_with_its_log(tmp_path: Path) -> None:
     launch = Launch(load(None, (*on_free_ports(), "model.path=no-such-model")), tmp_path)
     launch.start()

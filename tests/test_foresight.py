@@ -13,9 +13,12 @@ from slipstream.drafters import create
 from slipstream.estimates import ExchangeTimes, Experience, StepCosts
 from slipstream.foresight import Foresight
 from slipstream.goodput import Goodput, Round
-from slipstream.messages import Sampling
+from slipstream.messages import Commit, DraftBound, Sampling
 from slipstream.policy import SpeculationPolicy
 from slipstream.requests import Piece, Request
+from slipstream.wire.codec import Faults
+from slipstream.wire.peers import Peer, PeerEvents
+from target_service.links import HELD
 from tests.pair import STUBBORN, drafting, local_link, target
 from tests.tiny import write_tiny_model
 
@@ -133,6 +136,32 @@ async def test_without_any_drafter_a_repeating_text_is_drafted_from_itself(folde
     assert tokens_of(refused) == tokens_of(plain[0]) and not any(piece.drafted for piece in refused)
     assert sum(piece.accepted for pieces in answers for piece in pieces) > 20
     assert all(sum(len(piece.tokens) for piece in pieces) == 40 for pieces in answers)
+
+
+class Overheard:
+    """A draft worker, and the frames that reach it."""
+
+    def __init__(self, peers: PeerEvents) -> None:
+        self.peers, self.frames = peers, list[list[DraftBound]]()
+        self.peer_up, self.peer_down = peers.peer_up, peers.peer_down
+
+    def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None:
+        self.frames.append(items)
+        self.peers.received(peer, items, faults)
+
+
+async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: Path) -> None:
+    section = DraftSection(drafter="ngram", ngram=NgramSection(min_match=1))
+    model = ModelSection(path=str(folder), dtype="float64")
+    async with target(folder, STUBBORN, foresight=True) as rig, drafting(create(section, model)) as peers:
+        heard = Overheard(peers)
+        async with local_link(rig, heard):
+            await rig.answer(asked(1, max_tokens=60))
+    commits = [[item for item in frame if isinstance(item, Commit)] for frame in heard.frames]
+    assert sum(map(len, commits)) > sum(map(bool, commits)), "each commit came alone"
+    for frame, told in zip(heard.frames, commits, strict=True):
+        asks = any(commit.wanted for commit in told) or len(told) < len(frame)  # or it brings something else
+        assert asks or len(told) >= HELD, told
 
 
 async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path) -> None:

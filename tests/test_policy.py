@@ -323,3 +323,21 @@ def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
     assert SpeculationPolicy(CONFIG, costs, exchange).deadline_s() > 0.0
     first.observe(0.2, Round(4, 2, 4, costs.cost(5), 0.005, 5, exchange_s=0.005))
     assert exchange.mean_s == 0.005
+
+
+def test_a_tree_that_is_not_worth_a_wait_need_not_be_asked_for() -> None:
+    exchange, costs = ExchangeTimes(), StepCosts({1: 0.008, 64: 0.030})
+    policy = SpeculationPolicy(CONFIG, costs, exchange)
+    assert policy.asks(), "nobody knows yet what an exchange takes"
+    exchange.observe(0.004)
+    assert policy.asks()
+    exchange.forget()
+    exchange.observe(0.200)
+    assert not policy.asks()
+    plain = Round(0, 0, 0, costs.cost(1), 0.0, 1)
+    tries = sum(policy.asks() or policy.observe(now_s, plain) is not None for now_s in np.arange(0.0, 30.0, 0.008))
+    assert tries > 0, "it is tried again once that is cheap"
+    policy.observe(30.0, Round(0, 0, 0, costs.cost(1), 0.02, 1, late=True))
+    assert policy.asks(), "what was waited for in vain may still come"
+    policy.forbid(31.0)
+    assert not policy.asks()
