@@ -121,5 +121,5 @@ def test_what_cannot_be_exact_is_refused(kind: str, changes: dict[str, Any], mes
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="config.json: no such file"):
+    with pytest.raises(ModelError, match=r"config\.json: no such file"):
         load_model(tmp_path, "float32", engine="hf")
