@@ -2,8 +2,9 @@
 
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
-a row. Rows are in ``build/bench/round.json``. The exchange is between two processes, over gRPC on loopback; sums stand
-last. What is not here: forwards, and threads that wait for one another.
+a row. Rows are in ``build/bench/round.json``. The exchange is between two processes, over gRPC on loopback; then sums.
+Last a whole tree with its forwards, from commit to growth, with caches as a target's step leaves them and as it leaves
+them itself (``bench.cold``). What is not here: other forwards, and threads that wait for one another.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from bench.cold import ColdTrees
 from bench.exchange import Echo, exchanges, serve
 from bench.report import Row, write
-from slipstream.config import PolicySection
+from slipstream.config import ModelSection, PolicySection
 from slipstream.drafters.grow import Children, TreeGrowth
 from slipstream.drafters.sent import SentTrees
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
+from slipstream.errors import ModelError
 from slipstream.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
 from slipstream.policy import Round, SpeculationPolicy, StepCosts
 from slipstream.session import TargetSide
@@ -161,6 +164,22 @@ def row_of(name: str, times: list[float]) -> Row:
     return {"part": name, "p50_us": cuts[49], "p99_us": cuts[98]}
 
 
+def trees(repeats: int) -> Iterator[Row]:
+    """Of the default head, where the default model is there."""
+    try:
+        ways = {"a tree": ColdTrees(ModelSection()), "a tree level by level": ColdTrees(ModelSection(), whole=False)}
+    except ModelError as error:
+        print(f"no trees are grown: {error}")
+        return
+    for caches, cold in (("cold caches", True), ("warm caches", False)):
+        for name, way in ways.items():
+            list(way.rounds(repeats // 10 + 1, cold))
+            whole, inside = zip(*way.rounds(repeats, cold), strict=True)
+            yield row_of(f"draft: {name}, {caches}", [1e6 * taken for taken in whole])
+            if way.timed is not None:
+                yield row_of(f"draft: of it in the call on the head, {caches}", [1e6 * taken for taken in inside])
+
+
 def sums(rows: Sequence[Row]) -> list[Row]:
     """What a greedy round costs each side: its own parts, and the frames that it reads and writes. The 99th percentile
     is what it would be if all parts were slow together."""
@@ -191,6 +210,7 @@ def main() -> None:
     times = asyncio.run(exchanges(commit_of(grown(levels_of_a_tree())), HELLO, options.repeats, ECHO))
     rows.append(row_of("wire: exchange over loopback, commit to growth", times))
     rows += sums(rows)
+    rows += trees(min(options.repeats, 100))
     write("round", rows, "a round besides its forwards, microseconds")
 
 

@@ -106,20 +106,24 @@ class DraftContext:
         """Take the states of the first ``count`` pending rows, [count, W]; None when there are none to take."""
         if count == 0 or not self.inputs:
             return None
-        rows = torch.cat(self.inputs)
+        rows = self.inputs[0] if len(self.inputs) == 1 else torch.cat(self.inputs)
         self.num_inputs -= count
+        if not self.num_inputs:
+            self.inputs = []
+            return rows
         # A view would keep the memory of all that it was cut from.
-        self.inputs = [rows[count:].clone()] if self.num_inputs else []
+        self.inputs = [rows[count:].clone()]
         return rows[:count]
 
     def take(self, start: int, rows: torch.Tensor) -> Indices:
         """Target states of positions ``start, …`` [M, W]. Returns slots to free (when a gap begins it anew)."""
-        rows = rows[:max(0, self.base - start)]
+        if start + len(rows) > self.base:
+            rows = rows[:max(0, self.base - start)]
         expected = self.done - 1 + self.num_inputs
         if len(rows) == 0 or start + len(rows) <= expected:
             return NO_SLOTS
         if start <= expected:
-            self.inputs.append(rows[expected - start:])
+            self.inputs.append(rows[expected - start:] if start < expected else rows)
             self.num_inputs += start + len(rows) - expected
             return NO_SLOTS
         freed = self.close()
@@ -146,8 +150,9 @@ class DraftContext:
         rerooted = tree.reroot(tokens) if self.ahead and self.keeps else None
         if rerooted is None:
             places = [] if self.lag else tree.follow(tokens[:-1])
-            self.slots = np.concatenate([self.slots, self.tree_slots[places]])
-            self.tree_slots = np.delete(self.tree_slots, places)
+            if places:
+                self.slots = np.concatenate([self.slots, self.tree_slots[places]])
+                self.tree_slots = np.delete(self.tree_slots, places)
             return self.prune()
         path, kept = rerooted
         true = [] if self.lag else path

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +27,15 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.halves import EAGER, Halves
-from slipstream.engine.int8 import rounded
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm
 from slipstream.engine.model import ModelConfig, dtype_of
 from slipstream.engine.native import native_or
-from slipstream.engine.native.decoder import NativeBlock, NativeHead
+from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
 from slipstream.messages import Features, FeatureSpec, Projection
+
+NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm.weight")  # of tokens, states, the head
 
 
 class EagleNetwork:
@@ -73,20 +73,17 @@ class EagleNetwork:
         self._config = config
         self._spec = spec
         self._dtype = kind
-        self._embedding = tensors["embed_tokens.weight"]
-        self._token_norm = tensors[f"{LAYER}.input_layernorm.weight"]
-        self._hidden_norm = tensors[f"{LAYER}.hidden_norm.weight"]
-        self._norm_before_residual = head.norm_before_residual
 
-        def native(team: Team) -> Body:
-            return NativeBody(team, config, tensors, whole)
+        def native(team: Team) -> TorchBody | NativeDraft:
+            return NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary,
+                               whole)
 
-        self._body = native_or(kernels, kind, device, "head", native,
-                               lambda: TorchBody(config, tensors, attention, halves))
+        self._body = native_or(kernels, kind, device, "head", native, lambda: TorchBody(
+            config, tensors, head.norm_before_residual, attention, halves))
 
     def linears(self) -> tuple[Linear, ...]:
-        """The products of a step."""
-        return self._body.linears()
+        """The products of a step on torch."""
+        return self._body.linears() if isinstance(self._body, TorchBody) else ()
 
     @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
@@ -101,10 +98,8 @@ class EagleNetwork:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: projected target states, or this head's own states."""
-        assert batch.features is not None
-        residual, read = self._inputs(batch.tokens, batch.features)
-        out, logits = self._body(batch, self._pool, residual, read)
-        return Output(logits, out)
+        states, logits = self._body.forward(batch, self._pool)
+        return Output(logits, states)
 
     @property
     def attention(self) -> Attention | None:
@@ -123,36 +118,29 @@ class EagleNetwork:
               attend: Attend) -> Output:
         """See ``levels.LevelNetwork``; of a layer that runs on torch."""
         assert isinstance(self._body, TorchBody)
-        residual, read = self._inputs(tokens, states)
-        out, logits = self._body.run(self._body.step(positions, slots, attend), self._pool, residual, read)
+        out, logits = self._body.run(self._body.step(positions, slots, attend), self._pool, tokens, states)
         return Output(logits, out)
 
-    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads [T, 2 H]."""
-        eps = self._config.norm_eps
-        token = rms_norm(F.embedding(tokens, self._embedding), self._token_norm, eps)
-        state_normed = rms_norm(state, self._hidden_norm, eps)
-        return state_normed if self._norm_before_residual else state, torch.cat((token, state_normed), -1)
+    @property
+    def grows_trees(self) -> bool:
+        """Whether ``trees`` can be asked."""
+        return isinstance(self._body, NativeDraft)
 
-
-class Body(Protocol):
-    """The layer of a head, the final norm and the head's ``lm_head``."""
-
-    def linears(self) -> tuple[Linear, ...]:
-        """The products that may be replaced."""
-        ...
-
-    def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
-                 read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """residual [T, H], read [T, 2 H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64
-        of a float64 head)."""
-        ...
+    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+        """See ``whole.TreeNetwork``; of a layer that runs on kernels of our own."""
+        assert isinstance(self._body, NativeDraft)
+        return self._body.grow(seeds, self._pool, topk)
 
 
 class TorchBody:
-    def __init__(self, config: ModelConfig, tensors: Tensors, attention: str, halves: Halves) -> None:
+    """What a row reads, the layer of a head, the final norm and the head's ``lm_head``."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, norm_before_residual: bool, attention: str,
+                 halves: Halves) -> None:
         """attention, halves: as in ``EagleNetwork``."""
-        self._norm = tensors["norm.weight"]
+        self._embedding = tensors["embed_tokens.weight"]
+        self._token_norm, self._state_norm, self._norm = (tensors[name] for name in NORMS)
+        self._norm_before_residual = norm_before_residual
         self._dtype, self._eps = self._norm.dtype, config.norm_eps
         self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
         self._lm_head = Linear(tensors["lm_head.weight"])
@@ -160,39 +148,33 @@ class TorchBody:
         self.attention = attention_for(attention, config, self._dtype, self._norm.device)
 
     def linears(self) -> tuple[Linear, ...]:
+        """The products that may be replaced."""
         return *self._layer.linears(), self._lm_head
 
-    def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
-                 read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.run(Step.of(batch, self._rope, self.attention), pool, residual, read, batch.logit_rows)
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """``batch.features`` [T, H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64 of a
+        float64 head)."""
+        assert batch.features is not None
+        return self.run(Step.of(batch, self._rope, self.attention), pool, batch.tokens, batch.features,
+                        batch.logit_rows)
 
     def step(self, positions: torch.Tensor, slots: torch.Tensor, attend: Attend) -> Step:
         return Step(positions, slots, self._rope, attend)
 
-    def run(self, step: Step, pool: KVPool, residual: torch.Tensor, read: torch.Tensor,
+    def run(self, step: Step, pool: KVPool, tokens: torch.Tensor, states: torch.Tensor,
             wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that are planned; wanted: int64 [R], None for all."""
+        residual, read = self._inputs(tokens, states)
         out = self._layer(residual, step, pool.kv[0], read)
         out = out if wanted is None else out.index_select(0, wanted)
         logits: torch.Tensor = self._lm_head(rms_norm(out, self._norm, self._eps))
         return out, logits.to(torch.promote_types(self._dtype, torch.float32))
 
-
-class NativeBody:
-    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, whole: bool) -> None:
-        """whole: as in ``EagleNetwork``."""
-        self._block = NativeBlock(team, config, tensors, LAYER, "norm.weight", 2 * config.hidden_size, whole)
-        lm_head = tensors["lm_head.weight"]
-        self._lm_head = NativeHead(team, rounded(lm_head) if whole else lm_head)
-        self._rope = Rope(config, torch.float32, torch.device("cpu"))
-
-    def linears(self) -> tuple[Linear, ...]:
-        return ()
-
-    def __call__(self, batch: ForwardBatch, pool: KVPool, residual: torch.Tensor,
-                 read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out, normed = self._block(residual, read, batch, pool, self._rope)
-        return out.index_select(0, batch.logit_rows), self._lm_head(normed.index_select(0, batch.logit_rows))
+    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads [T, 2 H]."""
+        token = rms_norm(F.embedding(tokens, self._embedding), self._token_norm, self._eps)
+        state_normed = rms_norm(state, self._state_norm, self._eps)
+        return state_normed if self._norm_before_residual else state, torch.cat((token, state_normed), -1)
 
 
 def projection_of(weight: torch.Tensor, dtype: str) -> Projection:

@@ -26,6 +26,7 @@ from slipstream.drafters.neural import NeuralDrafter
 from slipstream.drafters.ngram import NgramDrafter
 from slipstream.drafters.standalone import StandaloneNetwork
 from slipstream.drafters.token_map import MappedModel, load_token_map
+from slipstream.drafters.whole import WholeTrees
 from slipstream.engine.compiled import compiled
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
@@ -71,7 +72,8 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
         head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare,
         whole=section.quantize in ("auto", "int8")))
     _quantized(section, network.linears())
-    return _drafter(section, network, _at_once(section, network) if spare else None)
+    return _drafter(section, network, _at_once(section, network) if spare else None,
+                    WholeTrees(network) if network.grows_trees else None)
 
 
 def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
@@ -158,8 +160,10 @@ def _at_once(section: DraftSection, network: EagleNetwork) -> AtOnce | None:
     return made
 
 
-def _drafter(section: DraftSection, network: Network, at_once: AtOnce | None = None) -> Drafter:
-    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once)
+def _drafter(section: DraftSection, network: Network, at_once: AtOnce | None = None,
+             whole: WholeTrees | None = None) -> Drafter:
+    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once,
+                           whole)
     if not section.combine_ngram:
         return neural
     return MergedDrafter(neural, NgramDrafter(section.ngram, section.max_sessions, neural.trees),

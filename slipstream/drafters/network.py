@@ -57,7 +57,7 @@ def wire_rows(features: Sequence[Features], spec: FeatureSpec, device: torch.dev
               dtype: torch.dtype) -> torch.Tensor:
     """The rows of ``features``, already checked against ``spec``, one below the other: [sum of M, width], in a
     network's own dtype and place. This is the edge at which a target's dtype becomes a drafter's."""
-    content = bytearray(b"".join(f.rows for f in features))
+    content = bytearray().join(f.rows for f in features)
     return torch.frombuffer(content, dtype=dtype_of(spec.dtype)).view(-1, spec.width).to(device, dtype)
 
 
@@ -76,4 +76,6 @@ def run_network(network: Network, num_rows: int) -> None:
 
 def apart(rows: torch.Tensor, features: Sequence[Features]) -> list[torch.Tensor]:
     """[sum of M, W] -> [M, W] for each of ``features``."""
+    if len(features) == 1:
+        return [rows]
     return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))

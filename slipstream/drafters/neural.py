@@ -24,6 +24,7 @@ from slipstream.drafters.context import DraftContext, Indices
 from slipstream.drafters.grow import ROOT, Children, TreeGrowth
 from slipstream.drafters.network import Network, Output
 from slipstream.drafters.sent import Proposal, SentTrees, send
+from slipstream.drafters.whole import WholeTrees
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
@@ -40,7 +41,7 @@ class NeuralDrafter:
     max_nodes = MAX_NODES - 1
 
     def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
-                 max_context: int = 0, at_once: AtOnce | None = None) -> None:
+                 max_context: int = 0, at_once: AtOnce | None = None, whole: WholeTrees | None = None) -> None:
         window = min(max_context or network.max_context, network.max_context)
         self.name = name
         self.features: FeatureSpec | None = network.features
@@ -49,7 +50,7 @@ class NeuralDrafter:
         self.max_context = window
         self.max_sessions = max_sessions
         self._network = network
-        self._at_once = at_once
+        self._at_once, self._whole = at_once, whole
         self.reshape(growth)
         self._contexts: dict[int, DraftContext] = {}
         self.trees = SentTrees()
@@ -147,10 +148,16 @@ class NeuralDrafter:
         contexts = {session: self._contexts[session] for session in wanted}
         if steps:
             self._aim(contexts.values())
-        fresh = self._catch_up([c for c in contexts.values() if c.behind])
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
-        left = {session: min(most, budget) - (session in fresh) for session, budget in wanted.items()}
+        left = {session: min(most, budget) for session, budget in wanted.items()}
+        if self._whole is not None:
+            behind = [c for c in contexts.values() if c.behind]
+            self._slide(behind)
+            for session, levels in self._whole.grow(behind, left, self._growth.topk).items():
+                left[session] -= levels
+        for session in self._catch_up([c for c in contexts.values() if c.behind]):
+            left[session] -= 1
         if self._at_once is not None:
             for session, levels in self._at_once.deepen(left, contexts).items():
                 left[session] -= levels

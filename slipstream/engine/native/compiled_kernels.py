@@ -53,6 +53,8 @@ class Kernels:
         functions.slipstream_end.restype = None
         functions.slipstream_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         functions.slipstream_run.restype = None
+        functions.slipstream_grow.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        functions.slipstream_grow.restype = None
         for pack in (functions.slipstream_pack, functions.slipstream_pack_whole):
             pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
             pack.restype = None

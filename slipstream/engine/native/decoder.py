@@ -1,4 +1,4 @@
-"""A decoder of the Llama family, or one layer of it, on the CPU kernels: bfloat16, a forward as one list of operations.
+"""A decoder of the Llama family on the CPU kernels: bfloat16, a forward as one list of operations.
 
 Rules:
 1. A row's bits do not depend on its company (see ``kernels.cpp``): answers of speculation are those of plain steps.
@@ -40,42 +40,6 @@ class NativeHead:
         program.product(hidden.contiguous(), self._packed, out)
         program.run(BatchFrame(Frame(hidden.shape[0])))
         return out
-
-
-class NativeBlock:
-    """One layer on its own, as draft heads are: it may read more than its residual stream."""
-
-    __slots__ = ("_buffers", "_config", "_layer", "_norm", "_program", "_team")
-
-    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norm: str,
-                 in_features: int, whole: bool = False) -> None:
-        """As ``NativeLayer``; norm: the name of the final norm's weight."""
-        check_sizes(config)
-        self._team, self._config = team, config
-        self._layer = NativeLayer(team, config, tensors, prefix, in_features, whole)
-        self._norm = take(tensors, norm, config.hidden_size).float()
-        self._hold(FEW_ROWS, in_features)
-
-    def __call__(self, stream: torch.Tensor, read: torch.Tensor, batch: ForwardBatch, pool: KVPool,
-                 rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream [T, H] and what attention reads [T, in] -> the stream after the layer, and behind the final
-        norm: bfloat16 [T, H] each. rope: of float32."""
-        rows, buffers = len(stream), self._buffers
-        if rows > len(buffers.stream):
-            self._hold(2 * rows, read.shape[1])
-            buffers = self._buffers
-        buffers.stream[:rows] = stream
-        buffers.read[:rows] = read
-        self._program.run(BatchFrame.of(batch, pool, *rope.rows(batch.positions), self._config.sliding_window))
-        return buffers.stream[:rows].to(torch.bfloat16), buffers.normed[:rows].clone()
-
-    def _hold(self, rows: int, in_features: int) -> None:
-        # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
-        with torch.inference_mode():
-            self._buffers = Buffers.of(self._config, rows, in_features)
-        self._program = Program(self._team)
-        self._layer.write(self._program, self._buffers, 0)
-        self._program.norm(self._buffers.stream, self._norm, self._config.norm_eps, self._buffers.normed)
 
 
 class NativeDecoder:

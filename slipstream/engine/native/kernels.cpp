@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "operations.h"
+#include "trees.h"
 
 namespace {
 
@@ -107,6 +108,10 @@ extern "C" {
 Team* slipstream_team(int32_t threads) { return new Team(threads); }
 void slipstream_end(Team* team) { delete team; }
 void slipstream_run(Team* team, const Op* ops, int64_t count, const Frame* frame) { team->run(ops, count, *frame); }
+
+void slipstream_grow(Team* team, const Trees* trees) {
+    grow(*trees, [team](const Op* list, int64_t count, const Frame& frame) { team->run(list, count, frame); });
+}
 
 // weight: bfloat16 [outer, inner] -> packed: groups of 32 outputs, and in each all of its pairs of inputs
 void slipstream_pack(const bf16* weight, int64_t outer, int64_t inner, bf16* packed) {

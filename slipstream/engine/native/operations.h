@@ -1,4 +1,5 @@
-// The operations of a forward, row by row and group by group: norm, product, rotation, attention.
+// The operations of a forward, row by row and group by group: norm, product, rotation, attention; and those of a draft
+// head between its tokens and the best of its logits.
 //
 // Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
 //
@@ -22,16 +23,20 @@ constexpr int BUNDLE = 4;        // query heads that are computed together, at m
 constexpr int AHEAD = 1024;      // bytes of weights that are asked for in advance: a processor stops at a page's end
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
-enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4 };
+enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7 };
 enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
 
 struct Op {  // `program.Op` is the same
     int32_t kind, result;
-    const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D]
+    const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D];
+                           // EMBED: bfloat16 [V, inner]; WIDEN: bfloat16 [T, inner], or null: the frame's states;
+                           // RANK: float32 [T, inner]
     int64_t in_stride;     // elements from row to row
     const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
+                           // RANK: tokens of the columns, int64 [inner], or null
     const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null
-    void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32
+    void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
+                           // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64
     int64_t out_stride;
     int64_t inner, outer;  // widths
     int64_t layer;         // ROPE, ATTEND: whose KV
@@ -50,6 +55,13 @@ struct Frame {  // `program.Frame` is the same: what one forward adds to the lis
     const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree + j]
     bf16* kv;                 // [L, S, 2, G, D]
     int64_t layer_stride;     // elements
+    const int64_t* tokens;    // [T] for EMBED
+    const bf16* states;       // [T, W] for WIDEN
+};
+
+struct Child {  // `draft.CHILD` is the same
+    int64_t token;
+    double score;  // logarithm of its share, at most 0
 };
 
 void norm_row(const Op& op, int64_t row) {
@@ -60,6 +72,11 @@ void norm_row(const Op& op, int64_t row) {
     bf16* out = (bf16*)op.out + row * op.out_stride;
     for (int64_t i = 0; i < op.inner; i += LANES)
         narrow(out + i, load(x + i) * all(factor) * load((const float*)op.weight + i));
+}
+
+void widen_row(const Op& op, const bf16* x, int64_t row) {
+    float* out = (float*)op.out + row * op.out_stride;
+    for (int64_t i = 0; i < op.inner; i += LANES) store(out + i, widen(x + i));
 }
 
 void round_row(const Op& op, int64_t row) {
@@ -250,6 +267,38 @@ void attend_bundle(const Op& op, const Frame& frame, int64_t part, std::vector<f
     widths[std::min(BUNDLE, group - begin)](op, frame, part / all_bundles, bundle / bundles(op) * group + begin, scores);
 }
 
+// The `outer` best tokens of a row of `inner` logits, best first, the lowest token among equals. The row goes on with -inf to
+// a whole vector.
+void rank_row(const Op& op, int64_t row) {
+    const float* x = (const float*)op.in + row * op.in_stride;
+    const int64_t* ids = (const int64_t*)op.weight;  // null: columns are tokens
+    Child* best = (Child*)((int64_t*)op.out + row * op.out_stride);
+    for (int64_t i = 0; i < op.outer; i++) best[i] = {0, -INFINITY};
+    Child& last = best[op.outer - 1];
+    for (int64_t i = 0; i < op.inner; i += LANES) {
+        if (!any((Words)(load(x + i) >= all(float(last.score))))) continue;
+        for (int64_t column = i; column < std::min(i + LANES, op.inner); column++) {
+            Child child = {ids ? ids[column] : column, x[column]};
+            auto before = [&](const Child& other) {
+                return child.score > other.score || (child.score == other.score && child.token < other.token);
+            };
+            if (!before(last)) continue;
+            Child* place = &last;
+            for (; place > best && before(place[-1]); place--) *place = place[-1];
+            *place = child;
+        }
+    }
+    Floats top = all(float(best[0].score));
+    double sum = 0;
+    for (int64_t i = 0; i < op.inner;) {  // few terms at a time: float32 forgets small ones beside a large sum
+        Floats some = {};
+        for (int j = 0; j < 64 && i < op.inner; j++, i += LANES) some += exponential(load(x + i) - top);
+        sum += total(some);
+    }
+    float log_sum = float(std::log(sum));
+    for (int64_t i = 0; i < op.outer; i++) best[i].score = std::min(float(best[i].score) - top[0] - log_sum, 0.0f);
+}
+
 int64_t parts_of(const Op& op, const Frame& frame, int threads) {
     if (op.kind == PRODUCT) {
         int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
@@ -262,6 +311,9 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
     switch (op.kind) {
         case NORM: return norm_row(op, part);
         case ROUND: return round_row(op, part);
+        case EMBED: return widen_row(op, (const bf16*)op.in + frame.tokens[part] * op.in_stride, part);
+        case WIDEN: return widen_row(op, op.in ? (const bf16*)op.in + part * op.in_stride : frame.states + part * op.inner, part);
+        case RANK: return rank_row(op, part);
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_bundle(op, frame, part, scores);
         case PRODUCT: {

@@ -24,7 +24,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.errors import ModelError
 
-NORM, PRODUCT, ROPE, ATTEND, ROUND = range(5)
+NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK = range(8)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
 LANES, GROUP = 16, 32  # floats of a vector; outputs that a product computes together
@@ -47,7 +47,8 @@ class Frame(ctypes.Structure):
     _fields_ = [("rows", ctypes.c_int64), ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p),
                 ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),
                 ("shared", ctypes.c_void_p), ("tree", ctypes.c_void_p), ("words", ctypes.c_void_p),
-                ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64)]
+                ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64), ("tokens", ctypes.c_void_p),
+                ("states", ctypes.c_void_p)]
 
 
 class Weights:
@@ -80,6 +81,10 @@ class Team:
         self._handle = kernels.functions.slipstream_team(threads)
         # Not at the process's end: a thread may still be in a list then, and the system ends them all.
         weakref.finalize(self, kernels.functions.slipstream_end, self._handle).atexit = False
+
+    def grow(self, trees: ctypes.Structure) -> None:
+        """See ``draft.Trees``."""
+        self.kernels.functions.slipstream_grow(self._handle, ctypes.addressof(trees))
 
     def run(self, ops: ctypes.Array[Op], frame: Frame) -> None:
         self.kernels.functions.slipstream_run(self._handle, ctypes.addressof(ops), len(ops), ctypes.addressof(frame))
@@ -153,11 +158,29 @@ class Program:
         """x float32 [C, W] to out bfloat16 [C, W]."""
         self._add(Op(kind=ROUND, inner=x.shape[1]), x, out)
 
-    def run(self, frame: BatchFrame) -> None:
-        """Run all of it for the frame's rows."""
+    def embed(self, table: torch.Tensor, out: torch.Tensor) -> None:
+        """Rows of table bfloat16 [V, W] for the frame's tokens, to out float32 [C, W]."""
+        self._add(Op(kind=EMBED, inner=table.shape[1]), table, out)
+
+    def widen(self, x: torch.Tensor | None, out: torch.Tensor) -> None:
+        """x bfloat16 [C, W], None: the frame's states, to out float32 [C, W]."""
+        self._add(Op(kind=WIDEN, inner=out.shape[1]), x, out)
+
+    def rank(self, x: torch.Tensor, tokens: torch.Tensor | None, best: torch.Tensor) -> None:
+        """The K best columns of x float32 [C, V], which goes on with -inf to a whole vector, to best int64 [C, 2 K]:
+        tokens (int64 [V], None: columns) and logarithms of their shares (float64), in turn."""
+        assert x.stride(0) % LANES == 0
+        self._add(Op(kind=RANK, inner=x.shape[1], outer=best.shape[1] // 2), x, best, tokens)
+
+    def listed(self) -> ctypes.Array[Op]:
+        """The list, complete."""
         if self._list is None:
             self._list = (Op * len(self._ops))(*self._ops)
-        self._team.run(self._list, frame.frame)
+        return self._list
+
+    def run(self, frame: BatchFrame) -> None:
+        """Run all of it for the frame's rows."""
+        self._team.run(self.listed(), frame.frame)
 
     def only(self, *kinds: int) -> Program:
         """The operations of some kinds alone: to time them."""
@@ -165,10 +188,13 @@ class Program:
         part._ops, part._kept = [op for op in self._ops if op.kind in kinds], self._kept
         return part
 
-    def _add(self, op: Op, x: torch.Tensor, out: torch.Tensor, weight: torch.Tensor | None = None,
+    def _add(self, op: Op, x: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor | None = None,
              extra: torch.Tensor | None = None) -> None:
-        assert x.stride(1) == out.stride(1) == 1
-        op.input, op.in_stride, op.out, op.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
+        assert out.stride(1) == 1
+        op.out, op.out_stride = out.data_ptr(), out.stride(0)
+        if x is not None:
+            assert x.stride(1) == 1
+            op.input, op.in_stride = x.data_ptr(), x.stride(0)
         op.weight = None if weight is None else weight.data_ptr()
         op.extra = None if extra is None else extra.data_ptr()
         self._ops.append(op)

@@ -27,6 +27,16 @@ inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 inline Words words_at(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
 inline Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
+inline bool any(Words lanes) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#else
+    uint32_t some = 0;
+    for (int i = 0; i < LANES; i++) some |= lanes[i];
+    return some;
+#endif
+}
+
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

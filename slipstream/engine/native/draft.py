@@ -1,0 +1,213 @@
+"""A draft head of one layer on the CPU kernels, and its greedy trees: all levels in one call (see ``trees.h``).
+
+Rules:
+1. What a row reads is made here too: its token's embedding beside a state, each behind a norm of its own.
+2. Trees grown at once are those grown level by level from ``forward``: the same operations, row by row.
+3. Rotary rows come from a table, which grows by doubling; so do the buffers. What is returned is never a buffer.
+
+It knows nothing about sessions, slots' owners or files. Dimension key: see ``slipstream.engine``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.int8 import rounded as whole_numbers
+from slipstream.engine.kv import KVPool
+from slipstream.engine.layers import Rope, Tensors, take
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.native.decoder import FEW_ROWS
+from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
+from slipstream.engine.native.program import LANES, BatchFrame, Frame, Packed, Program, Team
+
+Indices = NDArray[np.int64]
+CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
+MOST_BITS = 64  # rows of a tree, as bits of a word
+FIRST_POSITIONS = 4096  # of the rotary table
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """One session: pending rows, and a tree below the last of them."""
+
+    tokens: Sequence[int]  # [M] of the pending rows
+    states: torch.Tensor  # bfloat16 [M, W] what they read beside their tokens
+    position: int  # of the first
+    context: Indices  # [C] slots of the KV before them
+    slots: Indices  # [M + levels * K] for the pending rows and the tree's, level by level
+    levels: int  # beyond the root's children
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What became of a seed. Row 0 is the root, the next K are its children, and so on, level by level."""
+
+    tokens: list[list[int]]  # [1 + levels * K][K] children of each row, best first
+    scores: list[list[float]]  # the logarithms of their shares
+    picks: list[list[int]]  # [levels][K] which candidates of the level above are a level's rows
+    states: torch.Tensor  # bfloat16 [1 + levels * K, W]
+
+
+class Trees(ctypes.Structure):
+    """What a call says; ``trees.h`` says what each field is."""
+
+    _fields_ = [*((name, kind) for names, kind in (
+        ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head", ctypes.c_void_p),
+        ("head_count", ctypes.c_int64), ("normed states best", ctypes.c_void_p),
+        ("sessions topk most_levels width head_dim window", ctypes.c_int64),
+        ("cos sin seeds tokens read kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
+        ("children picks found", ctypes.c_void_p)) for name in names.split())]
+
+
+class Table:
+    """Rotary rows by position."""
+
+    __slots__ = ("_rope", "cos", "sin")
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._rope = Rope(config, torch.float32, torch.device("cpu"))
+        self.cos, self.sin = self._rope.rows(torch.arange(min(FIRST_POSITIONS, config.max_context)))  # [P, 1, D]
+
+    def reach(self, positions: int) -> None:
+        """Have at least so many."""
+        if positions > len(self.cos):
+            self.cos, self.sin = self._rope.rows(torch.arange(2 * positions))
+
+
+class Ranking:
+    """The head's product and the best of each row, for at most C rows and one number of children."""
+
+    __slots__ = ("best", "program", "topk")
+
+    def __init__(self, team: Team, normed: torch.Tensor, head: Packed, vocabulary: torch.Tensor | None,
+                 topk: int) -> None:
+        rows, self.topk = len(normed), topk
+        self.best = torch.empty(rows, 2 * topk, dtype=torch.int64)  # [C, K] of CHILD
+        # Vectors read beyond the last column.
+        logits = torch.full((rows, -(-head.outer // LANES) * LANES), -torch.inf)[:, : head.outer]
+        self.program = Program(team)
+        self.program.product(normed, head, logits)
+        self.program.rank(logits, vocabulary, self.best)
+
+
+class NativeDraft:
+    """One head's weights, and the lists of its forward."""
+
+    __slots__ = ("_body", "_buffers", "_config", "_embedding", "_head", "_layer", "_norm_before_residual", "_norms",
+                 "_ranking", "_states", "_table", "_team", "_vocabulary")
+
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
+                 norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False) -> None:
+        """tensors: by name, on the CPU; prefix: of the layer; norms: names of the weights of the norms of tokens, of
+        states and of the head; vocabulary: int64 [V] tokens of the logits' columns, None: themselves; whole: as
+        in ``NativeLayer``. Raises ModelError."""
+        check_sizes(config)
+        self._team, self._config = team, config
+        embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self._embedding = embedding.to(torch.bfloat16).contiguous()
+        self._norms = [take(tensors, name, config.hidden_size).float() for name in norms]
+        self._norm_before_residual = norm_before_residual
+        self._layer = NativeLayer(team, config, tensors, prefix, 2 * config.hidden_size, whole)
+        lm_head = tensors["lm_head.weight"]
+        self._head = Packed(team, whole_numbers(lm_head) if whole else lm_head)
+        self._vocabulary = vocabulary
+        self._table = Table(config)
+        self._ranking: Ranking | None = None
+        self._hold(FEW_ROWS)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """``batch.features`` [T, H] -> of the rows with logits: states bfloat16 [R, H], logits float32 [R, V]."""
+        assert batch.features is not None and batch.features.dtype == torch.bfloat16
+        self._reach(batch.num_rows, 1 + int(batch.host.positions.max()))
+        states = batch.features.contiguous()
+        cos, sin = (rows.index_select(0, batch.positions) for rows in (self._table.cos, self._table.sin))
+        frame = BatchFrame.of(batch, pool, cos, sin, self._config.sliding_window)
+        frame.frame.tokens, frame.frame.states = batch.host.tokens.ctypes.data, states.data_ptr()
+        self._body.run(frame)
+        normed = self._buffers.normed.index_select(0, batch.logit_rows)
+        logits = torch.empty(len(normed), self._head.outer)
+        program = Program(self._team)
+        program.product(normed, self._head, logits)
+        program.run(BatchFrame(Frame(len(normed))))
+        return self._states.index_select(0, batch.logit_rows), logits
+
+    @torch.inference_mode()
+    def grow(self, seeds: Sequence[Seed], pool: KVPool, topk: int) -> list[Grown]:
+        """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
+        most MOST_BITS."""
+        seeds, order = _by_levels(seeds)
+        most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
+        assert 0 < topk <= self._head.outer and topk * most <= MOST_BITS
+        self._reach(max(pending, topk * len(seeds)), max(s.position + len(s.tokens) + s.levels for s in seeds))
+        if self._ranking is None or self._ranking.topk != topk:
+            self._ranking = Ranking(self._team, self._buffers.normed, self._head, self._vocabulary, topk)
+        children = np.empty((len(seeds), 1 + most * topk, topk), CHILD)
+        picks = np.empty((len(seeds), most, topk), np.int64)
+        found = torch.empty(*children.shape[:2], self._config.hidden_size, dtype=torch.bfloat16)
+        self._call(seeds, self._ranking, pool.kv, children, picks, found)
+        tokens, scores, chosen = children["token"].tolist(), children["score"].tolist(), picks.tolist()
+        grown = [Grown(*each) for each in zip(tokens, scores, chosen, found.unbind(), strict=True)]
+        return [grown[place] for place in order]
+
+    def _call(self, seeds: Sequence[Seed], ranking: Ranking, kv: torch.Tensor, children: NDArray[np.void],
+              picks: Indices, found: torch.Tensor) -> None:
+        records, tokens, slots, begin = list[int](), list[int](), list[Indices](), 0
+        for seed in seeds:
+            records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels)
+            tokens += seed.tokens
+            slots += (seed.context, seed.slots)
+            begin += len(seed.context) + len(seed.slots)
+        states = torch.cat([seed.states for seed in seeds]) if len(seeds) > 1 else seeds[0].states.contiguous()
+        assert states.dtype == kv.dtype == torch.bfloat16 and states.shape == (len(tokens), found.shape[2])
+        arrays = [np.array(records, np.int64), np.array(tokens, np.int64), np.concatenate(slots)]
+        spots = [array.ctypes.data for array in arrays]
+        body, head, table = self._body.listed(), ranking.program.listed(), self._table
+        self._team.grow(Trees(
+            ctypes.addressof(body), len(body), ctypes.addressof(head), len(head), self._buffers.normed.data_ptr(),
+            self._states.data_ptr(), ranking.best.data_ptr(), len(seeds), ranking.topk, picks.shape[1], found.shape[2],
+            self._config.head_dim, self._config.sliding_window, table.cos.data_ptr(), table.sin.data_ptr(), spots[0],
+            spots[1], states.data_ptr(), spots[2], kv.data_ptr(), kv.stride(0), children.ctypes.data,
+            picks.ctypes.data, found.data_ptr()))
+
+    def _reach(self, rows: int, positions: int) -> None:
+        self._table.reach(positions)
+        if rows > len(self._states):
+            self._hold(2 * rows)
+
+    def _hold(self, rows: int) -> None:
+        config, (of_tokens, of_states, of_head) = self._config, self._norms
+        hidden, eps = config.hidden_size, config.norm_eps
+        # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
+        with torch.inference_mode():
+            self._buffers = buffers = Buffers.of(config, rows, 2 * hidden)
+            embedded = torch.empty(rows, hidden)
+            self._states = torch.empty(rows, hidden, dtype=torch.bfloat16)
+        self._body = program = Program(self._team)
+        token, state = torch.split(buffers.read, hidden, 1)
+        program.embed(self._embedding, embedded)
+        program.norm(embedded, of_tokens, eps, token)
+        program.widen(None, buffers.stream)
+        program.norm(buffers.stream, of_states, eps, state)
+        if self._norm_before_residual:
+            program.widen(state, buffers.stream)
+        self._layer.write(program, buffers, 0)
+        program.rounded(buffers.stream, self._states)
+        program.norm(buffers.stream, of_head, eps, buffers.normed)
+        self._ranking = None
+
+
+def _by_levels(seeds: Sequence[Seed]) -> tuple[list[Seed], list[int]]:
+    """Those with most levels first, and where each one went."""
+    order = sorted(range(len(seeds)), key=lambda place: -seeds[place].levels)
+    places = [0] * len(seeds)
+    for place, was in enumerate(order):
+        places[was] = place
+    return [seeds[was] for was in order], places

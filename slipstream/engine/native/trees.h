@@ -1,0 +1,153 @@
+// Greedy draft trees, from tokens that a draft head has not seen yet down to the leaves, without Python between levels.
+//
+// Rules:
+// 1. First the pending rows of all sessions, one behind the other; the last one of each gives the root's children. Then
+//    level by level: the K best candidates of a level, the earlier first among equals, are the rows of the next. Sums are
+//    float64, as where the host chooses again.
+// 2. Sessions stand in the order of how many levels they want, most first: those of a level are the first ones.
+// 3. KV entries of a session: those that are computed, its pending rows', its tree's, level by level.
+//
+// It knows nothing about threads: `run` computes a list for a frame.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "operations.h"
+
+namespace {
+
+struct Seed {  // `draft.SEED` is the same: one session
+    int64_t rows, begin, computed;  // pending rows; where its KV entries begin; how many of them are computed
+    int64_t position;               // of the first pending row
+    int64_t levels;                 // beyond the root's children, at most `most_levels`
+};
+
+struct Trees {  // `draft.Trees` is the same
+    const Op* body;  // tokens and states to states
+    int64_t body_count;
+    const Op* head;  // states to the best of the logits
+    int64_t head_count;
+    bf16 *normed, *states;  // [C, W] buffers: what the head reads; what a child's row reads
+    const Child* best;      // [C, K] what the head says
+    int64_t sessions, topk, most_levels, width, head_dim, window;
+    const float *cos, *sin;   // [P, D]
+    const Seed* seeds;        // [B]
+    const int64_t* tokens;    // pending, of all sessions
+    const bf16* read;         // [., W] their states
+    const int64_t* kv_slots;  // entries of all sessions
+    bf16* kv;
+    int64_t layer_stride;
+    Child* children;  // [B, 1 + L * K, K] of the root, and of each row
+    int64_t* picks;   // [B, L, K] which of a level's candidates are the next level's rows
+    bf16* found;      // [B, 1 + L * K, W] states of the root and of each row
+};
+
+struct Rows {  // of one forward
+    const Trees& trees;
+    std::vector<int64_t> tokens, slots, begin, shared, tree;
+    std::vector<uint64_t> words;
+    std::vector<float> cos, sin;
+    std::vector<bf16> states;
+
+    void add(int64_t token, int64_t position, const bf16* state, int64_t slot) {
+        tokens.push_back(token), slots.push_back(slot);
+        const float *c = trees.cos + position * trees.head_dim, *s = trees.sin + position * trees.head_dim;
+        cos.insert(cos.end(), c, c + trees.head_dim), sin.insert(sin.end(), s, s + trees.head_dim);
+        states.insert(states.end(), state, state + trees.width);
+    }
+    void see(int64_t first, int64_t count, uint64_t word, int64_t own) {
+        int64_t past = count + __builtin_popcountll(word) - trees.window;
+        int64_t skipped = trees.window ? std::clamp<int64_t>(past, 0, count) : 0;
+        begin.push_back(first + skipped), shared.push_back(count - skipped), words.push_back(word), tree.push_back(own);
+    }
+    Frame frame() const {
+        return {int64_t(tokens.size()), cos.data(), sin.data(), slots.data(), trees.kv_slots, begin.data(), shared.data(),
+                tree.data(), words.data(), trees.kv, trees.layer_stride, tokens.data(), states.data()};
+    }
+};
+
+struct Node {  // a row of the newest level
+    uint64_t word;
+    double total;
+};
+
+Rows pending(const Trees& trees) {
+    Rows rows{trees};
+    int64_t row = 0;
+    for (int64_t b = 0; b < trees.sessions; b++) {
+        const Seed& seed = trees.seeds[b];
+        for (int64_t i = 0; i < seed.rows; i++, row++) {
+            int64_t entry = seed.computed + i;
+            rows.add(trees.tokens[row], seed.position + i, trees.read + row * trees.width, trees.kv_slots[seed.begin + entry]);
+            rows.see(seed.begin, entry + 1, 0, 0);
+        }
+    }
+    return rows;
+}
+
+// A session's next level below `width` rows, whose results begin at `first` in the buffers.
+void descend(const Trees& trees, int64_t b, int64_t level, int64_t width, int64_t first, const Node* above, Rows& rows,
+             std::vector<Node>& nodes) {
+    const Seed& seed = trees.seeds[b];
+    int64_t k = trees.topk, candidates = width * k, context = seed.computed + seed.rows, tree = seed.begin + context;
+    std::vector<double> totals(candidates);
+    for (int64_t i = 0; i < candidates; i++) {
+        double total = above[i / k].total + trees.best[first * k + i].score;
+        totals[i] = total == total ? total : -INFINITY;  // order needs numbers
+    }
+    std::vector<int64_t> order(candidates);
+    for (int64_t i = 0; i < candidates; i++) order[i] = i;
+    auto before = [&](int64_t a, int64_t c) { return totals[a] > totals[c] || (totals[a] == totals[c] && a < c); };
+    std::partial_sort(order.begin(), order.begin() + k, order.end(), before);
+    std::sort(order.begin(), order.begin() + k);
+    int64_t* picks = trees.picks + (b * trees.most_levels + level) * k;
+    for (int64_t i = 0; i < k; i++) {
+        int64_t pick = picks[i] = order[i], parent = pick / k, own = level * k + i;
+        Node node = {above[parent].word | uint64_t(1) << own, totals[pick]};
+        rows.add(trees.best[first * k + pick].token, seed.position + seed.rows + level,
+                 trees.states + (first + parent) * trees.width, trees.kv_slots[tree + own]);
+        rows.see(seed.begin, context, node.word, tree);
+        nodes.push_back(node);
+    }
+}
+
+// What the buffers hold of `width` rows of a session, from `first` on, to where the host looks for it.
+void keep(const Trees& trees, int64_t b, int64_t place, int64_t width, int64_t first) {
+    int64_t k = trees.topk, to = b * (1 + trees.most_levels * k) + place;
+    std::copy_n(trees.best + first * k, width * k, trees.children + to * k);
+    std::copy_n(trees.states + first * trees.width, width * trees.width, trees.found + to * trees.width);
+}
+
+// run: computes a list (its operations, how many) for a frame.
+template <typename Run>
+void grow(const Trees& trees, Run run) {
+    run(trees.body, trees.body_count, pending(trees).frame());
+    for (int64_t b = 0, last = -1; b < trees.sessions; b++) {  // the last pending rows to the front, for the head
+        last += trees.seeds[b].rows;
+        for (bf16* buffer : {trees.normed, trees.states})
+            memmove(buffer + b * trees.width, buffer + last * trees.width, trees.width * sizeof(bf16));
+    }
+    Frame roots = {};
+    roots.rows = trees.sessions;
+    run(trees.head, trees.head_count, roots);
+    for (int64_t b = 0; b < trees.sessions; b++) keep(trees, b, 0, 1, b);
+    std::vector<Node> nodes(trees.sessions), next;
+    for (int64_t level = 0, width = 1; level < trees.most_levels; level++, width = trees.topk, nodes = next) {
+        Rows rows{trees};
+        next.clear();
+        int64_t count = 0;
+        for (; count < trees.sessions && trees.seeds[count].levels > level; count++)
+            descend(trees, count, level, width, count * width, &nodes[count * width], rows, next);
+        if (!count) return;
+        Frame frame = rows.frame();
+        run(trees.body, trees.body_count, frame);
+        run(trees.head, trees.head_count, frame);
+        for (int64_t b = 0; b < count; b++) keep(trees, b, 1 + level * trees.topk, trees.topk, b * trees.topk);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,199 @@
+"""Trees that grow whole on the CPU kernels are those that grow level by level, whatever comes between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.config import GrowthSection
+from slipstream.drafters.checkpoint import EagleHead, read_head
+from slipstream.drafters.eagle import EagleNetwork
+from slipstream.drafters.neural import NeuralDrafter
+from slipstream.drafters.whole import WholeTrees
+from slipstream.engine.kv import Slots
+from slipstream.engine.native.compiled_kernels import kernels
+from slipstream.engine.native.draft import CHILD, Grown, Seed
+from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
+from slipstream.engine.sampling import ChoiceRows, rank
+from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
+from tests.tiny import VOCAB, write_tiny_model
+
+CPU = torch.device("cpu")
+SHAPES = [(4, 3), (4, 4), (2, 3), (1, 5), (3, 2), (5, 1)]  # topk, num_steps
+MIXED = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=3), Sampling(frequency_penalty=0.5))
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
+    folder = tmp_path_factory.mktemp("whole")
+    config = eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    return read_head(write_eagle_folder(folder / "head", config, eagle_tensors(config)),
+                     write_tiny_model(folder / "target", num_hidden_layers=8))
+
+
+@dataclass(slots=True)
+class Watched:
+    """A network's trees, counted, and changed on the way where a test wants it."""
+
+    network: EagleNetwork
+    change: Callable[[Grown], Grown] = lambda grown: grown
+    calls: list[int] = field(default_factory=list)  # seeds of each
+
+    @property
+    def slots(self) -> Slots:
+        return self.network.slots
+
+    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+        self.calls.append(len(seeds))
+        return [self.change(grown) for grown in self.network.trees(seeds, topk)]
+
+
+class Both:
+    """A drafter that grows whole trees, another that does not, told and asked the same."""
+
+    def __init__(self, head: EagleHead, topk: int, steps: int, slots: int = 900,
+                 change: Callable[[Grown], Grown] = lambda grown: grown, whole: bool = False) -> None:
+        growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
+        networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", whole=whole) for _ in range(2)]
+        self.watched = Watched(networks[0], change)
+        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, whole=WholeTrees(self.watched)),
+                         NeuralDrafter("eagle3", networks[1], growth, 20)]
+        self.width = networks[0].features.width
+        self.dice = np.random.default_rng(0)
+        self.bases: dict[int, int] = {}
+
+    def states(self, session: int, start: int, count: int) -> Features:
+        rows = torch.from_numpy(self.dice.standard_normal((count, self.width))).to(torch.bfloat16)
+        return Features(session, start, rows.view(torch.uint8).numpy().tobytes(), count, "bfloat16")
+
+    def open(self, session: int, length: int, sampling: Sampling = MIXED[0]) -> None:
+        tokens = self.dice.integers(VOCAB, size=length).astype(np.int32)
+        features = self.states(session, 0, length - 1)
+        self.bases[session] = length
+        for drafter in self.drafters:
+            drafter.open([Open(session, tokens, 1, sampling)])
+            drafter.absorb([features])
+
+    def commit(self, session: int, tokens: list[int]) -> None:
+        features = self.states(session, self.bases[session] - 1, len(tokens))
+        for drafter in self.drafters:
+            drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32), features)])
+        self.bases[session] += len(tokens)
+
+    def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:
+        budgets = budgets or [12] * len(sessions)
+        found, right = (drafter.grow(sessions, budgets, steps) for drafter in self.drafters)
+        assert len(found) == len(right)
+        for one, other in zip(found, right, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
+            assert np.allclose(one.scores, other.scores, rtol=0, atol=1e-5)
+        return found
+
+    def close(self) -> None:
+        for drafter in self.drafters:
+            drafter.close(list(self.bases))
+            assert drafter.slots.num_free == drafter.slots.num_slots, "slots were lost"
+
+
+@pytest.mark.parametrize(("topk", "steps"), SHAPES)
+def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, steps: int) -> None:
+    both = Both(head, topk, steps)
+    for session, length in enumerate((9, 16, 2, 17, 4), start=1):
+        both.open(session, length)
+    growths = both.grow([1, 2, 3, 4, 5])
+    assert all(len(growth.tokens) == min(12, topk + (steps - 1) * topk * topk) for growth in growths)
+    assert both.watched.calls == [5]
+    both.commit(2, [*growths[1].tokens[:1].tolist(), 7])
+    both.commit(4, [9])
+    both.grow([2, 4])
+    both.grow([2, 4])  # deeper, from what is there
+    assert both.watched.calls == [5, 2]
+    both.close()
+
+
+def test_sessions_that_want_few_levels_share_the_call(head: EagleHead) -> None:
+    both = Both(head, 3, 4)
+    for session in range(1, 10):
+        both.open(session, 5 + session)
+    both.grow(list(range(1, 10)), [1, 12, 2, 0, 3, 12, 2, 1, 12])
+    assert both.watched.calls == [8]
+    both.close()
+
+
+@pytest.mark.parametrize("change", [{}, {"sliding_window": 6}, {"max_context": 24}], ids=str)
+@pytest.mark.parametrize(("residual", "whole"), [(False, True), (True, False)], ids=["int8", "another residual"])
+def test_a_population_of_sessions_notices_nothing(head: EagleHead, change: dict[str, int], residual: bool,
+                                                  whole: bool) -> None:
+    rng = random.Random(len(str(change)) + residual)
+    both = Both(replace(head, config=replace(head.config, **change), norm_before_residual=residual), 3, 4, whole=whole)
+    for _ in range(40):
+        if rng.random() < 0.4 or not both.bases:
+            both.open(rng.randrange(1, 12), rng.randrange(2, 24), rng.choice(MIXED))
+        chosen = rng.sample(sorted(both.bases), rng.randrange(1, len(both.bases) + 1))
+        budgets = [rng.choice([12, 12, 12, 3, 0]) for _ in chosen]
+        for growth in both.grow(chosen, budgets, int(rng.random() < 0.08)):
+            if rng.random() < 0.7:
+                path = growth.tokens[: rng.randrange(3)].tolist() if len(growth.tokens) else []
+                both.commit(growth.session, [*path, rng.randrange(VOCAB)])
+    assert len(both.watched.calls) > 10, "nothing was tested"
+    both.close()
+
+
+def test_where_other_rows_were_chosen_the_tree_goes_on_level_by_level(head: EagleHead) -> None:
+    both = Both(head, 4, 4, change=lambda grown: replace(grown, picks=[*grown.picks[:2], grown.picks[2][::-1]]))
+    both.open(1, 12)
+    both.grow([1])
+    assert both.watched.calls == [1]
+    both.close()
+
+
+def test_states_that_are_no_numbers_grow_nothing(head: EagleHead) -> None:
+    both = Both(head, 4, 4)
+    both.open(1, 12)
+    rows = torch.full((1, both.width), torch.nan, dtype=torch.bfloat16)
+    features = Features(1, 11, rows.view(torch.uint8).numpy().tobytes(), 1, "bfloat16")
+    for drafter in both.drafters:
+        drafter.commit([Commit(1, 12, np.array([3], np.int32), features)])
+    (growth,) = both.grow([1])
+    assert len(growth.tokens) == 0 and both.watched.calls == [1]
+    both.close()
+
+
+def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) -> None:
+    both = Both(head, 4, 4, slots=11 + 8)
+    both.open(1, 12)
+    (growth,) = both.grow([1])
+    assert len(growth.tokens) == 12 and both.watched.calls == []
+    both.close()
+
+
+@pytest.mark.parametrize("columns", [5, 64, 1037])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_the_best_of_a_row_are_those_of_the_specification(columns: int, steps: int) -> None:
+    """steps: logits are rounded to so many, so that there are equals."""
+    dice, k = torch.Generator().manual_seed(columns), 5
+    padded = torch.full((9, -(-columns // 16) * 16), -torch.inf)
+    logits = padded[:, :columns]
+    logits.copy_(4 * torch.randn(9, columns, generator=dice))
+    if steps:
+        logits.round_().div_(steps)
+    for vocabulary in (None, torch.randperm(3 * columns, generator=dice)[:columns]):
+        best, program = torch.empty(9, 2 * k, dtype=torch.int64), Program(Team(kernels(), 2))
+        program.rank(logits, vocabulary, best)
+        program.run(BatchFrame(Frame(9)))
+        found = best.numpy().view(CHILD)
+        choice = ChoiceRows(Sampling(), range(9), [0] * 9, [0] * 9, None, [()] * 9)
+        tokens, scores = rank(logits, choice, k, vocabulary)
+        if not steps:
+            assert found["token"].tolist() == tokens.tolist()
+        else:  # the specification looks at a few equals beyond what is asked for, and no further
+            ids = torch.arange(columns) if vocabulary is None else vocabulary
+            for row, own in zip(found["token"].tolist(), logits.tolist(), strict=True):
+                assert row == [token for _, token in sorted(zip((-x for x in own), ids.tolist(), strict=True))][:k]
+        assert np.allclose(found["score"], scores.numpy(), rtol=0, atol=1e-5)
