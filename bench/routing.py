@@ -4,8 +4,8 @@ Behind it is a target that computes nothing: each step takes a set time (``bench
 1. ``first_ms``: from the request to the first token, one request at a time while the other streams run; the router's
    share is the difference of the medians. Lone requests go all ways in turn. Connections are open before, as clients
    keep them, unless a line says otherwise.
-2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run: each piece brings one
-   token, the dearest case.
+2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run, the ways in turn:
+   each piece brings one token, the dearest case.
 3. Direct is gRPC to the target, a call for each answer; the router, whose answers share a call with the target, is
    asked over HTTP with server-sent events, as most would, and over gRPC. ``bench.relay``, which only hands on what the
    target says, shows how much of the latter is gRPC's own: in its rows ``router_us_a_token`` is the relay's.
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.completions import Server
@@ -46,6 +46,7 @@ LONG = 60_000  # tokens of an answer that never ends here
 FIRST = 36  # stream of the timed target: from here on the default tokenizer has whole characters for its tokens
 TEXT = " to"  # one token of that stream
 RELAY, NEW = "bare relay, gRPC", "router, HTTP, connecting"
+ROUNDS = 4  # parts of each load
 WARM, APART_S = 3, 0.015  # lone requests that are not counted, and the pause after each
 
 Ask = Callable[[int, int, list[float]], Coroutine[None, None, None]]  # (stream, tokens, when each piece came)
@@ -161,23 +162,47 @@ async def probe(ask: Ask, streams: int, times: int) -> list[float]:
     return firsts
 
 
-async def load(rig: Rig, way: str, streams: int, seconds: float) -> dict[str, float]:
-    """All streams for so long: what each process takes for a token, and the gap between tokens."""
+@dataclass(slots=True)
+class Load:
+    """What was seen of one way while all its streams ran."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    spent_s: dict[str, float] = field(default_factory=lambda: {"router": 0.0, "target": 0.0})
+    gaps: list[float] = field(default_factory=list)
+
+    def told(self) -> dict[str, float]:
+        return {"tokens_per_s": self.tokens / self.seconds, "gap_ms": 1e3 * statistics.median(self.gaps),
+                **{f"{name}_us_a_token": 1e6 * spent / max(1, self.tokens) for name, spent in self.spent_s.items()}}
+
+
+async def load(rig: Rig, way: str, streams: int, seconds: float, seen: Load) -> None:
+    """All streams for so long: what each process takes for its tokens, and the gaps between those."""
     ask, came = rig.ways[way], [list[float]() for _ in range(streams)]
     tasks = [asyncio.create_task(ask(number, LONG, came[number])) for number in range(streams)]
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.4 + streams / 100)
     pids = {"router": rig.between[way], "target": rig.target.pid}
     before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
     await asyncio.sleep(seconds)
-    spent, ended_s = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}, time.perf_counter()
+    for name, pid in pids.items():
+        seen.spent_s[name] += cpu_s(pid) - before[name]
+    ended_s = time.perf_counter()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     inside = [[s for s in each if began_s <= s <= ended_s] for each in came]
-    tokens = max(1, sum(map(len, inside)))
-    gaps = [b - a for each in inside for a, b in itertools.pairwise(each)]
-    return {"tokens_per_s": tokens / (ended_s - began_s), "gap_ms": 1e3 * statistics.median(gaps),
-            **{f"{name}_us_a_token": 1e6 * spent[name] / tokens for name in spent}}
+    seen.tokens += sum(map(len, inside))
+    seen.seconds += ended_s - began_s
+    seen.gaps += [b - a for each in inside for a, b in itertools.pairwise(each)]
+
+
+async def loads(rig: Rig, streams: int, seconds: float) -> dict[str, Load]:
+    """Each way for so long, in turn and a part at a time: the speed of a machine drifts."""
+    seen = {way: Load() for way in rig.ways}
+    for _ in range(ROUNDS):
+        for way in rig.ways:
+            await load(rig, way, streams, seconds / ROUNDS, seen[way])
+    return seen
 
 
 async def measure(streams: int, seconds: float, times: int, timing: Timing) -> list[Row]:
@@ -186,12 +211,12 @@ async def measure(streams: int, seconds: float, times: int, timing: Timing) -> l
         lone = await alone({**rig.ways, NEW: rig.connecting}, times)
         added = statistics.median(lone[NEW]) - statistics.median(lone["router, HTTP"])
         print(f"a connection opened for the request: {1e3 * added:+.2f} ms to the first token over HTTP")
+        loaded = {number: await loads(rig, number, seconds) for number in (1, streams)}
         for name, ask in rig.ways.items():
             for number in (1, streams):
                 firsts = sorted(lone[name] if number == 1 else await probe(ask, number - 1, times))
-                loaded = await load(rig, name, number, seconds)
                 rows.append({"way": name, "streams": number, "first_ms": 1e3 * statistics.median(firsts),
-                             "first_p99_ms": 1e3 * firsts[int(0.99 * len(firsts))], **loaded})
+                             "first_p99_ms": 1e3 * firsts[int(0.99 * len(firsts))], **loaded[number][name].told()})
         print(f"memory: router {resident(rig.router.pid):.0f} MiB, target {resident(rig.target.pid):.0f} MiB")
     return rows
 
