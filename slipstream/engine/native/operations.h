@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
-constexpr int BLOCK = 8;         // rows of a product that are computed together, at most
+constexpr int BLOCK = 12;        // rows of a product that are computed together, at most: as many as registers hold
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
 constexpr int AHEAD = 1024;      // bytes of weights that are asked for in advance: a processor stops at a page's end
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
@@ -149,8 +149,13 @@ template <class Weights>
 void product_group(const Op& op, int64_t group, int64_t rows) {
     constexpr void (*blocks[])(const Op&, int64_t, int64_t) = {
         nullptr, product_block<Weights, 1>, product_block<Weights, 2>, product_block<Weights, 3>, product_block<Weights, 4>,
-        product_block<Weights, 5>, product_block<Weights, 6>, product_block<Weights, 7>, product_block<Weights, 8>};
-    for (int64_t row = 0; row < rows; row += BLOCK) blocks[std::min<int64_t>(BLOCK, rows - row)](op, group, row);
+        product_block<Weights, 5>, product_block<Weights, 6>, product_block<Weights, 7>, product_block<Weights, 8>,
+        product_block<Weights, 9>, product_block<Weights, 10>, product_block<Weights, 11>, product_block<Weights, 12>};
+    int64_t parts = (rows + BLOCK - 1) / BLOCK;  // about equally long: one row alone waits for its own sums
+    for (int64_t part = 0; part < parts; part++) {
+        int64_t row = rows * part / parts;
+        blocks[rows * (part + 1) / parts - row](op, group, row);
+    }
 }
 
 // A head of queries or keys, normed if there is a norm, rotated; size is a multiple of GROUP.
