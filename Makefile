@@ -72,8 +72,10 @@ bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and st
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
-bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
-	$(BIN)/python -m bench.host $(ARGS)
+# gRPC's core as services have it (slipstream/launch.py).
+bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds (ARGS=--rounds: real rounds)
+	GRPC_EXPERIMENTS=-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints \
+		$(BIN)/python -m bench.host $(ARGS)
 
 bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of (ARGS=--exact)
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.steps $(ARGS)

@@ -5,6 +5,8 @@ of them the draft's, feature rows of 576 numbers. Logits fall off as a model's d
 a row. Rows are in ``build/bench/round.json``. The exchange is between two processes, over gRPC on loopback; then sums.
 Last a whole tree with its forwards, from commit to growth, with caches as a target's step leaves them and as it leaves
 them itself (``bench.cold``). What is not here: other forwards, and threads that wait for one another.
+``--rounds`` measures real rounds of the default model instead: verification, waiting, and the ways of commits and
+growths between services (``bench.transit``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from rich.progress import track
 from bench.cold import ColdTrees
 from bench.exchange import Echo, exchanges, serve
 from bench.report import Row, write
+from bench.transit import measurable, rounds
 from slipstream.config import ModelSection, PolicySection
 from slipstream.drafters.grow import Children, TreeGrowth
 from slipstream.drafters.sent import SentTrees
@@ -45,6 +48,7 @@ from slipstream.wire.codec import (
 VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT = 49_152, 12_288, 576, 256
 LEVELS, TOPK, NODES = 3, 4, 8
 ACCEPTED = 2
+MAX_TOKENS = 96  # of an answer in real rounds
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
 MAX_BYTES = 1 << 22
 FEATURES = FeatureSpec((1,), HIDDEN, "bfloat16")
@@ -200,10 +204,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
+    parser.add_argument("--rounds", action="store_true", help="real rounds of the default model instead, in parts")
     parser.add_argument("--echo", type=int, default=0, metavar="PORT", help="be the draft's end of the exchange")
     options = parser.parse_args()
     if options.echo:
         asyncio.run(serve(options.echo, Echo(grown(levels_of_a_tree()), FEATURES)))
+    if options.rounds:
+        found = measurable(asyncio.run(rounds(MAX_TOKENS)))
+        write("transit", [row_of(name, list(times)) for name, times in found.items()], "real rounds, microseconds")
+        return
     torch.set_num_threads(options.threads)
     parts = [*parts_of_a_round(), *parts_of_choosing()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]

@@ -34,9 +34,13 @@ RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
 TAIL_LINES = 12
 
-# Threads of the model that wait without spinning: services share the cores, and a thread that spins while another
-# service has its core makes a step ten times slower (libgomp reads it when it is loaded).
-SHARED_CORES = {"GOMP_SPINCOUNT": "0"}
+# What libraries read when they are loaded. Threads of the model wait without spinning: services share the cores, and a
+# thread that spins while another service has its core makes a step ten times slower. gRPC's core reads messages on the
+# thread that waits for them: its newer engine hands them from thread to thread, each asleep until then.
+SHARED_CORES = {
+    "GOMP_SPINCOUNT": "0",
+    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints",
+}
 
 Report = Callable[[str], None]
 

@@ -38,6 +38,11 @@ class Trace:
         self._rows: dict[str, int] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._path)
+
     def span(self, row: str, name: str, began_s: float, ended_s: float, **values: Value) -> None:
         """Something took from ``began_s`` to ``ended_s``."""
         self._add(row, began_s, ph="X", name=name, dur=round(1e6 * max(0.0, ended_s - began_s), 1), args=values)

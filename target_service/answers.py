@@ -2,7 +2,8 @@
 
 Rules:
 1. Admission takes what the prefix cache holds; release gives back what was computed, so that the next prompt finds it.
-2. A commit goes to its client, its drafter (with its feature rows), its policy and the counters, in one place.
+2. A commit goes to its policy and its drafter (with its feature rows) first, as a drafter waits for it (``commit``);
+   clients and counters hear of it when the frames have left (``tell``).
 3. The policy decides how many nodes pay; a drafter that is wanted and not there is looked for at each commit.
    Where the answer's own text foretells more than a drafter would in the same time, nobody is asked.
 4. Pieces leave in one go when the step is over (``deliver``).
@@ -13,7 +14,7 @@ Runs on the engine thread alone. It knows nothing about schedules, batches or so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import log
 
 import numpy as np
@@ -33,20 +34,10 @@ from slipstream.spans import Spans
 from slipstream.tree import MAX_NODES
 from target_service.links import DraftPool
 from target_service.running import Running, Sink
-from target_service.step import Verified
+from target_service.step import Committed, Step, Verified
 
 ASKED = 4  # commits whose answers may still come
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A forward that is done: when it began, how long it took, how many rows and trees were in it."""
-
-    started_s: float
-    seconds: float
-    rows: int
-    num_trees: int
 
 
 class Answers:
@@ -162,8 +153,8 @@ class Answers:
             running.foresight = None  # it would miss tokens
             self._pool.detach(running)
 
-    def commit(self, verified: Verified, step: Step) -> bool:
-        """Make the verdict part of the answer. Returns whether the answer is over."""
+    def commit(self, verified: Verified, step: Step) -> Committed:
+        """Make the verdict part of the answer, and have its drafter told by the next flush."""
         started_s, step_s = step.started_s, step.seconds
         running, now_s = verified.running, started_s + step_s
         tokens, finish = self._cut(running, verified.verdict.tokens)
@@ -175,31 +166,40 @@ class Answers:
         if not (running.first_round or running.foreseen) and running.policy.wants_drafts(now_s):
             self._pool.round_over(running, len(tokens), now_s - running.committed_s)
         self._observe(running, verified, accepted, waited_s, step, now_s)
-        running.span.event("round", drafted=drafted, accepted=accepted, rows=step.rows, step_s=step_s, wait_s=waited_s,
-                           mode=running.policy.mode.value)
-        if drafted and not running.foreseen:
-            self._pool.judge(running, drafted, verified.verdict.num_accepted)
-        self._metrics.round(drafted, min(accepted, len(tokens) - 1), self._outcome(running, drafted))
-        piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], finish, step_s, waited_s,
-                      running.policy.mode.value, lossy=verified.lossy)
-        self._metrics.lenient(verified.lenient)
-        if first:
-            piece = replace(piece, cached_tokens=running.cached_tokens,
-                            queue_s=max(0.0, running.first_step_s - running.arrived_s))
-        self._pieces.append((running.sink, piece))
-        if running.history is not None:
-            running.history.append(tokens)
+        committed = Committed(verified, tokens, finish, accepted, waited_s, first, self._outcome(running, drafted),
+                              None if running.foreseen else running.link)
         if finish:
-            self._metrics.request(finish)
             running.side.commit(tokens)
-            return True
+            return committed
         chain, scores = self._foresee(running, tokens, step.num_trees - 1)
         asks = self._asks(running, now_s) and not chain
         self._pool.commit(running, tokens, drafted, running.policy.budget(now_s, step.num_trees - 1) if asks else 0)
         self._ask(running, now_s)
         self._follow(running, now_s)
         running.side.foresee(chain, scores)
-        return False
+        return committed
+
+    def tell(self, committed: Committed, step: Step) -> bool:
+        """Let its client and the counters know. Returns whether the answer is over."""
+        verified, tokens, accepted = committed.verified, committed.tokens, committed.accepted
+        running, drafted = verified.running, len(verified.tree) - 1
+        running.span.event("round", drafted=drafted, accepted=accepted, rows=step.rows, step_s=step.seconds,
+                           wait_s=committed.waited_s, mode=running.policy.mode.value)
+        if drafted:
+            self._pool.judge(committed.link, drafted, verified.verdict.num_accepted)
+        self._metrics.round(drafted, min(accepted, len(tokens) - 1), committed.outcome)
+        piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], committed.finish, step.seconds,
+                      committed.waited_s, running.policy.mode.value, lossy=verified.lossy)
+        self._metrics.lenient(verified.lenient)
+        if committed.first and running.first_step_s is not None:
+            piece = replace(piece, cached_tokens=running.cached_tokens,
+                            queue_s=max(0.0, running.first_step_s - running.arrived_s))
+        self._pieces.append((running.sink, piece))
+        if running.history is not None:
+            running.history.append(tokens)
+        if committed.finish:
+            self._metrics.request(committed.finish)
+        return committed.finish != ""
 
     def deliver(self) -> None:
         """Hand the pieces of the step to their readers."""

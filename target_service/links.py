@@ -2,8 +2,8 @@
 
 Rules:
 1. All of it runs on the engine thread; links tell it of their fate through the worker's inbox.
-2. What one step has to say to a link leaves as one frame, when the step is over (``flush``). Commits that ask for
-   nothing wait for one that does, or for each other: a draft that is woken at each step takes time from the next.
+2. What the commits of one step have to say to a link leaves as one frame (``flush``). Commits that ask for nothing
+   wait for one that does, or for each other: a draft that is woken at each step takes time from the next.
 3. A lost or unwilling drafter costs its answers nothing but speed: another takes over, or they decode alone and ask
    again later. What was accepted is counted by the drafter's name, so that pools of different heads can be compared.
 4. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
@@ -17,6 +17,7 @@ It knows nothing about what is drafted or how it is verified.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,6 +37,7 @@ from target_service.running import Running
 
 RETRY_S = 1.0  # after a drafter gave a session up for lack of room
 HELD = 8  # commits that ask for nothing
+HAND_OVER_S = 5e-5
 FEATURE_CHUNK = 256  # rows of one Features item: well below the message limit for any known model
 
 
@@ -200,9 +202,8 @@ class DraftPool:
         self._leads.end(running.number)
         return False
 
-    def judge(self, running: Running, drafted: int, accepted: int) -> None:
-        """A tree that ``running``'s drafter proposed was verified."""
-        link = running.link
+    def judge(self, link: Link | None, drafted: int, accepted: int) -> None:
+        """A tree that ``link``'s drafter proposed was verified."""
         if link in self._ready:
             self._metrics.judged(self._ready[link].drafter, drafted, accepted)
         agreement = self._agreement.get(link) if link is not None else None
@@ -253,12 +254,15 @@ class DraftPool:
         if asked_s is not None:
             running.exchange_s = max(0.0, now_s - asked_s)
 
-    def flush(self) -> None:
-        """Send what the step had to say."""
+    def flush(self) -> bool:
+        """Send what the step had to say. Returns whether anything was sent."""
+        sent = False
         for link, items in list(self._outbox.items()):
             if len(items) >= HELD or any(not isinstance(item, Commit) or item.wanted for item in items):
                 link.send(items)
                 del self._outbox[link]
+                sent = True
+        return sent
 
     def links(self) -> Iterable[Link]:
         return self._ready
@@ -274,3 +278,9 @@ class DraftPool:
         assert self._rows is not None
         rows = self._rows(self._runner.features(running.slots[start:stop]))
         return Features(running.number, start, rows, stop - start, spec.dtype)
+
+
+def hand_over() -> None:
+    """What was flushed is written by another thread, and Python runs one at a time: an engine thread that has to wait
+    anyway lets it go on at once."""
+    time.sleep(HAND_OVER_S)

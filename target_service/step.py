@@ -22,9 +22,10 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
 from slipstream.errors import DeviceFull
 from slipstream.lenient import Thresholds, relaxed
-from slipstream.requests import TokenLogprob
+from slipstream.requests import Finish, TokenLogprob
 from slipstream.tree import DraftTree
 from slipstream.verify import Verdict, walk
+from slipstream.wire.link import Link
 from target_service.running import Running
 
 
@@ -38,6 +39,31 @@ class Verified:
     logprobs: tuple[TokenLogprob, ...]
     lossy: bool = False  # thresholds were applied
     lenient: int = 0  # tokens taken though the target chose others
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a verdict added to an answer, for those who need not hear of it first.
+    ``link``: who drafted it, if anybody did."""
+
+    verified: Verified
+    tokens: tuple[int, ...]
+    finish: Finish
+    accepted: int
+    waited_s: float
+    first: bool
+    outcome: str
+    link: Link | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward that is done: when it began, how long it took, how many rows and trees were in it."""
+
+    started_s: float
+    seconds: float
+    rows: int
+    num_trees: int
 
 
 def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],

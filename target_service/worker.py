@@ -2,8 +2,7 @@
 
 Rules:
 1. One thread mutates answers, slots, trees and policies; the outside only enqueues.
-2. A turn: take everything that waits in the inbox, decide (``scheduler``), make room, run one step, commit its
-   verdicts.
+2. A turn: take all that waits in the inbox, decide (``scheduler``), make room, run one step, commit its verdicts.
 3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
 4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
 
@@ -31,13 +30,13 @@ from slipstream.policy import StepCosts
 from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
-from target_service.answers import Answers, Dispatch, Step
-from target_service.links import DraftPool
+from target_service.answers import Answers, Dispatch
+from target_service.links import DraftPool, hand_over
 from target_service.plan import Plan
 from target_service.running import Running
 from target_service.scheduler import Decision, Limits
 from target_service.shedding import Shedding
-from target_service.step import run_step
+from target_service.step import Step, run_step
 from target_service.tracing import trace_step
 
 Event = Callable[[], None]
@@ -231,12 +230,11 @@ class TargetWorker:
         """Decide and act once. Returns for how long there is nothing to do: 0.0 go on, None until something comes."""
         now_s = self._clock()
         decision = self._plan.decide(self._running, self._waiting, self.num_free_slots, now_s)
+        self.pool.flush()
         if decision.empty:
-            self.pool.flush()
             deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
             return max(1e-4, min(deadlines) - now_s) if deadlines else None
         if held_s := self._plan.hold_s(decision, self._running, now_s):
-            self.pool.flush()
             return held_s
         self._act(decision)
         self.pool.flush()
@@ -286,11 +284,14 @@ class TargetWorker:
         trace_step(self._trace, step, results)
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
-        waited_s = max((v.running.waited(started_s) for v in results), default=0.0)
-        for verified in results:
-            if self.answers.commit(verified, step):
-                self._running.remove(verified.running)
-                self.answers.release(verified.running)
+        committed = [self.answers.commit(verified, step) for verified in results]
+        if self.pool.flush() and all(running.waits(self._clock()) for running in self._running):
+            hand_over()
+        for one in committed:
+            if self.answers.tell(one, step):
+                self._running.remove(one.verified.running)
+                self.answers.release(one.verified.running)
+        waited_s = max((one.waited_s for one in committed), default=0.0)
         self._metrics.step(rows, waited_s, step_s, self._clock() - started_s - step_s)
 
     def _make_room(self, rows: int) -> None:
