@@ -87,19 +87,13 @@ class EventStream(Response):
             await self._close()
 
     async def _pump(self, outlet: Outlet | None, send: Send) -> None:
-        if outlet is not None:
-            outlet.hold(True)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        begun = False
         async for chunk in self._events:
             if outlet is None:
                 async with asyncio.timeout(self._stall_s):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 continue
             outlet.write(chunk)
-            if not begun:
-                begun = True
-                outlet.hold(False)
             if outlet.full:
                 async with asyncio.timeout(self._stall_s):
                     await outlet.drained()

@@ -14,8 +14,6 @@ Format: chunked transfer coding, RFC 9112 section 7.1. It knows nothing about re
 from __future__ import annotations
 
 import asyncio
-import socket
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,11 +39,6 @@ class Outlet:
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def hold(self, held: bool) -> None:
-        """While ``held``, the kernel keeps what is written, so that a head and what follows it leave as one packet."""
-        if sys.platform == "linux" and self._transport is not None and not self._transport.is_closing():
-            self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, held)
 
     async def drained(self) -> None:
         """Wait until the outlet is not full, or the connection is over."""
