@@ -181,6 +181,35 @@ class ExchangeTimes:
         return unknown_s if self.mean_s is None else self.mean_s + 4.0 * self._deviation_s
 
 
+class ExchangeByLoad:
+    """``ExchangeTimes`` where trees take longer the more sessions there are: apart for each load, in powers of two.
+    What a smaller one took is believed of a load that nobody has seen. ``load``: the present one."""
+
+    __slots__ = ("_times", "load")
+
+    def __init__(self) -> None:
+        self.load = 1
+        self._times: dict[int, ExchangeTimes] = {}
+
+    @property
+    def _known(self) -> ExchangeTimes | None:
+        level = self.load.bit_length()
+        return next((self._times[lower] for lower in range(level, -1, -1) if lower in self._times), None)
+
+    @property
+    def mean_s(self) -> float | None:
+        return self._known.mean_s if self._known is not None else None
+
+    def forget(self) -> None:
+        self._times.clear()
+
+    def observe(self, seconds: float) -> None:
+        self._times.setdefault(self.load.bit_length(), ExchangeTimes()).observe(seconds)
+
+    def usual_s(self, unknown_s: float) -> float:
+        return self._known.usual_s(unknown_s) if self._known is not None else unknown_s
+
+
 @dataclass(slots=True)
 class Ledger:
     """Seconds that rounds took against the seconds of plain decoding that they replaced. ``keep`` < 1 forgets."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.config import PolicySection
-from slipstream.estimates import Acceptance, ExchangeTimes, Experience, Ledger, StepCosts
+from slipstream.estimates import Acceptance, ExchangeByLoad, ExchangeTimes, Experience, Ledger, StepCosts
 
 TRY_SHARE = 0.01
 WORTH = 1.02  # gain from which a chain that costs no wait is verified
@@ -44,7 +44,7 @@ class Round(NamedTuple):
 class Goodput:
     """The estimates of one policy."""
 
-    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes,
+    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes | ExchangeByLoad,
                  experience: Experience) -> None:
         self.recent = Ledger(keep=1 - 1 / RECENT)
         self.plain_s = costs.cost(1)  # of the latest round
@@ -189,9 +189,13 @@ class Goodput:
     @property
     def wait_pays(self) -> bool:
         """Rule 3."""
+        return self.pays(self._config.leave_gain)
+
+    def pays(self, gain: float) -> bool:
+        """Whether a round with its wait reaches ``gain``, or is still tried."""
         if self._exchange.mean_s is None or TRY_SHARE * self._unpaid_s >= self.usual_wait_s:
             return True
         rows, nodes = self._others + 1, self.nodes
         step_s = self.plain_s + self._costs.cost(rows + nodes) - self._costs.cost(rows)
         won = 1 + self._share * self._acceptance.tokens(nodes)
-        return won * self.plain_s >= self._config.leave_gain * (step_s + self._exchange.mean_s)
+        return won * self.plain_s >= gain * (step_s + self._exchange.mean_s)

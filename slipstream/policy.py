@@ -39,7 +39,7 @@ from enum import StrEnum
 from typing import Literal
 
 from slipstream.config import PolicySection
-from slipstream.estimates import ExchangeTimes, Experience, Ledger, StepCosts
+from slipstream.estimates import ExchangeByLoad, ExchangeTimes, Experience, Ledger, StepCosts
 from slipstream.goodput import Goodput, Round
 from slipstream.probe import Probe
 
@@ -76,7 +76,7 @@ class Transition:
 class SpeculationPolicy:
     """See the module. Times are seconds of any monotone clock, never decreasing from call to call."""
 
-    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes | None = None,
+    def __init__(self, config: PolicySection, costs: StepCosts, exchange: ExchangeTimes | ExchangeByLoad | None = None,
                  now_s: float = 0.0, experience: Experience | None = None) -> None:
         """``costs`` are the target's, shared by its sessions; ``exchange`` may be shared by those of one drafter,
         ``experience`` by those that are drafted for alike."""
@@ -141,9 +141,11 @@ class SpeculationPolicy:
         left_s = self._probe.allowance_s - self._probe.ledger.loss_s
         return min(usual_s, max(left_s, self._config.deadline_min_s)) if left_s > 0 else 0.0
 
-    def asks(self) -> bool:
-        """Whether a tree that is asked for now would be waited for, or one that was is still missing."""
-        return self._wants and bool(self._probe or self._silent or (not self._idle and self._goodput.wait_pays))
+    def asks(self, entering: bool = False) -> bool:
+        """Whether a tree that is asked for now would be waited for, or one that was is still missing. ``entering``: no
+        drafter follows yet, and one that is to follow reads the prompt first: that must pay, too."""
+        gain = self._config.enter_gain if entering else self._config.leave_gain
+        return self._wants and bool(self._probe or self._silent or (not self._idle and self._goodput.pays(gain)))
 
     def enough(self) -> float:
         """Draft tokens that a tree must promise for the step to begin at once, within ``deadline_s``."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import log
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from slipstream.config import PolicySection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import TokenHistory
-from slipstream.foresight import Foresight
+from slipstream.estimates import ExchangeByLoad
 from slipstream.log import logger
 from slipstream.messages import Drop, Growth
 from slipstream.metrics import TargetMetrics
@@ -52,11 +51,13 @@ class Answers:
         self._config = config
         self._costs = costs
         self._metrics = metrics
-        self._exchange = ExchangeTimes()  # one for all: a new answer need not learn how far the drafts are
+        self._load = ExchangeByLoad() if shared_cores else None
+        # One for all: a new answer need not learn how far the drafts are.
+        self._exchange = self._load or ExchangeTimes()
         self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
         self._dispatch = dispatch
         self._spans = spans
-        self._foresight, self._shared_cores = foresight, shared_cores
+        self._foresight, self._sessions = foresight, 1
         self._log = logger("target")
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
@@ -73,6 +74,12 @@ class Answers:
         if history is not None:
             history.append(request.tokens[prompt:])
         return Running(number, request, side, policy, sink, now_s, history, span=span)
+
+    def loaded(self, sessions: int) -> None:
+        """So many answers run or wait to."""
+        self._sessions = sessions
+        if self._load is not None:
+            self._load.load = max(1, sessions)
 
     def admit(self, running: Running, now_s: float) -> None:
         """Give it its slots, as far as the prefix cache has them, and a drafter."""
@@ -171,8 +178,9 @@ class Answers:
         if finish:
             running.side.commit(tokens)
             return committed
-        chain, scores = self._foresee(running, tokens, step.num_trees - 1)
-        asks = self._asks(running, now_s) and not chain
+        most = self._config.max_nodes if self._foresight else 0
+        chain, scores = running.foresee(tokens, most, step.num_trees - 1)
+        asks = running.link is not None and not chain and self._asks(running, now_s)
         self._pool.commit(running, tokens, drafted, running.policy.budget(now_s, step.num_trees - 1) if asks else 0)
         self._ask(running, now_s)
         self._follow(running, now_s)
@@ -207,41 +215,32 @@ class Answers:
             self._dispatch(self._pieces)
             self._pieces = []
 
-    def _foresee(self, running: Running, tokens: tuple[int, ...], others: int) -> tuple[list[int], list[float]]:
-        """After ``tokens``: what its text foretells, as far as verifying it at once pays best, and the scores."""
-        running.foreseen = 0
-        if not self._foresight or not running.policy.allowed:
-            return [], []
-        if running.foresight is None:
-            running.foresight = Foresight([*running.side.tokens, *tokens])
-        else:
-            running.foresight.commit(tokens)
-        left = running.request.max_tokens - running.side.num_output - len(tokens)
-        chain, chances = running.foresight.chain(min(self._config.max_nodes, left - 1))
-        running.foreseen = running.policy.foresees(chances, running.link is not None, others)
-        return chain[: running.foreseen], [log(chance) for chance in chances[: running.foreseen]]
-
     def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
         wants = running.policy.wants_drafts(now_s)
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
-        elif (running.link is None and self._asks(running, now_s)
+        elif (running.link is None and self._pool.any_ready and self._asks(running, now_s)
               and self._pool.attach(running, now_s, running.policy.budget(now_s, 0))):
             running.first_round = True
             self._ask(running, now_s)
 
     def _asks(self, running: Running, now_s: float) -> bool:
+        if self._load is None:
+            return running.policy.wants_drafts(now_s)
         # On the target's own cores, a tree that nobody waits for slows the step beside it.
-        return running.policy.asks() if self._shared_cores else running.policy.wants_drafts(now_s)
+        running.policy.budget(now_s, self._sessions - 1)
+        return running.policy.asks(running.link is None)
 
     def _ask(self, running: Running, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
         running.committed_s, running.heard_s, running.stood = now_s, None, False
-        running.wait_until_s = now_s + (0.0 if running.foreseen else running.policy.deadline_s())
+        running.wait_until_s = now_s
+        if running.link is None or running.foreseen:
+            return
+        running.wait_until_s += running.policy.deadline_s()
         running.enough = running.policy.enough()
-        asked = running.link is not None and not running.first_round and not running.foreseen
-        if len(running.side.tree) == 1 and asked:
+        if len(running.side.tree) == 1 and not running.first_round:
             # What a drafter says to a target that holds nodes tells how it deepens, not how long an exchange takes.
             running.asked[running.side.base] = now_s
             if len(running.asked) > ASKED:

@@ -11,8 +11,9 @@ It knows nothing about the schedule, the links or the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +83,22 @@ class Running:
             return False
         tree = self.side.tree
         return len(tree) == 1 or tree.promise(self.policy.nodes) < self.enough
+
+    def foresee(self, tokens: Sequence[int], most: int, others: int) -> tuple[list[int], list[float]]:
+        """After ``tokens``, which are committed now: what its text foretells, as far as verifying it at once pays best
+        beside ``others``, at most ``most`` tokens; and the scores."""
+        self.foreseen = 0
+        if not most or not self.policy.allowed:
+            return [], []
+        if self.foresight is None:
+            self.foresight = Foresight([*self.side.tokens, *tokens])
+        else:
+            self.foresight.commit(tokens)
+        left = self.request.max_tokens - self.side.num_output - len(tokens)
+        chain, chances = self.foresight.chain(min(most, left - 1))
+        if chain:
+            self.foreseen = self.policy.foresees(chances, self.link is not None, others)
+        return chain[: self.foreseen], [log(chance) for chance in chances[: self.foreseen]]
 
     def waited(self, started_s: float) -> float:
         """Seconds that it stood still for its drafter before the step that began at ``started_s``."""

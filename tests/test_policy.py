@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.config import PolicySection
-from slipstream.estimates import UNTOLD_EVERY, Acceptance, ExchangeTimes, Experience
+from slipstream.estimates import UNTOLD_EVERY, Acceptance, ExchangeByLoad, ExchangeTimes, Experience
 from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
@@ -341,3 +341,25 @@ def test_a_tree_that_is_not_worth_a_wait_need_not_be_asked_for() -> None:
     assert policy.asks(), "what was waited for in vain may still come"
     policy.forbid(31.0)
     assert not policy.asks()
+
+
+def test_a_drafter_that_must_read_the_prompt_first_has_to_pay_more() -> None:
+    exchange, costs = ExchangeTimes(), StepCosts({1: 0.008, 64: 0.0080001})
+    policy = SpeculationPolicy(CONFIG, costs, exchange)
+    tokens = policy.nodes and 1 + Acceptance().tokens(policy.nodes)
+    exchange.observe(tokens * 0.008 / 1.02 - 0.008)  # a gain of 1.02
+    assert policy.asks() and not policy.asks(entering=True)
+
+
+def test_exchanges_are_known_by_load() -> None:
+    times = ExchangeByLoad()
+    assert times.mean_s is None and times.usual_s(9.0) == 9.0
+    times.observe(0.005)
+    times.load = 16
+    assert times.mean_s == 0.005, "of a load that nobody has seen, what a smaller one took is believed"
+    times.observe(0.040)
+    assert times.mean_s == 0.040 and times.usual_s(9.0) > 0.040
+    times.load = 1
+    assert times.mean_s == 0.005
+    times.forget()
+    assert times.mean_s is None
