@@ -71,11 +71,12 @@ class PoolFallback:
         if not piece.drafted and piece.verify_s > 0:
             keep = PLAIN_KEEP if self._plain_s is not None else 0.0
             self._plain_s = keep * (self._plain_s or 0.0) + (1 - keep) * piece.verify_s
-        if not answer.allowed or self._plain_s is None:
+        plain_s = piece.plain_s or self._plain_s  # the mean is of other loads, if the target does not know better
+        if not answer.allowed or plain_s is None:
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
-                       plain_s=self._plain_s)
+                       plain_s=plain_s)
         self._heed(self._policy.observe(self._clock(), round_))
 
     def left(self, answer: FollowedAnswer) -> None:

@@ -66,6 +66,7 @@ class Piece:
     cached_tokens: int = 0  # of the prompt; in the first piece
     queue_s: float = 0.0  # arrival to first step; in the first piece
     lossy: bool = False  # accept thresholds below 1 were applied to it
+    plain_s: float = 0.0  # what the step would have taken without anybody's draft nodes; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,8 +196,9 @@ class Answers:
         if drafted:
             self._pool.judge(committed.link, drafted, verified.verdict.num_accepted)
         self._metrics.round(drafted, min(accepted, len(tokens) - 1), committed.outcome)
+        plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
         piece = Piece(tokens, accepted, drafted, verified.logprobs[: len(tokens)], committed.finish, step.seconds,
-                      committed.waited_s, running.policy.mode.value, lossy=verified.lossy)
+                      committed.waited_s, running.policy.mode.value, lossy=verified.lossy, plain_s=plain_s)
         self._metrics.lenient(verified.lenient)
         if committed.first and running.first_step_s is not None:
             piece = replace(piece, cached_tokens=running.cached_tokens,

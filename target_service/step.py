@@ -58,12 +58,13 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward that is done: when it began, how long it took, how many rows and trees were in it."""
+    """A forward that is done: when it began, how long it took, how many rows, trees and draft nodes were in it."""
 
     started_s: float
     seconds: float
     rows: int
     num_trees: int
+    nodes: int
 
 
 def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],

@@ -281,7 +281,7 @@ class TargetWorker:
             return
         step_s = self._clock() - started_s
         self._costs.observe(rows, step_s)
-        step = Step(started_s, step_s, rows, len(trees))
+        step = Step(started_s, step_s, rows, len(trees), sum(len(tree) - 1 for _, tree in trees))
         trace_step(self._trace, step, results)
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
@@ -296,6 +296,5 @@ class TargetWorker:
         self._metrics.step(rows, waited_s, step_s, self._clock() - started_s - step_s)
 
     def _make_room(self, rows: int) -> None:
-        short = rows - self._runner.slots.num_free
-        if short > 0 and self._cache is not None:
+        if (short := rows - self._runner.slots.num_free) > 0 and self._cache is not None:
             self._cache.evict(short)

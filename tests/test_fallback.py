@@ -24,6 +24,7 @@ class Pool:
     accepted: int = 3
     verify_s: float = 0.012
     wait_s: float = 0.001
+    plain_s: float = 0.0  # as the target says with each piece
 
     def clock(self) -> float:
         return self.now_s
@@ -44,7 +45,8 @@ class PoolAnswer:
         if not self.speculate:
             return Piece((1,), verify_s=PLAIN_S, state="plain")
         pool = self.pool
-        return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s)
+        return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s,
+                     plain_s=pool.plain_s)
 
     def set_speculation(self, allowed: bool) -> None:
         self.speculate = allowed
@@ -191,3 +193,14 @@ async def test_the_prompt_s_step_is_no_round() -> None:
 async def test_disabled_is_plain_from_the_start() -> None:
     fallback = PoolFallback(PolicySection(enabled=False), RouterMetrics("tiny"))
     assert not fallback.admits()
+
+
+async def test_more_answers_in_a_step_are_no_reason_to_leave() -> None:
+    """Steps become three times as long as they were with fewer answers; plain ones would, too."""
+    world = await prepared(4)
+    world.pool.verify_s, world.pool.plain_s = 0.036, 0.030
+    await world.run(5.0)
+    assert world.fallback.mode is Mode.SPECULATE
+    world.pool.accepted = 0
+    await world.run(5.0)
+    assert world.fallback.mode is not Mode.SPECULATE

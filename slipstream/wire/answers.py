@@ -121,7 +121,7 @@ def message_of(piece: Piece) -> target_pb2.GenerateResponse:
             top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
         finish_reason=FINISH_NUMBERS[piece.finish], verify_us=microseconds(piece.verify_s),
         wait_us=microseconds(piece.wait_s), state=STATE_NUMBERS[piece.state], cached_tokens=piece.cached_tokens,
-        queue_us=microseconds(piece.queue_s), lossy=piece.lossy)
+        queue_us=microseconds(piece.queue_s), lossy=piece.lossy, plain_us=microseconds(piece.plain_s))
 
 
 def decode_piece(data: bytes) -> Piece:
@@ -148,6 +148,7 @@ def piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     return Piece(
         tokens, accepted, wire.drafted, tuple(map(_logprob, entries)) if entries else (), finish, wire.verify_us / 1e6,
         wire.wait_us / 1e6, state, wire.cached_tokens, wire.queue_us / 1e6, wire.lossy,
+        wire.plain_us / 1e6,
     )
 
 
