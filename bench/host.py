@@ -33,6 +33,7 @@ from slipstream.drafters.sent import SentTrees
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
 from slipstream.errors import ModelError
+from slipstream.foresight import Foresight
 from slipstream.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
 from slipstream.policy import Round, SpeculationPolicy, StepCosts
 from slipstream.session import TargetSide
@@ -139,6 +140,13 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
         policy.observe(0.0, Round(NODES, ACCEPTED, LEVELS, 0.02, 0.001, NODES + 1))
         return policy.budget(0.0, 0), policy.deadline_s()
 
+    foresight = Foresight([token % 40 for token in range(CONTEXT)])
+
+    def foresee() -> object:
+        foresight.commit([token % 40 for token in tokens])
+        return policy.foresees(foresight.chain(16)[1], True, 0)
+
+    yield "target: look up what the text foretells", foresee
     yield "target: select the best nodes", lambda: side.tree.best(NODES)
     yield "target: build the batch", build
     yield "target: walk", lambda: walk(tree, choices)

@@ -20,6 +20,7 @@ from router.tokens import TextCodec
 from slipstream.config import Config, GrowthSection
 from slipstream.drafters import create
 from slipstream.drafters.neural import NeuralDrafter
+from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import ConfigError, InvalidRequest
@@ -79,6 +80,8 @@ def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequenc
     draft = config.draft.model_copy(update={"growth": largest(all_), "slots": config.draft.slots or 2 * slots})
     runner = ModelRunner(load_model(resolve(section.path), section.dtype, section.device, section.engine,
                                     quantize=section.quantize, kernels=section.kernels), slots)
+    if isinstance(runner.model, NativeDecoder):
+        torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
     drafter = create(draft, section)
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")

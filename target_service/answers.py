@@ -35,6 +35,7 @@ from target_service.links import DraftPool
 from target_service.running import Running, Sink
 from target_service.step import Committed, Step, Verified
 
+LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 ASKED = 4  # commits whose answers may still come
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
@@ -76,7 +77,7 @@ class Answers:
         return Running(number, request, side, policy, sink, now_s, history, span=span)
 
     def loaded(self, sessions: int) -> None:
-        """So many answers run or wait to."""
+        """So many answers run, or are about to."""
         self._sessions = sessions
         if self._load is not None:
             self._load.load = max(1, sessions)
@@ -221,10 +222,13 @@ class Answers:
         wants = running.policy.wants_drafts(now_s)
         if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
             self._pool.detach(running)
-        elif (running.link is None and self._pool.any_ready and self._asks(running, now_s)
-              and self._pool.attach(running, now_s, running.policy.budget(now_s, 0))):
-            running.first_round = True
-            self._ask(running, now_s)
+        elif running.link is None and self._pool.any_ready and now_s >= running.retry_at_s:
+            if not self._asks(running, now_s):
+                # To ask again takes time from the step; elsewhere it is one look at the mode.
+                running.retry_at_s = now_s + LOOK_S if self._load is not None else 0.0
+            elif self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
+                running.first_round = True
+                self._ask(running, now_s)
 
     def _asks(self, running: Running, now_s: float) -> bool:
         if self._load is None:

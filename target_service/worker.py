@@ -244,7 +244,7 @@ class TargetWorker:
         return 0.0
 
     def _act(self, decision: Decision) -> None:
-        self.answers.loaded(len(self._running) + len(self._waiting))
+        self.answers.loaded(min(len(self._running) + len(self._waiting), self._config.max_sessions))
         for number in decision.put_back:
             running = next(r for r in self._running if r.number == number)
             self._running.remove(running)
