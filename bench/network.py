@@ -91,7 +91,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--batches", type=numbers, default=(1.0, 8.0))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a row at most")
     parser.add_argument("--minutes", type=float, default=8.0, help="no deployment is begun after so many")
-    parser.add_argument("--repeats", type=int, default=5, help="of each row that is close to a bound")
+    parser.add_argument("--repeats", type=int, default=9, help="of each row that is close to a bound")
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--acceptance", type=numbers, default=USUAL,
                         help="chance that a node's first, second, ... child is right")
