@@ -58,7 +58,7 @@ class Answers:
         self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
         self._dispatch = dispatch
         self._spans = spans
-        self._foresight, self._sessions = foresight, 1
+        self._foresight = foresight
         self._log = logger("target")
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
@@ -78,12 +78,11 @@ class Answers:
 
     def loaded(self, sessions: int) -> None:
         """So many answers run, or are about to."""
-        self._sessions = sessions
         if self._load is not None:
             self._load.load = max(1, sessions)
 
     def admit(self, running: Running, now_s: float) -> None:
-        """Give it its slots, as far as the prefix cache has them, and a drafter."""
+        """Give it its slots, as far as the prefix cache has them, and a drafter, unless it would not pay."""
         # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
         running.slots = np.zeros(running.max_len + MAX_NODES, np.int64)
         if self._cache is not None:
@@ -234,7 +233,7 @@ class Answers:
         if self._load is None:
             return running.policy.wants_drafts(now_s)
         # On the target's own cores, a tree that nobody waits for slows the step beside it.
-        running.policy.budget(now_s, self._sessions - 1)
+        running.policy.budget(now_s, self._load.load - 1)
         return running.policy.asks(running.link is None)
 
     def _ask(self, running: Running, now_s: float) -> None:
