@@ -169,7 +169,8 @@ def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> Non
     numbers = [entry["number"] for path in (tmp_path / "work").glob("shard-*/index.json")
                for entry in json.loads(path.read_text())["conversations"]]
     assert sorted(numbers) == list(range(20)) and totals.conversations == 20
-    assert {path.name[-1] for path in (tmp_path / "work").glob("shard-*")} == {"0", "b", "c"}
+    marks = {path.name[len("shard-00000"):] for path in (tmp_path / "work").glob("shard-*")}
+    assert marks == {"", "b", "c"}  # who begins late counts on from the others' shards: numbers may differ
 
 
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:
