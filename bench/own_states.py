@@ -50,7 +50,7 @@ class Following:
 
     def __init__(self, runner: ModelRunner, spec: FeatureSpec, ahead: Drafter, anew: Drafter,
                  prompt: Sequence[int]) -> None:
-        self._runner, self._spec, self._rows = runner, spec, FeatureRows(spec, runner.model.device)
+        self._runner, self._spec, self._rows = runner, spec, FeatureRows(spec, runner.linear)
         self._drafters = self._ahead, self._anew = ahead, anew
         self._slots = runner.slots.alloc(len(prompt))
         builder = BatchBuilder()

@@ -91,7 +91,7 @@ def _kernel_error(given: Given, fields: Fields, longest: int) -> float:
 
 
 def _placed(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
-    return ForwardBatch.of(batch.host, batch.q_indptr, batch.kv_indptr, batch.mask_lens, device)
+    return ForwardBatch.of(batch.host, batch.q_indptr, batch.kv_indptr, batch.mask_lens, batch.host.placed(device))
 
 
 class Spoiling:

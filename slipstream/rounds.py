@@ -90,7 +90,7 @@ class Rounds:
         self._temperature = temperature
         self._drafter = drafter
         self._spec = drafter.features if drafter is not None else None
-        self._rows = FeatureRows(self._spec, runner.model.device) if self._spec is not None else None
+        self._rows = FeatureRows(self._spec, runner.linear) if self._spec is not None else None
         self._max_tokens = max_tokens
         self._eos = frozenset(runner.config.eos_token_ids)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from math import isfinite
 
 import numpy as np
 
@@ -146,9 +147,10 @@ class TargetSide:
         followed = self.state is TargetState.FOLLOWED
         base = self.base
         self._move(TargetEvent.COMMIT)
-        self._remember(tokens)
-        self.tree = self.tree.reroot(tokens)
-        self.tokens.extend(int(t) for t in tokens)
+        nodes = self.tree.follow(tokens)
+        self._remember(tokens, nodes)
+        self.tree = self.tree.below(nodes, tokens)
+        self.tokens.extend(tokens)
         self.heard = False
         if not followed:
             return None
@@ -173,7 +175,8 @@ class TargetSide:
 
     def foresee(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
         """Nodes from no drafter: a chain below the root."""
-        self.tree = self.tree.graft(tokens, scores, FORESEEN + MAX_NODES * self.base)
+        if tokens:
+            self.tree = self.tree.graft(tokens, scores, FORESEEN + MAX_NODES * self.base)
 
     def lost(self) -> None:
         """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""
@@ -205,17 +208,13 @@ class TargetSide:
         self._passed.clear()
         self._root_scores.clear()
 
-    def _remember(self, tokens: Sequence[int]) -> None:
+    def _remember(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         # Growth that is on its way may name these nodes as parents, and scores them relative to an older root.
-        node, gained = 0, 0.0
-        for position, token in enumerate(tokens, start=self.base):
-            child = self.tree.child(node, int(token))
-            if child is None:
-                break
-            node, gained = child, float(self.tree.scores[child])
+        gained = float(self.tree.scores[nodes[-1]]) if nodes else 0.0
+        for position, node in enumerate(nodes, start=self.base):
             self._passed[int(self.tree.ids[node])] = position
         known = self._root_scores.get(self.base, 0.0)
-        self._root_scores[self.base + len(tokens)] = known + (gained if np.isfinite(gained) else 0.0)
+        self._root_scores[self.base + len(tokens)] = known + (gained if isfinite(gained) else 0.0)
         if len(self._root_scores) > MAX_NODES:  # a drafter that says nothing must not make us remember for ever
             del self._root_scores[min(self._root_scores)]
 

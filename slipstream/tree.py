@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,18 +57,38 @@ class DraftTree:
 
     def depths(self) -> Ints:
         """int32 [N]: edges between each node and the root. A node's position is ``base - 1 + depth``."""
-        depths = np.zeros(len(self), np.int32)
-        for node in range(1, len(self)):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        return np.array(self.levels(), np.int32)
+
+    def levels(self) -> list[int]:
+        """``depths`` as a list: of a few nodes, numpy makes more work than it saves."""
+        levels = [0]
+        for parent in self.parents[1:].tolist():
+            levels.append(levels[parent] + 1)
+        return levels
 
     def ancestor_words(self) -> Words:
         """uint64 [N]: bit j of word i is set when node j is node i or one of its ancestors. N is at most MAX_NODES."""
-        words = np.zeros(len(self), np.uint64)
-        for node in range(len(self)):
-            parent = self.parents[node]
-            words[node] = np.uint64(1 << node) | (words[parent] if parent >= 0 else np.uint64(0))
+        return np.array(self.ancestors(), np.uint64)
+
+    def ancestors(self) -> list[int]:
+        """``ancestor_words`` as a list."""
+        words = [1]
+        for node, parent in enumerate(self.parents[1:].tolist(), start=1):
+            words.append(1 << node | words[parent])
         return words
+
+    def follow(self, tokens: Sequence[int] | Ints) -> list[int]:
+        """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
+        any."""
+        nodes: list[int] = []
+        above, left = 0, iter(tokens)
+        token = next(left, None)
+        # One pass: a parent stands before its children, and siblings carry distinct tokens.
+        for node, (parent, own) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+            if parent == above and own == token:
+                nodes.append(node)
+                above, token = node, next(left, None)
+        return nodes
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to ``node``, both included."""
@@ -86,30 +107,24 @@ class DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5); one that is not a number counts as the worst."""
-        where = dict(zip(self.ids.tolist(), range(len(self)), strict=True))
-        # An edge as one number: this runs for every message of a drafter that grows ahead.
-        taken = set((self.parents.astype(np.int64) << 32 | self.tokens).tolist())
-        rows: list[tuple[int, int, int, float]] = []
-        known = self.scores.tolist()
+        # Lists: this runs for every message of a drafter, and of a few nodes numpy makes more work than it saves.
+        held: list[list[int]] = [array.tolist() for array in (self.tokens, self.parents, self.ids)]
+        known: list[float] = self.scores.tolist()
+        where = dict(zip(held[2], range(len(self)), strict=True))
+        taken = {parent << 32 | token for token, parent, _ in zip(*held, strict=True)}  # an edge as one number
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             parent = where.get(parent_id)
             if parent is None or node_id in where or len(known) >= MAX_HELD or parent << 32 | token in taken:
                 continue
-            bounded = min(float(score), known[parent]) if score == score else -np.inf
             where[node_id] = len(known)
             taken.add(parent << 32 | token)
-            known.append(bounded)
-            rows.append((token, parent, node_id, bounded))
-        if not rows:
+            known.append(min(float(score), known[parent]) if score == score else -inf)
+            for array, value in zip(held, (token, parent, node_id), strict=True):
+                array.append(value)
+        if len(known) == len(self):
             return self
-        new = list(zip(*rows, strict=True))
-        return DraftTree(
-            self.base,
-            np.concatenate([self.tokens, np.array(new[0], np.int32)]),
-            np.concatenate([self.parents, np.array(new[1], np.int32)]),
-            np.concatenate([self.ids, np.array(new[2], np.int32)]),
-            np.concatenate([self.scores, np.array(new[3], np.float32)]),
-        )
+        new_tokens, new_parents, new_ids = (np.array(array, np.int32) for array in held)
+        return DraftTree(self.base, new_tokens, new_parents, new_ids, np.array(known, np.float32))
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here
@@ -123,43 +138,45 @@ class DraftTree:
     def select(self, nodes: Sequence[int] | Ints) -> DraftTree:
         """The connected sub-tree of ``nodes`` (ascending, the root first). Scores stay relative to the old root."""
         keep = np.asarray(nodes, np.int32)
-        renumbered = np.full(len(self) + 1, -1, np.int32)
-        renumbered[keep] = np.arange(len(keep), dtype=np.int32)
-        assert keep[0] == 0 and (renumbered[self.parents[keep[1:]]] >= 0).all(), "not connected"
-        return DraftTree(self.base, self.tokens[keep], renumbered[self.parents[keep]], self.ids[keep],
-                         self.scores[keep])
+        places = {node: place for place, node in enumerate(keep.tolist())}
+        places[-1] = -1
+        parents = [places.get(parent) for parent in self.parents[keep].tolist()]
+        assert keep[0] == 0 and None not in parents, "not connected"
+        return DraftTree(self.base, self.tokens[keep], np.array(parents, np.int32), self.ids[keep], self.scores[keep])
 
     def promise(self, num_nodes: int) -> float:
         """Tokens that the ``num_nodes`` best nodes, root not counted, would give if scores were true logarithms of the
         chance of being accepted."""
-        best = -np.sort(-self.scores[1:])[:num_nodes]
-        return float(np.exp(best).sum())
+        return sum(map(exp, sorted(self.scores[1:].tolist(), reverse=True)[:num_nodes]))
 
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected because of rule 5 and a stable sort."""
         if num_nodes >= len(self):
             return self
-        order = np.argsort(-self.scores, kind="stable")[: max(1, num_nodes)]
-        return self.select(np.sort(order).astype(np.int32))
+        scores = self.scores.tolist()
+        order = sorted(range(len(scores)), key=lambda node: -scores[node])
+        return self.select(sorted(order[: max(1, num_nodes)]))
 
     def reroot(self, tokens: Sequence[int] | Ints) -> DraftTree:
         """The tree after ``tokens`` were committed: the subtree below the last of them if this tree holds that path,
         else the new root alone. Scores become relative to the new root."""
+        return self.below(self.follow(tokens), tokens)
+
+    def below(self, nodes: Sequence[int], tokens: Sequence[int] | Ints) -> DraftTree:
+        """As ``reroot``; nodes: what ``follow`` found of ``tokens``."""
         base = self.base + len(tokens)
-        node = 0
-        for token in tokens:
-            child = self.child(node, int(token))
-            if child is None:
-                return DraftTree.root_only(base, int(tokens[-1]))
-            node = child
-        inside = np.zeros(len(self), bool)
-        inside[node] = True
-        for n in range(node + 1, len(self)):
-            inside[n] = self.parents[n] >= 0 and inside[self.parents[n]]
-        keep = np.flatnonzero(inside)
-        renumbered = np.full(len(self) + 1, -1, np.int32)
-        renumbered[keep] = np.arange(len(keep), dtype=np.int32)
-        parents, ids, scores = renumbered[self.parents[keep]], self.ids[keep].copy(), self.scores[keep]
-        parents[0], ids[0] = -1, -base
+        if len(nodes) < len(tokens):
+            return DraftTree.root_only(base, int(tokens[-1]))
+        all_parents, keep, parents = self.parents.tolist(), [nodes[-1]], [-1]
+        places = {nodes[-1]: 0}
+        for node in range(nodes[-1] + 1, len(self)):
+            if (parent := places.get(all_parents[node])) is not None:
+                places[node] = len(keep)
+                keep.append(node)
+                parents.append(parent)
+        if len(keep) == 1:
+            return DraftTree.root_only(base, int(tokens[-1]))
+        ids, scores = self.ids[keep], self.scores[keep]
+        ids[0] = -base
         relative = np.where(np.isfinite(scores), scores - scores[0], -np.inf) if np.isfinite(scores[0]) else scores * 0
-        return DraftTree(base, self.tokens[keep], parents, ids, relative.astype(np.float32))
+        return DraftTree(base, self.tokens[keep], np.array(parents, np.int32), ids, relative.astype(np.float32))

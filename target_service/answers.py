@@ -263,7 +263,7 @@ class Answers:
         if running.foreseen:
             return
         exchange_s, running.exchange_s = running.exchange_s, None
-        round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=int(verified.tree.depths().max()),
+        round_ = Round(drafted=len(verified.tree) - 1, accepted=accepted, depth=verified.depth,
                        verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
                        late=running.stood and not running.side.heard, exchange_s=exchange_s, first=running.first_round)
         # The first token comes with the prompt: nobody waits for a drafter there.

@@ -75,7 +75,7 @@ class DraftPool:
             return
         if spec is not None and spec != self._spec:
             self._runner.set_taps(spec.layers)
-            self._spec, self._rows = spec.light(), FeatureRows(spec, self._runner.model.device)
+            self._spec, self._rows = spec.light(), FeatureRows(spec, self._runner.linear)
         self._ready[link] = hello if spec is None else replace(hello, features=spec.light())
         self._sessions[link] = 0
         if hello.vocab_size:
@@ -254,15 +254,17 @@ class DraftPool:
         if asked_s is not None:
             running.exchange_s = max(0.0, now_s - asked_s)
 
-    def flush(self) -> bool:
-        """Send what the step had to say. Returns whether anything was sent."""
+    def flush(self, idle: bool = False) -> None:
+        """Send what the step had to say. It is written by another thread, and Python runs one at a time: an engine
+        thread that has to wait anyway (``idle``) lets it go on at once."""
         sent = False
         for link, items in list(self._outbox.items()):
             if len(items) >= HELD or any(not isinstance(item, Commit) or item.wanted for item in items):
                 link.send(items)
                 del self._outbox[link]
                 sent = True
-        return sent
+        if sent and idle:
+            time.sleep(HAND_OVER_S)
 
     def links(self) -> Iterable[Link]:
         return self._ready
@@ -278,9 +280,3 @@ class DraftPool:
         assert self._rows is not None
         rows = self._rows(self._runner.features(running.slots[start:stop]))
         return Features(running.number, start, rows, stop - start, spec.dtype)
-
-
-def hand_over() -> None:
-    """What was flushed is written by another thread, and Python runs one at a time: an engine thread that has to wait
-    anyway lets it go on at once."""
-    time.sleep(HAND_OVER_S)

@@ -107,7 +107,7 @@ class Running:
         answered_s = self.heard_s if self.heard_s is not None else min(started_s, self.wait_until_s)
         return max(0.0, answered_s - self.committed_s)
 
-    def take_slots(self, slots: NDArray[np.int64]) -> None:
+    def take_slots(self, slots: NDArray[np.int64] | Sequence[int]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""
         self.slots[self.computed : self.computed + len(slots)] = slots
         self.computed += len(slots)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from slipstream.engine.batch import BatchBuilder
@@ -36,6 +35,7 @@ class Verified:
     running: Running
     tree: DraftTree
     verdict: Verdict
+    depth: int  # of the tree
     logprobs: tuple[TokenLogprob, ...]
     lossy: bool = False  # thresholds were applied
     lenient: int = 0  # tokens taken though the target chose others
@@ -76,16 +76,17 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
     builder = BatchBuilder()
     for running, rows in prefill:
         _add_prefill(builder, runner, running, rows)
-    node_slots, sessions, first = [], [], 0
+    node_slots, sessions, depths, first = list[list[int]](), list[ChoiceRows](), list[int](), 0
     for running, tree in trees:
-        slots = runner.slots.alloc(len(tree))
+        slots, levels = runner.slots.alloc(len(tree)).tolist(), tree.levels()
         node_slots.append(slots)
-        _add_tree(builder, running, tree, slots)
-        sessions.append(_choice_rows(running, tree, first))
+        depths.append(max(levels))
+        _add_tree(builder, running, tree, levels, slots)
+        sessions.append(_choice_rows(running, tree, levels, first))
         first += len(tree)
     try:
-        logits = runner.forward(builder.build(runner.model.device))
-        choices = choose(logits, sessions) if sessions else []
+        logits, best = runner.scored(builder.build(runner.model.device))
+        choices = choose(logits, sessions, best) if sessions else []
     except Exception as error:
         for slots in node_slots:  # nobody owns them yet
             runner.slots.free(slots)
@@ -95,19 +96,18 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
             raise DeviceFull("the device has no memory for this step") from error
         raise
     results = []
-    for (running, tree), slots, session in zip(trees, node_slots, sessions, strict=True):
+    for (running, tree), slots, session, depth in zip(trees, node_slots, sessions, depths, strict=True):
         begin, end = session.rows.start, session.rows.stop
         own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
         verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
-        path = np.array(verdict.path)
-        running.take_slots(slots[path])
-        runner.slots.free(np.delete(slots, path))
+        running.take_slots([slots[node] for node in verdict.path])
+        runner.slots.free([slot for node, slot in enumerate(slots) if node not in verdict.path])
         wanted = running.request.top_logprobs
         ranked: tuple[TokenLogprob, ...] = ()
         if wanted is not None:
-            ranked = tuple(logprobs(logits[begin + path], verdict.tokens, wanted))
+            ranked = tuple(logprobs(logits[[begin + node for node in verdict.path]], verdict.tokens, wanted))
         lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
-        results.append(Verified(running, tree, verdict, ranked, lossy, lenient))
+        results.append(Verified(running, tree, verdict, depth, ranked, lossy, lenient))
     return results
 
 
@@ -119,11 +119,11 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, running: Running, r
     running.take_slots(slots)
 
 
-def _add_tree(builder: BatchBuilder, running: Running, tree: DraftTree, slots: np.ndarray) -> None:
-    positions = (tree.base - 1 + tree.depths()).tolist()
+def _add_tree(builder: BatchBuilder, running: Running, tree: DraftTree, levels: list[int], slots: list[int]) -> None:
+    root = tree.base - 1
     plain = len(tree) == 1
-    builder.add(tree.tokens.tolist(), positions, slots.tolist(), running.slots[: running.computed],
-                words=None if plain else tree.ancestor_words().tolist(), mask_len=0 if plain else len(tree))
+    builder.add(tree.tokens.tolist(), [root + level for level in levels], slots, running.slots[: running.computed],
+                words=None if plain else tree.ancestors(), mask_len=0 if plain else len(tree))
 
 
 def _is_lossy(tree: DraftTree, session: ChoiceRows, thresholds: Thresholds) -> bool:
@@ -138,11 +138,11 @@ def _relaxed(tree: DraftTree, own: Sequence[int], logits: torch.Tensor, session:
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 
 
-def _choice_rows(running: Running, tree: DraftTree, first: int) -> ChoiceRows:
-    depths = tree.depths()
+def _choice_rows(running: Running, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
     sampling = running.request.sampling
     # Paths cost Python time; only penalties look at them.
     paths = [tree.tokens[tree.path(node)[1:]].tolist() for node in range(len(tree))] if sampling.path_dependent else (
         [[]] * len(tree))
-    return ChoiceRows(sampling, range(first, first + len(tree)), (tree.base + depths).tolist(),
-                      (running.side.num_output + depths).tolist(), running.history, paths)
+    base, output = tree.base, running.side.num_output
+    return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],
+                      [output + level for level in levels], running.history, paths)

@@ -31,7 +31,7 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, growth_key
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch
-from target_service.links import DraftPool, hand_over
+from target_service.links import DraftPool
 from target_service.plan import Plan
 from target_service.running import Running
 from target_service.scheduler import Decision, Limits
@@ -61,8 +61,8 @@ class TargetWorker:
                                spans or NoSpans(), config.foresight, config.shared_cores)
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
-        limits = Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk)
-        self.shedding = Shedding(limits, clock, metrics)
+        self.shedding = Shedding(Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk), clock,
+                                 metrics)
         self._plan = Plan(self.answers, costs, self.shedding)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival
@@ -280,14 +280,13 @@ class TargetWorker:
                 self.answers.fail(running, error)
             return
         step_s = self._clock() - started_s
-        self._costs.observe(rows, step_s)
         step = Step(started_s, step_s, rows, len(trees), sum(len(tree) - 1 for _, tree in trees))
         trace_step(self._trace, step, results)
         for running, _ in prefill:
             self.answers.prefilled(running, started_s)
         committed = [self.answers.commit(verified, step) for verified in results]
-        if self.pool.flush() and all(running.waits(self._clock()) for running in self._running):
-            hand_over()
+        self.pool.flush(all(running.waits(started_s + step_s) for running in self._running))
+        self._costs.observe(rows, step_s)
         for one in committed:
             if self.answers.tell(one, step):
                 self._running.remove(one.verified.running)

@@ -12,15 +12,19 @@ import torch
 
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
+from slipstream.engine.layers import Linear, Rope
+from slipstream.engine.model import parse_config
 from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, flags_for, kernels
 from slipstream.engine.native.decoder import NativeDecoder, NativeHead
-from slipstream.engine.native.program import BatchFrame, Packed, Program, Team
+from slipstream.engine.native.linear import NativeLinear
+from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
+from slipstream.engine.native.rotary import Table
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.errors import ModelError
 from tests.sequences import run, run_tree
-from tests.tiny import VOCAB, write_tiny_model
+from tests.tiny import VOCAB, tiny_config, write_tiny_model
 from tests.trees import random_tree
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}
@@ -62,6 +66,74 @@ def test_prompts_trees_and_features_are_as_near_to_float64_as_torch_is(runners: 
     for of in (logits, features):
         ours, theirs = (error(of[name], of["exact"].double()) for name in ("native", "torch"))
         assert ours < max(1.2 * theirs, 4e-3), f"native {ours:.1e}, torch {theirs:.1e}"
+
+
+def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, ModelRunner]) -> None:
+    runner = runners["native"]
+    _, context = run(runner, TEXT)
+    batches, held = [], [context]
+    for seed, most in enumerate((1, 9, 30, 150)):
+        builder, own = BatchBuilder(), runner.slots.alloc(64)
+        held.append(own)
+        tree = random_tree(np.random.default_rng(seed), min(most, 30), base=len(TEXT) + 1, vocab=VOCAB)
+        builder.add(tree.tokens.tolist(), (tree.base - 1 + tree.depths()).tolist(), own[: len(tree)].tolist(), context,
+                    tree.ancestor_words().tolist(), len(tree))
+        if most > 30:  # prompts beside it, one with a last row that counts and more rows than buffers have
+            more = runner.slots.alloc(90)
+            held.append(more)
+            builder.add(TEXT[:40], range(40), more[:40].tolist(), np.zeros(0, np.int64), logits="none")
+            builder.add(TEXT[:50], range(50), more[40:].tolist(), np.zeros(0, np.int64), logits="last")
+        batches.append(builder.build())
+    for batch in batches:
+        logits, features = runner.forward(batch), runner.features(batch.host.slots)
+        runner.pool.kv[:, batch.slots] = torch.nan
+        again, best = runner.scored(batch)
+        assert torch.equal(again, logits) and best == logits.argmax(1).tolist(), batch.num_rows
+        assert torch.equal(runner.features(batch.host.slots), features), batch.num_rows
+    runner.slots.free(np.concatenate(held))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 1024, 1033, 5000])
+def test_the_best_of_a_row_is_torchs_argmax(width: int) -> None:
+    dice = torch.Generator().manual_seed(width)
+    rows = torch.randint(-40, 40, (12, width), generator=dice).float()  # many equals
+    rows[1] = -torch.inf
+    rows[2, width // 2:] = torch.nan
+    rows[3, -1] = torch.inf
+    rows[4] = torch.nan
+    rows[5] = -rows[5].abs() * 0.0
+    best, program = torch.empty(12, dtype=torch.int64), Program(Team(kernels(), 2))
+    program.best(rows, best)
+    program.run(BatchFrame(Frame(rows=12, num_picked=12)))
+    assert best.tolist() == rows.argmax(1).tolist()
+
+
+def test_a_token_beyond_the_vocabulary_is_never_looked_up(runners: dict[str, ModelRunner]) -> None:
+    for token in (-1, VOCAB):
+        builder = BatchBuilder()
+        builder.add([token], [0], [0], np.zeros(0, np.int64))
+        with pytest.raises(AssertionError):
+            runners["native"].scored(builder.build())
+
+
+def test_a_linear_on_the_kernels_is_torchs_to_rounding() -> None:
+    dice = torch.Generator().manual_seed(5)
+    weight, x = torch.randn(48, 130, generator=dice).bfloat16(), torch.randn(150, 130, generator=dice).bfloat16()
+    native, plain = NativeLinear(Team(kernels(), 2), weight), Linear(weight)
+    whole = native(x).clone()
+    assert error(whole, x.double() @ weight.double().T) < 3e-3
+    assert float((whole.float() - plain(x).float()).abs().max()) <= 2 ** -7 * float(whole.float().abs().max())
+    for count in (1, 3, 64):
+        assert torch.equal(native(x[:count]), whole[:count])
+
+
+def test_rotary_rows_of_the_table_are_those_of_single_positions() -> None:
+    config = parse_config(tiny_config("llama", **SHAPE), "tiny")
+    table, rope = Table(config), Rope(config, torch.float32, torch.device("cpu"))
+    table.reach(5000)
+    for positions in ([0], [4097], list(range(77, 88)), [9000, 3]):
+        cos, sin = rope.rows(torch.tensor(positions))
+        assert torch.equal(table.cos[positions], cos) and torch.equal(table.sin[positions], sin)
 
 
 def test_a_products_rows_are_the_same_bits_for_any_number_of_rows_and_threads() -> None:

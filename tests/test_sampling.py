@@ -178,6 +178,20 @@ def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype, device: torch.
             assert torch.equal(adjusted(logits[row : row + 1], alone)[0], score[offset])
 
 
+def test_what_a_model_has_ranked_is_not_ranked_again(device: torch.device) -> None:
+    rng = np.random.default_rng(4)
+    sessions, first = [rows_of(Sampling(), range(2))], 2
+    for _ in range(12):
+        sessions.append(random_session(rng, 300, first)[0])
+        first = sessions[-1].rows.stop
+    logits = torch.from_numpy(rng.normal(0, 2, (first, 300))).to(device)
+    best = logits.argmax(1).tolist()
+    assert choose(logits, sessions, best) == choose(logits, sessions)
+    greedy = [rows_of(Sampling(), range(first))]
+    assert choose(logits, greedy, best) == choose(logits, greedy) == best
+    assert choose(logits * torch.nan, greedy, best) == best, "logits are not looked at"
+
+
 def test_the_least_of_a_block_falls_to_each_of_its_tokens_alike() -> None:
     """The largest noise of 64 tokens has the law of the largest of 64, and any of them has it."""
     values = noise_at(3, list(range(6400)), torch.arange(64)[None])

@@ -50,6 +50,23 @@ def test_reroot_keeps_exactly_what_continues_the_committed_tokens(seed: int) -> 
     assert kept.keys() == expected, seed
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_follow_goes_as_far_as_children_carry_the_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng, 30, vocab=3)
+    tokens = [int(t) for t in rng.integers(3, size=6)]
+    nodes, node = [], tree.child(0, tokens[0])
+    for token in tokens[1:]:
+        if node is None:
+            break
+        nodes.append(node)
+        node = tree.child(node, token)
+    else:
+        nodes += [] if node is None else [node]
+    assert tree.follow(tokens) == nodes, seed
+    assert tree.follow([]) == []
+
+
 def test_reroot_outside_the_tree_is_plain_decoding() -> None:
     tree = DraftTree.root_only(3, 1).append([1, 2], [-3, 1], [5, 6], [-0.1, -0.2])
     plain = tree.reroot([7])

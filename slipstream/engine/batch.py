@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -34,6 +35,14 @@ class HostRows:
     words: NDArray[np.int64]  # [T]
     logit_rows: NDArray[np.int64]  # [R]
     kv_slots: NDArray[np.int64]  # [kv_indptr[-1]]
+
+    def placed(self, device: torch.device) -> Sequence[torch.Tensor]:
+        """The same, in this order, on a device."""
+        arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows, self.kv_slots)
+        if device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+        return whole.split_with_sizes([len(array) for array in arrays])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,9 @@ class ForwardBatch:
 
     @staticmethod
     def of(host: HostRows, q_indptr: Sequence[int], kv_indptr: Sequence[int], mask_lens: Sequence[int],
-           device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:
-        tokens, positions, slots, words, logit_rows, kv_slots = _placed(host, device)
+           placed: Sequence[torch.Tensor], features: torch.Tensor | None = None) -> ForwardBatch:
+        """placed: ``host.placed``."""
+        tokens, positions, slots, words, logit_rows, kv_slots = placed
         return ForwardBatch(tokens, positions, slots, tuple(q_indptr), tuple(kv_indptr), kv_slots, tuple(mask_lens),
                             words, logit_rows, host, features)
 
@@ -109,19 +119,15 @@ class BatchBuilder:
 
     def build(self, device: torch.device | str = "cpu", features: torch.Tensor | None = None) -> ForwardBatch:
         """The finished batch. features: [T, F] or None."""
-        lists = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
-        tokens, positions, slots, words, logit_rows = (np.asarray(values, np.int64) for values in lists)
-        host = HostRows(tokens, positions, slots, words, logit_rows, np.concatenate(self.kv_slots))
-        return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, torch.device(device), features)
-
-
-def _placed(host: HostRows, device: torch.device) -> Sequence[torch.Tensor]:
-    arrays = (host.tokens, host.positions, host.slots, host.words, host.logit_rows, host.kv_slots)
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    # A copy to a device costs more to begin than its bytes: one for all.
-    whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-    return whole.split_with_sizes([len(array) for array in arrays])
+        lists = [*self.tokens, *self.positions, *self.slots, *self.words, *self.logit_rows]
+        whole = np.concatenate([np.array(lists, np.int64), *self.kv_slots])
+        rows, wanted = len(self.tokens), len(self.logit_rows)
+        sizes = [rows] * 4 + [wanted, len(whole) - len(lists)]
+        ends = list(accumulate(sizes))
+        host = HostRows(*(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)))
+        # A copy to a device costs more to begin than its bytes: one for all.
+        placed = torch.from_numpy(whole).to(device, non_blocking=True).split_with_sizes(sizes)
+        return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, placed, features)
 
 
 def _signed(words: Sequence[int]) -> list[int]:

@@ -5,11 +5,16 @@ It is the edge at which the target's dtype becomes the drafter's. It knows nothi
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+
 import torch
 
 from slipstream.engine.layers import Linear
 from slipstream.engine.model import dtype_of
 from slipstream.messages import FeatureSpec, Projection
+
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FeatureRows:
@@ -17,11 +22,11 @@ class FeatureRows:
 
     __slots__ = ("_dtype", "_inner", "_project")
 
-    def __init__(self, spec: FeatureSpec, device: torch.device | str = "cpu") -> None:
-        """device: where the states are."""
+    def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Product] = Linear) -> None:
+        """linear: makes x -> x W^T of W, where the states are."""
         self._dtype = dtype_of(spec.dtype)
         self._inner = self._dtype if spec.projection is None else dtype_of(spec.projection.dtype)
-        self._project = None if spec.projection is None else Linear(weights_of(spec.projection).to(device))
+        self._project = None if spec.projection is None else linear(weights_of(spec.projection))
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> bytes:
@@ -30,7 +35,7 @@ class FeatureRows:
             rows = self._project(rows.to(self._inner))
         cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
         # numpy has no bfloat16: the bytes are taken without asking what they mean.
-        return cast.view(torch.uint8).numpy().tobytes()
+        return ctypes.string_at(cast.data_ptr(), cast.nbytes)
 
 
 def weights_of(projection: Projection) -> torch.Tensor:

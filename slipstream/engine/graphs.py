@@ -68,7 +68,7 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
                      np.concatenate((host.kv_slots, own)))
     return ForwardBatch.of(whole, (*batch.q_indptr, *(batch.num_rows + ends).tolist()),
                            (*batch.kv_indptr, *(batch.kv_indptr[-1] + ends).tolist()),
-                           (*batch.mask_lens, *[0] * segments), CPU)
+                           (*batch.mask_lens, *[0] * segments), whole.placed(CPU))
 
 
 def capture_eager(run: Callable[[], None]) -> Replay:

@@ -62,9 +62,12 @@ class Slots:
             start += SCAN
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def free(self, slots: Indices) -> None:
-        """Give slots back; each must be owned and named once."""
+    def free(self, slots: Indices | list[int]) -> None:
+        """Give slots back; each must be owned and named once. A list is for a few."""
         if len(slots) == 0:
+            return
+        if isinstance(slots, list):
+            self._free_few(slots)
             return
         owned = ~self._free[slots]
         assert owned.all(), f"slots freed twice: {slots[~owned][:8].tolist()}"
@@ -72,6 +75,13 @@ class Slots:
         self._free[slots] = True
         self._num_free += len(slots)
         self._lowest = min(self._lowest, int(slots.min()))
+
+    def _free_few(self, slots: list[int]) -> None:
+        for slot in slots:
+            assert not self._free[slot], f"slot {slot} is free or named twice"
+            self._free[slot] = True
+        self._num_free += len(slots)
+        self._lowest = min(self._lowest, *slots)
 
     def check(self, owned: Iterable[Indices]) -> None:
         """Prove that every slot is free, or in exactly one of the ``owned`` arrays. AssertionError otherwise."""

@@ -11,9 +11,10 @@ Format: ``config.json`` and ``generation_config.json`` as transformers writes th
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -98,6 +99,21 @@ class CausalModel(Protocol):
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, H], what enters layer 0."""
+        ...
+
+
+@runtime_checkable
+class ScoringModel(CausalModel, Protocol):
+    """A model that goes from tokens to choices in one call."""
+
+    def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
+               features: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:
+        """Logits [R, V] of the rows that want them, there until the next call, and the argmax of each. The tapped
+        states go to ``features`` [S, len(taps) * H] at the batch's slots; None: there are no taps."""
+        ...
+
+    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x -> x W^T for W [O, I] of any float dtype; the result is there until the next call."""
         ...
 
 

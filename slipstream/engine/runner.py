@@ -12,7 +12,7 @@ It knows nothing about sessions, trees, sampling or the network.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import psutil
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.model import CausalModel, ModelConfig
+from slipstream.engine.layers import Linear
+from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
 from slipstream.errors import CapacityError
 
 PROFILE_CONTEXT = 128
@@ -32,12 +33,13 @@ ALONE_GAIN = 1.02  # a core that is left to others is worth a little
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "_known", "_threads", "alone_rows", "model", "pool", "slots", "taps")
+    __slots__ = ("_features", "_known", "_scoring", "_threads", "alone_rows", "model", "pool", "slots", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0) -> None:
         """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``)."""
         config = model.config
         self.model = model
+        self._scoring = model if isinstance(model, ScoringModel) else None
         self.slots = Slots(num_slots)
         self.pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim,
                            model.dtype, model.device)
@@ -77,6 +79,22 @@ class ModelRunner:
             self._known[batch.host.slots] = True
         rows = batch.logit_rows
         return self.model.logits(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
+
+    def scored(self, batch: ForwardBatch) -> tuple[torch.Tensor, list[int] | None]:
+        """As ``forward``, with the argmax of each row where the model finds it on its way; the logits are there until
+        the next call."""
+        if self._scoring is None:
+            return self.forward(batch), None
+        scored = self._scoring.scored(batch, self.pool, self.taps, self._features if self.taps else None)
+        if self.taps:
+            self._known[batch.host.slots] = True
+        return scored
+
+    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """x -> x W^T for W [O, I], where the model is; the result is there until the next call."""
+        if self._scoring is not None:
+            return self._scoring.linear(weight)
+        return Linear(weight.to(self.model.device))
 
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         """[M, F], the feature rows of tokens by their slots, in the model's dtype."""
@@ -127,7 +145,9 @@ class ModelRunner:
             builder = BatchBuilder()
             builder.add([0] * count, range(PROFILE_CONTEXT, PROFILE_CONTEXT + count), slots[PROFILE_CONTEXT:].tolist(),
                         slots[:PROFILE_CONTEXT], words, count)
-            self.forward(builder.build(self.model.device)).argmax(-1).tolist()
+            logits, best = self.scored(builder.build(self.model.device))
+            if best is None:
+                logits.argmax(-1).tolist()
             times.append(time.perf_counter() - began)
         # A neighbour on the machine can only make a step slower, so the fastest one tells what the step costs.
         return min(times[1:])

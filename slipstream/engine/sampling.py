@@ -60,12 +60,16 @@ class ChoiceRows:
                         paths=self.paths[cut]) for cut in cuts]
 
 
-def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> list[int]:
+def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int] | None = None) -> list[int]:
     """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
-    come back in one copy."""
+    come back in one copy. best: the argmax of each row, where it is known."""
+    if best is not None and all(session.plain_greedy for session in sessions):
+        return best
     parts: list[tuple[Sequence[int], torch.Tensor]] = []  # rows, and their choices where they were made
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
-    if plain:
+    if plain and best is not None:
+        parts.append((plain, torch.tensor([best[row] for row in plain], device=logits.device)))
+    elif plain:
         parts.append((plain, _argmax(logits if len(plain) == len(logits) else _picked(logits, plain))))
     for session in sessions:
         if session.sampling.greedy and not session.plain_greedy:

@@ -75,8 +75,11 @@ class FrameLimits:
 def encode_target_frames(incarnation: int, items: Sequence[DraftBound],
                          max_bytes: int) -> tuple[list[bytes], list[DraftBound]]:
     """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    frame = draft_pb2.TargetFrame(incarnation=incarnation, items=[_target_item(item) for item in items])
-    data = draft_pb2.ExchangeRequest(frame=frame).SerializeToString()
+    message = draft_pb2.ExchangeRequest()
+    message.frame.incarnation = incarnation
+    for item in items:
+        _write_item(message.frame.items.add(), item)
+    data = message.SerializeToString()
     if len(data) <= max_bytes:
         return [data], []
     first, second = _halves(items)
@@ -99,24 +102,27 @@ def _halves(items: Sequence[DraftBound]) -> tuple[Sequence[DraftBound], Sequence
             (Features(item.session, item.start + upper, item.rows[cut:], item.num_rows - upper, item.dtype),))
 
 
-def _target_item(item: DraftBound) -> draft_pb2.TargetItem:
+def _write_item(wire: draft_pb2.TargetItem, item: DraftBound) -> None:
+    # In place: a message that is given to another's constructor is copied, and rows are the most of a frame.
     if isinstance(item, Commit):
-        features = None if item.features is None else _features_item(item.features)
-        return draft_pb2.TargetItem(commit=draft_pb2.CommitItem(
-            session=item.session, base=item.base, tokens=int_bytes(item.tokens), drafted=item.drafted,
-            features=features, wanted=item.wanted, ahead=item.ahead))
-    if isinstance(item, Open):
-        return draft_pb2.TargetItem(open=draft_pb2.OpenItem(
+        commit = wire.commit
+        commit.session, commit.base, commit.tokens = item.session, item.base, int_bytes(item.tokens)
+        commit.drafted, commit.wanted, commit.ahead = item.drafted, item.wanted, item.ahead
+        if item.features is not None:
+            _write_features(commit.features, item.features)
+    elif isinstance(item, Open):
+        wire.open.MergeFrom(draft_pb2.OpenItem(
             session=item.session, tokens=int_bytes(item.tokens), prompt_len=item.prompt_len,
             sampling=encode_sampling(item.sampling), wanted=item.wanted, trace=item.trace, ahead=item.ahead))
-    if isinstance(item, Features):
-        return draft_pb2.TargetItem(features=_features_item(item))
-    return draft_pb2.TargetItem(close=draft_pb2.CloseItem(session=item.session))
+    elif isinstance(item, Features):
+        _write_features(wire.features, item)
+    else:
+        wire.close.session = item.session
 
 
-def _features_item(item: Features) -> draft_pb2.FeaturesItem:
-    return draft_pb2.FeaturesItem(session=item.session, start=item.start, num_rows=item.num_rows,
-                                  dtype=DTYPE_NUMBERS[item.dtype], rows=item.rows)
+def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
+    wire.session, wire.start, wire.num_rows = item.session, item.start, item.num_rows
+    wire.dtype, wire.rows = DTYPE_NUMBERS[item.dtype], item.rows
 
 
 def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[DraftBound], Faults]:

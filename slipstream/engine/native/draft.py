@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import rounded as whole_numbers
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Rope, Tensors, take
+from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.native.decoder import FEW_ROWS
 from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
+from slipstream.engine.native.linear import FEW_ROWS
 from slipstream.engine.native.program import LANES, BatchFrame, Frame, Packed, Program, Team
+from slipstream.engine.native.rotary import Table
 
 Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
 MOST_BITS = 64  # rows of a tree, as bits of a word
-FIRST_POSITIONS = 4096  # of the rotary table
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,6 @@ class Trees(ctypes.Structure):
         ("sessions topk most_levels width head_dim window", ctypes.c_int64),
         ("cos sin seeds tokens read kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
         ("children picks found", ctypes.c_void_p)) for name in names.split())]
-
-
-class Table:
-    """Rotary rows by position."""
-
-    __slots__ = ("_rope", "cos", "sin")
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._rope = Rope(config, torch.float32, torch.device("cpu"))
-        self.cos, self.sin = self._rope.rows(torch.arange(min(FIRST_POSITIONS, config.max_context)))  # [P, 1, D]
-
-    def reach(self, positions: int) -> None:
-        """Have at least so many."""
-        if positions > len(self.cos):
-            self.cos, self.sin = self._rope.rows(torch.arange(2 * positions))
 
 
 class Ranking:
@@ -128,9 +113,9 @@ class NativeDraft:
         assert batch.features is not None and batch.features.dtype == torch.bfloat16
         self._reach(batch.num_rows, 1 + int(batch.host.positions.max()))
         states = batch.features.contiguous()
-        cos, sin = (rows.index_select(0, batch.positions) for rows in (self._table.cos, self._table.sin))
-        frame = BatchFrame.of(batch, pool, cos, sin, self._config.sliding_window)
-        frame.frame.tokens, frame.frame.states = batch.host.tokens.ctypes.data, states.data_ptr()
+        frame = BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self._config.sliding_window,
+                              batch.positions)
+        frame.frame.states = states.data_ptr()
         self._body.run(frame)
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
         logits = torch.empty(len(normed), self._head.outer)

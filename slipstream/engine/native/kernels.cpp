@@ -34,6 +34,27 @@ inline void pause(int& spins) {
 #endif
 }
 
+struct Sight {  // who sees what, as the frame has it for each row, from what a batch says of its segments
+    std::vector<int64_t> begin, shared, tree;
+    std::vector<uint64_t> words;
+
+    void see(Frame& frame) {
+        const int64_t *rows = frame.segments, *entries = rows + frame.num_segments + 1, *masks = entries + frame.num_segments + 1;
+        begin.resize(frame.rows), shared.resize(frame.rows), tree.resize(frame.rows), words.resize(frame.rows);
+        for (int64_t b = 0; b < frame.num_segments; b++)
+            for (int64_t row = rows[b]; row < rows[b + 1]; row++) {
+                int64_t count = entries[b + 1] - entries[b], masked = masks[b];
+                int64_t whole = count - (masked ? masked : rows[b + 1] - row - 1);  // entries of rows behind it are not seen
+                words[row] = masked ? frame.words[row] : 0;
+                int64_t past = whole + __builtin_popcountll(words[row]) - frame.window;
+                int64_t skipped = frame.window ? std::clamp<int64_t>(past, 0, whole) : 0;
+                tree[row] = entries[b + 1] - masked;
+                begin[row] = entries[b] + skipped, shared[row] = whole - skipped;
+            }
+        frame.begin = begin.data(), frame.shared = shared.data(), frame.tree = tree.data(), frame.words = words.data();
+    }
+};
+
 struct alignas(64) Progress {
     std::atomic<int64_t> taken{0}, done{0};
 };
@@ -47,6 +68,7 @@ struct Team {
     const Op* ops = nullptr;
     int64_t num_ops = 0;
     const Frame* frame = nullptr;
+    Sight sight;
     std::atomic<int64_t> announced{0};
     std::atomic<int> inside{0};
     bool open = false, ended = false;
@@ -85,8 +107,9 @@ struct Team {
             inside--;
         }
     }
-    void run(const Op* list, int64_t count, const Frame& what) {
+    void run(const Op* list, int64_t count, Frame what) {
         std::lock_guard one(calls);
+        if (what.segments) sight.see(what);
         if (int64_t(progress.size()) < count) progress = std::vector<Progress>(count);
         for (auto& p : progress) p.taken = p.done = 0;
         {

@@ -23,26 +23,28 @@ constexpr int BUNDLE = 4;        // query heads that are computed together, at m
 constexpr int AHEAD = 1024;      // bytes of weights that are asked for in advance: a processor stops at a page's end
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
-enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7 };
+enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8 };
 enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
 
 struct Op {  // `program.Op` is the same
     int32_t kind, result;
     const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D];
                            // EMBED: bfloat16 [V, inner]; WIDEN: bfloat16 [T, inner], or null: the frame's states;
-                           // RANK: float32 [T, inner]
+                           // RANK, BEST: float32 [T, inner]
     int64_t in_stride;     // elements from row to row
     const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
                            // RANK: tokens of the columns, int64 [inner], or null
     const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null
     void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
-                           // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64
+                           // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
+                           // NORM, ROUND: null for the frame's features, by slot, from column `layer` on
     int64_t out_stride;
     int64_t inner, outer;  // widths
     int64_t layer;         // ROPE, ATTEND: whose KV
     float eps;
     int32_t heads, kv_heads, head_dim;
     const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16
+    int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
 };
 
 struct Frame {  // `program.Frame` is the same: what one forward adds to the list
@@ -57,6 +59,12 @@ struct Frame {  // `program.Frame` is the same: what one forward adds to the lis
     int64_t layer_stride;     // elements
     const int64_t* tokens;    // [T] for EMBED
     const bf16* states;       // [T, W] for WIDEN
+    const int64_t* positions;  // [T] rows of cos and sin; null: one for each row of the forward
+    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, mask_lens; null: begin, shared and tree are told
+    int64_t num_segments, window;
+    const int64_t* picked;     // [num_picked] rows that go on where an operation takes few
+    int64_t num_picked;
+    bf16* features;            // [S, F] rows by slot
 };
 
 struct Child {  // `draft.CHILD` is the same
@@ -64,12 +72,17 @@ struct Child {  // `draft.CHILD` is the same
     double score;  // logarithm of its share, at most 0
 };
 
-void norm_row(const Op& op, int64_t row) {
-    const float* x = (const float*)op.in + row * op.in_stride;
+bf16* halves(const Op& op, const Frame& frame, int64_t row) {
+    if (op.out) return (bf16*)op.out + row * op.out_stride;
+    return frame.features + frame.slots[row] * op.out_stride + op.layer;
+}
+
+void norm_row(const Op& op, const Frame& frame, int64_t row) {
+    const float* x = (const float*)op.in + (op.few ? frame.picked[row] : row) * op.in_stride;
     Floats squares = {};
     for (int64_t i = 0; i < op.inner; i += LANES) squares = fma(load(x + i), load(x + i), squares);
     float factor = 1.0f / sqrtf(total(squares) / float(op.inner) + op.eps);
-    bf16* out = (bf16*)op.out + row * op.out_stride;
+    bf16* out = halves(op, frame, row);
     for (int64_t i = 0; i < op.inner; i += LANES)
         narrow(out + i, load(x + i) * all(factor) * load((const float*)op.weight + i));
 }
@@ -79,9 +92,9 @@ void widen_row(const Op& op, const bf16* x, int64_t row) {
     for (int64_t i = 0; i < op.inner; i += LANES) store(out + i, widen(x + i));
 }
 
-void round_row(const Op& op, int64_t row) {
+void round_row(const Op& op, const Frame& frame, int64_t row) {
     const float* x = (const float*)op.in + row * op.in_stride;
-    bf16* out = (bf16*)op.out + row * op.out_stride;
+    bf16* out = halves(op, frame, row);
     for (int64_t i = 0; i < op.inner; i += LANES) narrow(out + i, load(x + i));
 }
 
@@ -177,7 +190,9 @@ void rope_head(const float* x, const float* norm, float eps, const float* cos, c
 
 void rope_row(const Op& op, const Frame& frame, int64_t row) {
     int size = op.head_dim;
-    const float *x = (const float*)op.in + row * op.in_stride, *cos = frame.cos + row * size, *sin = frame.sin + row * size;
+    int64_t position = frame.positions ? frame.positions[row] : row;
+    const float *x = (const float*)op.in + row * op.in_stride;
+    const float *cos = frame.cos + position * size, *sin = frame.sin + position * size;
     bf16* queries = (bf16*)op.out + row * op.out_stride;
     for (int head = 0; head < op.heads; head++, x += size)
         rope_head(x, (const float*)op.weight, op.eps, cos, sin, size, queries + head * size);
@@ -304,27 +319,57 @@ void rank_row(const Op& op, int64_t row) {
     for (int64_t i = 0; i < op.outer; i++) best[i].score = std::min(float(best[i].score) - top[0] - log_sum, 0.0f);
 }
 
+// The column of the greatest of `count` numbers, the first among equals; the first that is none, if one is not.
+int64_t best_of(const float* x, int64_t count) {
+    constexpr int64_t SOME = 64 * LANES;
+    int64_t found = 0;
+    float top = -INFINITY;
+    Words odd = {};
+    for (int64_t begin = 0; begin < count; begin += SOME) {
+        int64_t end = std::min(begin + SOME, count), i = begin;
+        Floats greatest = all(-INFINITY);
+        for (; i + LANES <= end; i += LANES) {
+            Floats v = load(x + i);
+            Words more = (Words)(v > greatest);
+            odd |= (Words)(v != v);
+            greatest = (Floats)(((Words)v & more) | ((Words)greatest & ~more));
+        }
+        float most = greatest[0];
+        for (int lane = 1; lane < LANES; lane++) most = std::max(most, greatest[lane]);
+        for (; i < end; i++) {
+            if (x[i] != x[i]) odd[0] = 1;
+            most = std::max(most, x[i]);
+        }
+        if (most > top) top = most, found = begin;
+    }
+    if (any(odd)) return std::find_if(x, x + count, [](float v) { return v != v; }) - x;
+    return std::find(x + found, x + count, top) - x;
+}
+
+int64_t rows_of(const Op& op, const Frame& frame) { return op.few ? frame.num_picked : frame.rows; }
+
 int64_t parts_of(const Op& op, const Frame& frame, int threads) {
     if (op.kind == PRODUCT) {
         int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
         return std::min<int64_t>(groups, threads == 1 ? 1 : 8 * threads);
     }
-    return op.kind == ATTEND ? frame.rows * op.kv_heads * bundles(op) : frame.rows;
+    return op.kind == ATTEND ? frame.rows * op.kv_heads * bundles(op) : rows_of(op, frame);
 }
 
 void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std::vector<float>& scores) {
     switch (op.kind) {
-        case NORM: return norm_row(op, part);
-        case ROUND: return round_row(op, part);
+        case NORM: return norm_row(op, frame, part);
+        case ROUND: return round_row(op, frame, part);
         case EMBED: return widen_row(op, (const bf16*)op.in + frame.tokens[part] * op.in_stride, part);
         case WIDEN: return widen_row(op, op.in ? (const bf16*)op.in + part * op.in_stride : frame.states + part * op.inner, part);
         case RANK: return rank_row(op, part);
+        case BEST: ((int64_t*)op.out)[part] = best_of((const float*)op.in + part * op.in_stride, op.inner); return;
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_bundle(op, frame, part, scores);
         case PRODUCT: {
             int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
             auto product = op.scales ? product_group<Whole> : product_group<Halves>;
-            for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) product(op, g, frame.rows);
+            for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) product(op, g, rows_of(op, frame));
         }
     }
 }

@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from array import array
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -24,7 +25,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.errors import ModelError
 
-NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK = range(8)
+NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST = range(9)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
 LANES, GROUP = 16, 32  # floats of a vector; outputs that a product computes together
@@ -38,7 +39,7 @@ class Op(ctypes.Structure):
                 ("out", ctypes.c_void_p), ("out_stride", ctypes.c_int64), ("inner", ctypes.c_int64),
                 ("outer", ctypes.c_int64), ("layer", ctypes.c_int64), ("eps", ctypes.c_float),
                 ("heads", ctypes.c_int32), ("kv_heads", ctypes.c_int32), ("head_dim", ctypes.c_int32),
-                ("scales", ctypes.c_void_p)]
+                ("scales", ctypes.c_void_p), ("few", ctypes.c_int64)]
 
 
 class Frame(ctypes.Structure):
@@ -48,7 +49,9 @@ class Frame(ctypes.Structure):
                 ("slots", ctypes.c_void_p), ("kv_slots", ctypes.c_void_p), ("begin", ctypes.c_void_p),
                 ("shared", ctypes.c_void_p), ("tree", ctypes.c_void_p), ("words", ctypes.c_void_p),
                 ("kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64), ("tokens", ctypes.c_void_p),
-                ("states", ctypes.c_void_p)]
+                ("states", ctypes.c_void_p), ("positions", ctypes.c_void_p), ("segments", ctypes.c_void_p),
+                ("num_segments", ctypes.c_int64), ("window", ctypes.c_int64), ("picked", ctypes.c_void_p),
+                ("num_picked", ctypes.c_int64), ("features", ctypes.c_void_p)]
 
 
 class Weights:
@@ -119,6 +122,14 @@ def _padded(vector: torch.Tensor, size: int) -> torch.Tensor:
     return F.pad(vector.float(), (0, size - len(vector)))
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Instead of a buffer: the frame's feature rows (``width`` numbers wide, by slot), from a column on."""
+
+    column: int
+    width: int
+
+
 class Program:
     """A list under construction, and then what runs it."""
 
@@ -130,16 +141,19 @@ class Program:
         self._kept: list[object] = []
         self._list: ctypes.Array[Op] | None = None
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """x float32 [C, W] over the root of its mean square, times weight float32 [W], to out bfloat16 [C, W]."""
-        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps), x, out, weight)
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | Kept,
+             few: bool = False) -> None:
+        """x float32 [C, W] over the root of its mean square, times weight float32 [W], to out bfloat16 [C, W]; few: of
+        the rows that the frame picks alone, one behind the other."""
+        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps, few=few), x, out, weight)
 
-    def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False) -> None:
-        """x bfloat16 [C, I] times weights, to out float32 [C, O] (added to it: ``add``), or of gated ones bfloat16."""
+    def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False, few: bool = False) -> None:
+        """x bfloat16 [C, I] times weights, to out float32 [C, O] (added to it: ``add``), or of gated ones bfloat16.
+        few: as many rows as the frame picks."""
         result = SILU if packed.silu else ADD if add else STORE
         assert x.shape[1] == packed.inner and out.shape[1] == packed.outer
         assert out.dtype == (torch.bfloat16 if packed.silu else torch.float32)
-        op = Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer,
+        op = Op(kind=PRODUCT, result=result, inner=packed.inner, outer=packed.outer, few=few,
                 scales=None if packed.scales is None else packed.scales.data_ptr())
         self._kept.append(packed)
         self._add(op, x, out, packed.weight, packed.bias)
@@ -154,7 +168,7 @@ class Program:
         self._add(Op(kind=ROPE, **sizes), x, queries, *(norms or (None, None)))
         self._add(Op(kind=ATTEND, **sizes), queries, out)
 
-    def rounded(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def rounded(self, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
         """x float32 [C, W] to out bfloat16 [C, W]."""
         self._add(Op(kind=ROUND, inner=x.shape[1]), x, out)
 
@@ -172,11 +186,21 @@ class Program:
         assert x.stride(0) % LANES == 0
         self._add(Op(kind=RANK, inner=x.shape[1], outer=best.shape[1] // 2), x, best, tokens)
 
+    def best(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The greatest column of as many rows of x float32 [C, V] as the frame picks, to out int64 [C]: the first among
+        equals, and the first that is not a number before all others, as in torch."""
+        self._add(Op(kind=BEST, inner=x.shape[1], few=True), x, out.view(-1, 1))
+
     def listed(self) -> ctypes.Array[Op]:
         """The list, complete."""
         if self._list is None:
             self._list = (Op * len(self._ops))(*self._ops)
         return self._list
+
+    def read(self, x: torch.Tensor) -> None:
+        """Let the first operation read x [C, I] from now on: the caller keeps it alive."""
+        first = self.listed()[0]
+        first.input, first.in_stride = x.data_ptr(), x.stride(0)
 
     def run(self, frame: BatchFrame) -> None:
         """Run all of it for the frame's rows."""
@@ -188,10 +212,13 @@ class Program:
         part._ops, part._kept = [op for op in self._ops if op.kind in kinds], self._kept
         return part
 
-    def _add(self, op: Op, x: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor | None = None,
+    def _add(self, op: Op, x: torch.Tensor | None, out: torch.Tensor | Kept, weight: torch.Tensor | None = None,
              extra: torch.Tensor | None = None) -> None:
-        assert out.stride(1) == 1
-        op.out, op.out_stride = out.data_ptr(), out.stride(0)
+        if isinstance(out, Kept):
+            op.out, op.out_stride, op.layer = None, out.width, out.column
+        else:
+            assert out.stride(1) == 1
+            op.out, op.out_stride = out.data_ptr(), out.stride(0)
         if x is not None:
             assert x.stride(1) == 1
             op.input, op.in_stride = x.data_ptr(), x.stride(0)
@@ -210,25 +237,16 @@ class BatchFrame:
         self.frame, self._kept = frame, kept
 
     @staticmethod
-    def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0) -> BatchFrame:
-        """Of a batch over a pool. cos, sin: float32 [T, 1, D]; window: sliding window in tokens, 0 for none."""
-        q_indptr, kv_indptr = np.asarray(batch.q_indptr), np.asarray(batch.kv_indptr)
-        rows, host = batch.num_rows, batch.host
-        segment = np.repeat(np.arange(len(batch.mask_lens)), np.diff(q_indptr))  # [T]
-        begin, entries = kv_indptr[segment], np.diff(kv_indptr)[segment]
-        masked = np.asarray(batch.mask_lens)[segment]
-        after = q_indptr[segment + 1] - np.arange(rows) - 1  # rows of the segment behind a row
-        shared = entries - np.where(masked > 0, masked, after)
-        words = np.where(masked > 0, host.words, 0)
-        tree = begin + entries - masked
-        if window:
-            depth = np.bitwise_count(words.view(np.uint64)).astype(np.int64)
-            skipped = np.clip(shared + depth - window, 0, shared)
-            begin, shared = begin + skipped, shared - skipped
-        arrays = [np.ascontiguousarray(a, np.int64)
-                  for a in (host.slots, host.kv_slots, begin, shared, tree, words)]
-        kv = pool.kv
+    def of(batch: ForwardBatch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor, window: int = 0,
+           positions: torch.Tensor | None = None, features: torch.Tensor | None = None) -> BatchFrame:
+        """Of a batch over a pool. cos, sin: float32 [T, 1, D], or [P, 1, D] with positions int64 [T] into them; window:
+        sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go."""
+        kv, count = pool.kv, len(batch.mask_lens)
         assert kv.dtype == torch.bfloat16 and kv.is_contiguous()
-        frame = Frame(rows, cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays), kv.data_ptr(),
-                      kv.stride(0))
-        return BatchFrame(frame, arrays, cos, sin, kv)
+        segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.mask_lens))
+        frame = Frame(batch.num_rows, cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), batch.kv_slots.data_ptr(),
+                      None, None, None, batch.words.data_ptr(), kv.data_ptr(), kv.stride(0), batch.tokens.data_ptr(),
+                      None, None if positions is None else positions.data_ptr(), segments.buffer_info()[0], count,
+                      window, batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
+                      None if features is None else features.data_ptr())
+        return BatchFrame(frame, batch, kv, cos, sin, segments, positions, features)
