@@ -17,7 +17,7 @@ PACKAGES := slipstream draft_service target_service router train bench deploy
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s lint proto bench bench-peers bench-load bench-router \
 	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
-	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image clean
+	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -115,6 +115,10 @@ k8s-cluster: .venv/.project  ## build an API server and controllers from Debian'
 
 image: .venv/.project  ## build the images router and cpu (IMAGES=cuda for GPUs; ARGS="--base … --builder … --torch …")
 	for image in $(IMAGES); do $(BIN)/python -m deploy.image $$image $(ARGS) || exit 1; done
+
+# As torch 2.11 for CUDA has it. On a CPU nothing but tests of kernels for GPUs uses it.
+triton: .venv/.project  ## add Triton (188 MB), for the tests of GPU kernels: they run in its interpreter, and compile
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet triton==3.6.0
 
 clean:  ## remove what was built; the environment and prepared models stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

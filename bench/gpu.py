@@ -24,6 +24,7 @@ import torch
 from bench.answers import answers_stage
 from bench.eight_bits import fp8_stage
 from bench.exactness import logits_stage, padding_stage
+from bench.fused import fused_stage
 from bench.pace import choose_stage, decode_stage, head_stage
 from bench.paged import graphs_stage, kernel_stage
 from bench.ranks import ranks_stage
@@ -77,8 +78,8 @@ def suite_stage(given: Given) -> Iterator[Finding]:
 
 STAGES: dict[str, Stage] = {
     "info": info_stage, "logits": logits_stage, "padding": padding_stage, "kernel": kernel_stage,
-    "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "fp8": fp8_stage, "head": head_stage,
-    "tree": tree_stage, "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
+    "fused": fused_stage, "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "fp8": fp8_stage,
+    "head": head_stage, "tree": tree_stage, "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
 }
 
 

@@ -31,6 +31,7 @@ from slipstream.drafters.eagle import EagleNetwork
 from slipstream.drafters.network import run_network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.fused import halves_for
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
 from slipstream.engine.sampling import ChoiceRows, choose, rank
@@ -86,7 +87,8 @@ def decode_stage(given: Given) -> Iterator[Finding]:
     config = config_of(LLAMA_8B if given.full else TINY)
     deep = DEEP if given.full else 32
     rate = copy_rate(given)
-    model = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device))
+    model = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
+                    halves_for("auto", config, torch.bfloat16, given.device))
     stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG)
     for context in (CONTEXT, LONG):
         yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given,
@@ -123,7 +125,8 @@ def head_stage(given: Given) -> Iterator[Finding]:
     draft_vocab = 32_000 if given.full else 64
     rate = copy_rate(given)
     head = random_head(config, draft_vocab, torch.bfloat16, given.device)
-    network = EagleNetwork(head, "bfloat16", given.device, CONTEXT + 64)
+    network = EagleNetwork(head, "bfloat16", given.device, CONTEXT + 64,
+                           halves=halves_for("auto", head.config, torch.bfloat16, given.device))
     run_network(network, CONTEXT)  # writes the KV of the context
     roof_s = head_bytes(config, draft_vocab, 2) / rate
     yield Finding("roof of a step", 1e3 * roof_s, "ms")

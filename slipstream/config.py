@@ -41,7 +41,8 @@ class ModelSection(Section):
                           "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
     attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
     kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
-                             "its C++ compiler, and torch's elsewhere; native: these or an error")
+                             "its C++ compiler, and on a GPU, where Triton is, after a trial; torch's elsewhere; "
+                             "native: those on a CPU, or an error; torch: none of ours")
     quantize: Quantize = Field("none", description="int8: weights as whole numbers, for kernels of our own on a CPU; "
                                "fp8: 8 bits in floating point, for GPUs (Hopper or newer); both may change answers")
     exact: bool = Field(False, description="start only if bfloat16 answers equal plain decoding's bit for bit: with "
@@ -91,7 +92,7 @@ class DraftSection(Section):
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "
                             "EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
-    kernels: Kernels = Field("auto", description="of a draft model or an EAGLE-3 head; as in model")
+    kernels: Kernels = Field("auto", description="as in model; on a CPU of a draft model or an EAGLE-3 head")
     graphs: bool = Field(True, description="an EAGLE-3 head's tree as one CUDA graph; with FlashInfer's attention only")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"

@@ -30,6 +30,7 @@ from slipstream.drafters.whole import WholeTrees
 from slipstream.engine.compiled import compiled
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
+from slipstream.engine.fused import halves_for
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.int8 import check_int8
@@ -70,7 +71,7 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, lambda halves: EagleNetwork(
         head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare,
-        whole=section.quantize in ("auto", "int8")))
+        whole=section.quantize in ("auto", "int8")), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, _at_once(section, network) if spare else None,
                     WholeTrees(network) if network.grows_trees else None)
@@ -86,7 +87,7 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
     network = _ready(section, lambda halves: Eagle2Network(
-        head, section.dtype, device, num_slots, halves, section.attention))
+        head, section.dtype, device, num_slots, halves, section.attention), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
@@ -104,10 +105,12 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
         blocks = mtp_blocks(head, section.dtype, section.device, halves, section.attention)
         return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
 
-    if section.compile and head.layout.own_kind:
-        logger("draft").warning("not compiled: these layers run on transformers; eager goes on", what=section.drafter)
+    if head.layout.own_kind:
+        if section.compile:
+            logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
+                                    what=section.drafter)
         return _drafter(section, build(EAGER))
-    return _drafter(section, _ready(section, build))
+    return _drafter(section, _ready(section, build, ModelConfig.from_folder(head.folder)))
 
 
 def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, attention: str = "auto") -> Blocks:
@@ -122,10 +125,13 @@ def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, a
     return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
 
 
-def _ready(section: DraftSection, build: Callable[[Halves], N]) -> N:
+def _ready(section: DraftSection, build: Callable[[Halves], N], config: ModelConfig) -> N:
+    """config: of the layers."""
     if section.compile and section.quantize not in ("auto", "none"):
         raise ModelError("draft.quantize: it is for drafters without compile")
-    return compiled(build, run_network, section.drafter) if section.compile else build(EAGER)
+    if section.compile:
+        return compiled(build, run_network, section.drafter)
+    return build(halves_for(section.kernels, config, dtype_of(section.dtype), device_of(section.device)))
 
 
 def _check_int8(section: DraftSection) -> None:

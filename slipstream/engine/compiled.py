@@ -22,7 +22,7 @@ import torch
 
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.halves import EAGER, Halves, after_attention, before_attention
+from slipstream.engine.halves import EAGER, Halves, after_attention, before_attention, writing
 from slipstream.engine.kv import KVPool
 from slipstream.log import logger
 
@@ -36,7 +36,7 @@ def compiled(build: Callable[[Halves], M], run: Callable[[M, int], object], what
     fails. what: for the log."""
     log, began_s = logger("engine"), perf_counter()
     try:
-        model = build(Halves(torch.compile(before_attention), torch.compile(after_attention)))
+        model = build(Halves(writing(torch.compile(before_attention)), torch.compile(after_attention)))
         for rows in ROWS:
             run(model, rows)
     except Exception as error:  # compilers fail in their own ways, and none of them is a reason not to serve

@@ -43,7 +43,7 @@ class Step:
 class DecoderLayer:
     """One layer: fused q, k, v, rotary positions, KV written to the pool, attention, the MLP. ``in_features`` is the
     width that attention reads, H unless a draft head reads more. ``input_norm`` False: what comes in is read as it is.
-    ``halves``: how what stands before and after attention runs (see ``compiled``)."""
+    ``halves``: how what stands before and after attention runs (see there)."""
 
     __slots__ = ("_config", "_down", "_gate_up", "_halves", "_input_norm", "_k_norm", "_o", "_post_norm", "_q_norm",
                  "_qkv")
@@ -91,9 +91,9 @@ class DecoderLayer:
         attention_input [T, in_features] replaces ``norm(x)``."""
         config = self._config
         read, norm = (x, self._input_norm) if attention_input is None else (attention_input, None)
-        q, written = self._halves.before(read, norm, self._qkv, self._q_norm, self._k_norm, step.cos, step.sin,
-                                         config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps)
-        kv.index_copy_(0, step.slots, written)
+        q = self._halves.before(read, norm, self._qkv, self._q_norm, self._k_norm, step.cos, step.sin,
+                                config.num_heads, config.num_kv_heads, config.head_dim, config.norm_eps, step.slots,
+                                kv)
         attended = step.attend(q, kv)
         return self._halves.after(x, attended, self._o, self._post_norm, self._gate_up, self._down, config.norm_eps)
 

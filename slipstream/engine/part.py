@@ -15,6 +15,7 @@ from slipstream.config import ModelSection
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
+from slipstream.engine.fused import operations_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.group import Group
 from slipstream.engine.int8 import holds_int8
@@ -39,6 +40,7 @@ class Part:
     graphs: bool = True
     threads: int = 0  # of a CPU; 0: leave them as they are
     quantize: str = "none"  # or fp8
+    kernels: str = "auto"  # or torch
 
     def of(self, rank: int, port: int) -> Part:
         return replace(self, rank=rank, port=port)
@@ -72,15 +74,17 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     dtype_of(section.dtype)
     part_config(ModelConfig.from_folder(folder), ranks)
     return Part(0, ranks, 0, str(folder), section.dtype, section.device, section.attention, section.graphs,
-                section.threads, section.quantize)
+                section.threads, section.quantize, section.kernels)
 
 
 def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
     """The model of this rank. Raises ModelError."""
     config = ModelConfig.from_folder(part.folder)
     dtype, device = dtype_of(part.dtype), part.place
-    attention = attention_for(part.attention, part_config(config, part.ranks), dtype, device)
-    decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention)
+    own = part_config(config, part.ranks)
+    attention = attention_for(part.attention, own, dtype, device)
+    decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention,
+                              operations_for(part.kernels, own, dtype, device))
     if part.quantize == "fp8":
         decoder = with_fp8(decoder)
     if part.graphs and isinstance(attention, FlashInferAttention):

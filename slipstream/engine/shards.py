@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from slipstream.engine.backend import Attention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.group import Group
-from slipstream.engine.halves import Halves, before_attention
-from slipstream.engine.layers import Linear, Tensors, rms_norm, silu_mul, take
+from slipstream.engine.halves import TORCH, Operations, halves_of
+from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
 from slipstream.errors import ModelError
 
@@ -64,22 +64,11 @@ def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> t
     return F.pad(rows, (0, 0, 0, width - len(rows)))
 
 
-def summed_halves(group: Group) -> Halves:
-    """A layer's halves with a sum of all ranks after ``o`` and after ``down``."""
-
-    def after(x: torch.Tensor, attended: torch.Tensor, o: Linear, norm: torch.Tensor, gate_up: Linear, down: Linear,
-              eps: float) -> torch.Tensor:
-        x = x + group.sum(o(attended))
-        return x + group.sum(down(silu_mul(gate_up(rms_norm(x, norm, eps)))))
-
-    return Halves(before_attention, after)
-
-
 def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: torch.dtype, device: torch.device,
-                    attention: Attention | None = None) -> Decoder:
+                    attention: Attention | None = None, operations: Operations = TORCH) -> Decoder:
     """This rank's part of a decoder, whose logits are of its part of the vocabulary. config, tensors: of the whole
-    model; attention: of the part. Raises ModelError."""
+    model; attention, operations: of the part. Raises ModelError."""
     part = part_config(config, group.ranks)
     own = part_tensors(tensors, group.rank, group.ranks, dtype, device)
     head = part_head(config, own, group.rank, group.ranks).to(device, dtype)
-    return Decoder(part, own, summed_halves(group), attention, head)
+    return Decoder(part, own, halves_of(operations, group.sum), attention, head)

@@ -23,6 +23,7 @@ from slipstream.engine.decoder import Decoder
 from slipstream.engine.exact import check_exact
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
+from slipstream.engine.fused import halves_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
@@ -60,7 +61,7 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
     see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
     spare slots; exact: see ``exact``; quantize: "none", "fp8" or "int8" (see there); kernels: one of
-    ``native.CHOICES``. Raises ModelError."""
+    ``native.CHOICES``, and on a GPU see ``fused``. Raises ModelError."""
     plain = (engine, compile_layers, attention) == ("decoder", False, "auto")
     noted = holds_int8(folder)
     whole = noted or quantize == "int8"
@@ -87,17 +88,19 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
     if not noted:
         check_floats(folder, tensors)
-    usual = partial(_torch_decoder, config, tensors, kind, place, compile_layers, attention, graphs, quantize)
+    usual = partial(_torch_decoder, config, tensors, kind, place, compile_layers, attention, graphs, quantize,
+                    kernels)
     ours = "native" if exact or whole else kernels if plain and quantize == "none" else "torch"
     model = native_or(ours, kind, place, "model", lambda team: NativeDecoder(config, tensors, team, whole), usual)
     return check_exact(model) if exact else model
 
 
 def _torch_decoder(config: ModelConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device,
-                   compile_layers: bool, attention: str, graphs: bool, quantize: str) -> CausalModel:
+                   compile_layers: bool, attention: str, graphs: bool, quantize: str, kernels: str) -> CausalModel:
     backend = attention_for(attention, config, dtype, device)
     make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=backend)
-    decoder = compiled(lambda halves: make(halves=halves), run_decoder, "model") if compile_layers else make()
+    decoder = (compiled(lambda halves: make(halves=halves), run_decoder, "model") if compile_layers
+               else make(halves=halves_for(kernels, config, dtype, device)))
     if quantize == "fp8":
         decoder = with_fp8(decoder)
     return GraphedDecoder(decoder, backend, CudaCapture()) if graphs and isinstance(

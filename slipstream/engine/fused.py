@@ -1,0 +1,166 @@
+"""Which operations stand between a layer's products: kernels of our own on a GPU where Triton is, torch's elsewhere.
+
+Rules:
+1. Whether is decided once, before anything is served, and the log says it. ``kernels: torch`` asks for torch's.
+2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's. What fails
+   there, or differs by more than rounding, is a warning, and torch computes: nobody's answers depend on a GPU that we
+   have not seen.
+3. That trial also compiles them: nothing is compiled, measured or waited for afterwards, so they can be captured.
+
+They have run in Triton's interpreter and were compiled for sm_90a; they have never run on a GPU. It knows nothing about
+batches or attention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from slipstream.engine.halves import EAGER, TORCH, Halves, Operations, halves_of
+from slipstream.engine.layers import Rope
+from slipstream.engine.model import ModelConfig
+from slipstream.log import logger
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_WIDTH = 16_384  # of a row that one block holds
+HEAD_BLOCK = 4  # heads of one program
+PART_BLOCK = 1024  # numbers of one program that takes a part of a row
+TRIAL_ROWS, SPARE_SLOTS = (1, 5), 11  # slots: that nothing writes to
+ROUNDINGS = 2  # by which a number may differ, of the largest in its row
+
+
+def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Why kernels of our own cannot be used here, in words; empty: they can be tried."""
+    if device.type != "cuda":
+        return f"they are for CUDA devices, and this one is '{device}'"
+    if dtype not in DTYPES:
+        return f"they are for bfloat16 and float16, and this model is {str(dtype).removeprefix('torch.')}"
+    if config.hidden_size > MOST_WIDTH:
+        return f"their rows have at most {MOST_WIDTH} numbers, and this model's {config.hidden_size}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (a torch for CUDA brings it)"
+    if device.index is not None and device.index != torch.cuda.current_device():
+        return f"Triton launches on the process's current device, and this one is '{device}'"
+    return ""
+
+
+def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Operations:
+    """choice: one of ``native.CHOICES``. config: of the layers, or of a rank's part of them."""
+    if choice == "torch" or device.type != "cuda":
+        return TORCH
+    log = logger("engine")
+    if reason := missing(config, dtype, device):
+        log.info("torch's operations in layers", reason=reason)
+        return TORCH
+    try:
+        found = triton_operations()
+        reason = difference(found, config, dtype, device)
+    except Exception as error:  # compilers and drivers fail in their own ways
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    if reason:
+        log.warning("torch's operations in layers: slower", reason=reason)
+        return TORCH
+    log.info("fused operations in layers")
+    return found
+
+
+def halves_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Halves:
+    """How layers run that nothing compiles: as ``operations_for``."""
+    operations = operations_for(choice, config, dtype, device)
+    return EAGER if operations is TORCH else halves_of(operations)
+
+
+def triton_operations() -> Operations:
+    """Raises ImportError where Triton is not installed."""
+    kernels = importlib.import_module("slipstream.engine.fused_kernels")
+    fused = _Fused(kernels)
+    return Operations(fused.add_norm, fused.place, fused.silu_mul)
+
+
+class _Fused:
+    """Launches. Each allocates what it returns and waits for nothing."""
+
+    __slots__ = ("_kernels",)
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def add_norm(self, x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor,
+                 eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        x, added = x.contiguous(), added.contiguous()
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        rows, width = x.shape
+        self._kernels.add_norm[(rows,)](x, added, weight, total, normed, width, eps, block(width),
+                                        num_warps=warps(width))
+        return total, normed
+
+    def place(self, rows: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos: torch.Tensor,
+              sin: torch.Tensor, heads: int, kv_heads: int, eps: float, slots: torch.Tensor,
+              kv: torch.Tensor) -> torch.Tensor:
+        count, every, size = rows.shape
+        assert kv.is_contiguous() and every == heads + 2 * kv_heads
+        queries = rows.new_empty(count, heads, size)
+        self._kernels.place[(count, -(-every // HEAD_BLOCK))](
+            rows.contiguous(), cos, sin, slots, q_norm, k_norm, queries, kv, heads, kv_heads, size,
+            q_norm is not None and k_norm is not None, eps, HEAD_BLOCK, block(size))
+        return queries
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, width)
+        self._kernels.silu_mul[(rows, -(-width // PART_BLOCK))](gate_up, out, width, PART_BLOCK)
+        return out
+
+
+def block(width: int) -> int:
+    """The power of two that holds so many numbers."""
+    return 1 << (width - 1).bit_length()
+
+
+def warps(width: int) -> int:
+    """Of a program that holds a row: at most 32 numbers of it in each thread."""
+    return min(16, max(4, block(width) // 512))
+
+
+@torch.inference_mode()
+def difference(operations: Operations, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Where these operations differ from torch's on random rows of such layers, in words; empty: they do not."""
+    for rows in TRIAL_ROWS:
+        for what, found, right in compared(operations, config, dtype, device, rows):
+            wide = right.float().nan_to_num(0.0)
+            allowed = ROUNDINGS * torch.finfo(dtype).eps * wide.abs().amax(-1, keepdim=True)
+            unwritten = found.isnan().ne(right.isnan()).any()
+            far = (found.float().nan_to_num(0.0) - wide).abs() > allowed
+            if bool(unwritten | far.any()):
+                return f"{what} of {rows} rows are not what torch computes"
+    return ""
+
+
+def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, device: torch.device,
+             rows: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """What is computed on so many random rows: its name, theirs, torch's. KV that nothing may write is NaN in both."""
+    dice = torch.Generator().manual_seed(rows)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice).to(device, dtype)
+
+    x, added, weight = noise(rows, config.hidden_size), noise(rows, config.hidden_size), noise(config.hidden_size)
+    added_up = [some.add_norm(x, added, weight, config.norm_eps) for some in (operations, TORCH)]
+    yield from zip(("sums", "norms"), *added_up, strict=True)
+    gate_up = 4 * noise(rows, 2 * config.intermediate_size)
+    yield "activations", operations.silu_mul(gate_up.clone()), TORCH.silu_mul(gate_up)
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = noise(rows, heads + 2 * kv_heads, size)
+    q_norm, k_norm = (noise(size), noise(size)) if config.qk_norm else (None, None)
+    slots = torch.randperm(SPARE_SLOTS + rows, generator=dice)[:rows].to(device)
+    cos, sin = Rope(config, dtype, device).rows(100 * torch.arange(rows, device=device))
+    pools = [torch.full((SPARE_SLOTS + rows, 2, kv_heads, size), torch.nan, dtype=dtype, device=device) for _ in "ab"]
+    found, right = (some.place(qkv.clone(), q_norm, k_norm, cos, sin, heads, kv_heads, config.norm_eps, slots, kv)
+                    for some, kv in zip((operations, TORCH), pools, strict=True))
+    yield "queries", found, right
+    yield "KV", pools[0], pools[1]
