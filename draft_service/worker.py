@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from draft_service.followed import Followed
-from draft_service.round import Round
+from draft_service.round import Grown, Round, commit_of, growth_of
 from slipstream.drafters.base import Drafter
 from slipstream.errors import RemoteProtocolError, SlipstreamError
 from slipstream.log import logger
@@ -45,6 +45,7 @@ from slipstream.spans import NoSpans, Spans
 from slipstream.trace import Trace, commit_key, growth_key
 from slipstream.wire.peers import Peer
 
+HAND_OVER_S = 50e-6
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
@@ -141,9 +142,10 @@ class DraftWorker:
             self._log.error("drafter failed", error=str(error))
             self._give_up_all("failed", round_)
             self._drafter.close(round_.closes)
-        for peer, items in round_.answers.items():
-            peer.send(items)
-        self._metrics.sessions_open(len(self._sessions))
+        round_.send()
+        if round_.sent and self._inbox.empty():
+            time.sleep(HAND_OVER_S)  # Python runs one thread at a time: the one that writes the frame goes first
+        self._note(round_)
 
     def sweep(self) -> None:
         """Free the sessions whose lease is over."""
@@ -154,12 +156,11 @@ class DraftWorker:
             self._drop(followed, DraftEvent.EXPIRE, "expired", round_)
             self._metrics.expired("lease")
         self._drafter.close(round_.closes)
-        for peer, items in round_.answers.items():
-            peer.send(items)
+        round_.send()
 
     def _take(self, peer: Peer, items: Sequence[DraftBound], faults: Faults, round_: Round) -> None:
-        self._metrics.invalid_item(len(faults))
         for session, error in faults:
+            self._metrics.invalid_item()
             self._log.warning("invalid message", peer=peer.name, session=session, field=error.field)
             followed = self._sessions.get((peer, session))
             if followed is not None:
@@ -177,7 +178,8 @@ class DraftWorker:
             followed = self._begin(peer, item, round_)
             if followed is None:
                 return
-        event = followed.side.receive(item, self._clock())
+        now_s = self._clock()
+        event = followed.side.receive(item, now_s)
         number = followed.number
         match event, item:
             case DraftEvent.OPEN, Open():
@@ -188,9 +190,8 @@ class DraftWorker:
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
-                self._trace.came("device", "commit", commit_key(item.session, item.base), self._clock())
-                features = None if item.features is None else replace(item.features, session=number)
-                round_.commits.append(replace(item, session=number, features=features))
+                round_.commits.append(commit_of(item, number))
+                round_.came.append((item.session, item.base, now_s))
                 followed.told(item, self._run_ahead)
             case DraftEvent.GAP, _:
                 self._forget(followed, round_)
@@ -209,7 +210,8 @@ class DraftWorker:
         return followed
 
     def _tell(self, round_: Round) -> None:
-        self._drafter.close(round_.closes)
+        if round_.closes:
+            self._drafter.close(round_.closes)
         for number in self._drafter.open(round_.opens) if round_.opens else ():
             refused = self._by_number.get(number)
             if refused is not None:
@@ -219,8 +221,6 @@ class DraftWorker:
             self._drafter.absorb(round_.features)
         if round_.commits:
             self._drafter.commit(round_.commits)
-            for commit in round_.commits:
-                self._metrics.committed(len(commit.tokens))
 
     def _grow(self, round_: Round) -> None:
         wanting = self._next()
@@ -231,13 +231,12 @@ class DraftWorker:
         # One whole tree for all costs little more than for those that wait for it.
         steps = 0 if wanting[0].starving else 1
         growths = self._drafter.grow([followed.number for followed in wanting], budgets, steps)
-        draft_s = self._clock() - started_s
-        self._trace.span("device", "level" if steps else "tree", started_s, started_s + draft_s, sessions=len(wanting))
-        self._metrics.grew(draft_s, sum(len(g.ids) for g in growths))
+        ended_s = self._clock()
+        round_.grown = Grown("level" if steps else "tree", started_s, ended_s, len(wanting))
         by_number = {growth.session: growth for growth in growths}
         for followed in wanting:
-            growth = by_number.get(followed.number, Growth.empty(followed.number, followed.side.base))
-            self._send_growth(followed, replace(growth, session=followed.side.session, draft_s=draft_s), round_)
+            growth = by_number.get(followed.number) or Growth.empty(followed.number, followed.side.base)
+            self._send_growth(followed, growth_of(growth, followed.side.session, ended_s - started_s), round_)
 
     def _next(self) -> list[Followed]:
         """Whose trees are grown now, those that starve first."""
@@ -252,9 +251,23 @@ class DraftWorker:
         if followed.ahead is not None:
             followed.ahead.grew(growth)
         if answer or len(growth.ids):
-            self._trace.left("device", "growth", growth_key(growth), self._clock())
-            followed.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
             round_.answers[followed.peer].append(growth)
+            round_.sent.append((followed, growth))
+
+    def _note(self, round_: Round) -> None:
+        """What nobody waits for: metrics, traces and spans of a round."""
+        self._metrics.sessions_open(len(self._sessions))
+        for session, base, came_s in round_.came:
+            self._trace.came("device", "commit", commit_key(session, base), came_s)
+        for commit in round_.commits:
+            self._metrics.committed(len(commit.tokens))
+        if (grown := round_.grown) is None:
+            return
+        self._trace.span("device", grown.name, grown.began_s, grown.ended_s, sessions=grown.sessions)
+        self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
+        for followed, growth in round_.sent:
+            self._trace.left("device", "growth", growth_key(growth), grown.ended_s)
+            followed.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
 
     def _drop(self, followed: Followed, event: DraftEvent, reason: str, round_: Round) -> None:
         followed.side.apply(event)

@@ -117,6 +117,17 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
     both.close()
 
 
+def test_a_tree_goes_on_from_its_own_states_after_others_of_its_shape(head: EagleHead) -> None:
+    both = Both(head, 3, 3)
+    for session, length in ((1, 9), (2, 14)):
+        both.open(session, length)
+    for _ in range(2):
+        both.grow([1], [5])
+        both.grow([2], [12])
+    assert both.watched.calls == [1, 1]
+    both.close()
+
+
 def test_sessions_that_want_few_levels_share_the_call(head: EagleHead) -> None:
     both = Both(head, 3, 4)
     for session in range(1, 10):

@@ -107,8 +107,9 @@ def spare_slots(topk: int, levels: int) -> int:
 def _seed(context: DraftContext, slots: Indices) -> Seed:
     tree = context.tree
     assert tree is not None
+    rows, place = context.states[ROOT]
     return Seed(context.slots, context.base - context.origin, [tree.tokens[node] for node in tree.frontier],
-                [tree.scores[node] for node in tree.frontier], context.states[ROOT], slots)
+                [tree.scores[node] for node in tree.frontier], rows[place], slots)
 
 
 def _adopt(context: DraftContext, seed: Seed, grown: Grown) -> int:
@@ -121,6 +122,6 @@ def _adopt(context: DraftContext, seed: Seed, grown: Grown) -> int:
             return level
         first = len(tree.tokens)
         context.tree_slots = np.concatenate([context.tree_slots, seed.slots[level * k : (level + 1) * k]])
-        context.states.update(zip(tree.frontier, grown.states[level].unbind(), strict=True))
+        context.states.update((node, (grown.states[level], row)) for row, node in enumerate(tree.frontier))
         tree.expand(list(zip(tokens, scores, strict=True)))
     return len(grown.tokens)

@@ -18,6 +18,7 @@ It knows nothing about networks, batches or other sessions. Slots that it gives 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,7 @@ from slipstream.engine.sampling import TokenHistory
 from slipstream.messages import Sampling
 
 Indices = NDArray[np.int64]
+State = tuple[torch.Tensor, int]  # rows [_, W], and which of them: cut out where it is read
 NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 
@@ -52,7 +54,7 @@ class DraftContext:
     tree: TreeGrowth | None = None  # None: the newest token's row was not computed yet
     tree_slots: Indices = field(default_factory=lambda: NO_SLOTS)  # KV of tree.computed
     ahead: bool = False  # it is grown on while the target verifies: what stands below a commit is kept
-    states: dict[int, torch.Tensor] = field(default_factory=dict)  # candidate -> its output state; lag 1 only
+    states: dict[int, State] = field(default_factory=dict)  # candidate -> its output state; lag 1 only
 
     def __post_init__(self) -> None:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
@@ -162,6 +164,10 @@ class DraftContext:
             self.states = {ROOT: self.states[before[path[-1]]],
                            **{now: self.states[before[was]] for now, was in zip(tree.computed, kept, strict=True)}}
         return freed
+
+    def states_of(self, nodes: Sequence[int]) -> torch.Tensor:
+        """[N, W] of candidates that were computed."""
+        return torch.stack([rows[place] for rows, place in (self.states[node] for node in nodes)])
 
     def prune(self) -> Indices:
         """Forget the tree. Returns the slots of its nodes."""

@@ -85,15 +85,20 @@ class EagleNetwork:
         """The products of a step on torch."""
         return self._body.linears() if isinstance(self._body, TorchBody) else ()
 
-    @torch.inference_mode()
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
         rows = wire_rows(features, self._spec, self.device, self._dtype)
+        if self._input_norm is not None or self._fc is not None or self._fc_bias is not None:
+            rows = self._projected(rows)
+        return apart(rows, features)
+
+    @torch.inference_mode()
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
         if self._input_norm is not None:
             rows = rms_norm(rows, self._input_norm, self._config.norm_eps)
         if self._fc is not None:
             rows = self._fc(rows)
-        return apart(rows if self._fc_bias is None else rows + self._fc_bias, features)
+        return rows if self._fc_bias is None else rows + self._fc_bias
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:

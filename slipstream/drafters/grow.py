@@ -50,16 +50,15 @@ class TreeGrowth:
         first = len(self.tokens)
         for node, (tokens, scores) in zip(self.frontier, children, strict=True):
             above = 0.0 if node == ROOT else self.scores[node]
-            depth = 1 if node == ROOT else self.depths[node] + 1
-            for token, score in zip(tokens[:self.topk], scores[:self.topk], strict=True):
-                if isfinite(score):
-                    self.tokens.append(int(token))
-                    self.parents.append(node)
-                    self.scores.append(above + min(0.0, score))
-                    self.depths.append(depth)
-                    self.ids.append(0)
-        self.computed.extend(node for node in self.frontier if node != ROOT)
-        level = sorted(range(first, len(self.tokens)), key=lambda n: -self.scores[n])
+            kept = [(token, above + min(0.0, score))
+                    for token, score in zip(tokens[:self.topk], scores[:self.topk], strict=True) if isfinite(score)]
+            self.tokens += [token for token, _ in kept]
+            self.scores += [score for _, score in kept]
+            self.parents += [node] * len(kept)
+            self.depths += [1 if node == ROOT else self.depths[node] + 1] * len(kept)
+        self.ids += [0] * (len(self.tokens) - first)
+        self.computed += [node for node in self.frontier if node != ROOT]
+        level = sorted(range(first, len(self.tokens)), key=self.scores.__getitem__, reverse=True)
         room = max(0, self.most - len(self.computed))
         self.frontier = sorted(level[:min(self.topk, room)])
 
@@ -117,7 +116,7 @@ class TreeGrowth:
     def proposals(self, sent: SentTree) -> Iterator[Proposal]:
         """The candidates that the target does not have, best first, which is parents first (see ``sent.send``)."""
         unsent = [node for node, node_id in enumerate(self.ids) if node_id == 0]
-        for node in sorted(unsent, key=lambda n: -self.scores[n]):
+        for node in sorted(unsent, key=self.scores.__getitem__, reverse=True):  # the earlier first among equals
             parent = -sent.base if self.parents[node] == ROOT else self.ids[self.parents[node]]
             yield self.scores[node], parent, self.tokens[node]
             found = sent.find(parent, self.tokens[node])

@@ -236,7 +236,7 @@ class NeuralDrafter:
             rows = _add_frontier(builder, context, tree, slots.tolist())
             context.tree_slots = np.concatenate([context.tree_slots, slots])
             if context.lag:
-                inputs.append(torch.stack([context.states[tree.parents[node]] for node in tree.frontier]))
+                inputs.append(context.states_of([tree.parents[node] for node in tree.frontier]))
             taken.append((context, rows))
         if not taken:
             return False
@@ -255,7 +255,7 @@ class NeuralDrafter:
                             [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
         tokens, scores = rank(output.logits, choice, self._growth.topk, self._network.vocabulary)
         if output.states is not None:
-            context.states.update(zip(nodes, output.states[rows.start:rows.stop].unbind(), strict=True))
+            context.states.update((node, (output.states, row)) for node, row in zip(nodes, rows, strict=True))
         children: list[Children] = list(zip(tokens.tolist(), scores.tolist(), strict=True))
         if nodes == tree.frontier:
             tree.expand(children)
@@ -271,10 +271,8 @@ class NeuralDrafter:
                              "draft.max_sessions") from error
 
     def _alloc(self, count: int) -> Indices | None:
-        if count == 0:
-            return None
         try:
-            return self.slots.alloc(count)
+            return self.slots.alloc(count) if count else None
         except CapacityError:
             return None
 

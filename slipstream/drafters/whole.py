@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from slipstream.drafters.context import DraftContext
 from slipstream.drafters.grow import ROOT, TreeGrowth
 from slipstream.engine.kv import Slots
@@ -84,18 +82,18 @@ def _fits(context: DraftContext, levels: int, topk: int) -> bool:
 
 def _adopt(context: DraftContext, seed: Seed, grown: Grown, topk: int) -> int:
     """Make a network's tree the session's. Returns how many of its levels the host would have chosen, too."""
-    rows, states = len(seed.tokens), grown.states.unbind()
+    rows, states = len(seed.tokens), grown.states
     context.computed(seed.slots[:rows])
     tree = context.tree = TreeGrowth(topk)
-    context.states[ROOT] = states[0]
+    context.states[ROOT] = (states, 0)
     tree.expand([(grown.tokens[0], grown.scores[0])])
     first, place = 0, 1  # the newest level's first candidate, and its first row
     for level in range(seed.levels):
         if [node - first for node in tree.frontier] != grown.picks[level]:
             break
         first = len(tree.tokens)
-        context.states.update(zip(tree.frontier, states[place : place + topk], strict=True))
+        context.states.update((node, (states, place + row)) for row, node in enumerate(tree.frontier))
         tree.expand(list(zip(grown.tokens[place : place + topk], grown.scores[place : place + topk], strict=True)))
         place += topk
-    context.tree_slots = np.concatenate([context.tree_slots, seed.slots[rows : rows + place - 1]])
+    context.tree_slots = seed.slots[rows : rows + place - 1]
     return 1 + (place - 1) // topk

@@ -21,17 +21,19 @@ from slipstream.errors import CapacityError
 Indices = NDArray[np.int64]
 
 SCAN = 4096  # free flags looked at in one go
+FEW = 32  # slots for which Python is faster than numpy, most of all with cold caches: a tree's
 
 
 class Slots:
     """The free list of a pool. The lowest free slots are handed out first, so runs stay contiguous where they can."""
 
-    __slots__ = ("_free", "_lowest", "_num_free", "num_slots")
+    __slots__ = ("_flags", "_free", "_lowest", "_num_free", "num_slots")
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
-        self._free = np.ones(num_slots, bool)
+        self._flags = bytearray(b"\x01") * num_slots
+        self._free = np.frombuffer(self._flags, bool)  # the same memory
         self._num_free = num_slots
         self._lowest = 0  # no free slot stands below it
 
@@ -46,13 +48,20 @@ class Slots:
                                 "wait for answers to end, or raise 'slots' in the configuration")
         if n <= 0:
             return np.zeros(0, np.int64)
-        slots = self._lowest_free(n)
-        self._free[slots] = False
+        slots = self._take_few(n) if n <= FEW else self._take(n)
         self._num_free -= n
         self._lowest = int(slots[-1]) + 1
         return slots
 
-    def _lowest_free(self, n: int) -> Indices:
+    def _take_few(self, n: int) -> Indices:
+        place, few = self._lowest - 1, list[int]()
+        for _ in range(n):
+            place = self._flags.find(1, place + 1)
+            self._flags[place] = 0
+            few.append(place)
+        return np.array(few, np.int64)
+
+    def _take(self, n: int) -> Indices:
         found: list[Indices] = []
         start, missing = self._lowest, n
         while missing > 0:
@@ -60,14 +69,16 @@ class Slots:
             found.append(window)
             missing -= len(window)
             start += SCAN
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        slots = found[0] if len(found) == 1 else np.concatenate(found)
+        self._free[slots] = False
+        return slots
 
     def free(self, slots: Indices | list[int]) -> None:
         """Give slots back; each must be owned and named once. A list is for a few."""
         if len(slots) == 0:
             return
-        if isinstance(slots, list):
-            self._free_few(slots)
+        if isinstance(slots, list) or len(slots) <= FEW:
+            self._free_few(slots if isinstance(slots, list) else slots.tolist())
             return
         owned = ~self._free[slots]
         assert owned.all(), f"slots freed twice: {slots[~owned][:8].tolist()}"
@@ -78,8 +89,8 @@ class Slots:
 
     def _free_few(self, slots: list[int]) -> None:
         for slot in slots:
-            assert not self._free[slot], f"slot {slot} is free or named twice"
-            self._free[slot] = True
+            assert not self._flags[slot], f"slot {slot} is free or named twice"
+            self._flags[slot] = 1
         self._num_free += len(slots)
         self._lowest = min(self._lowest, *slots)
 

@@ -11,6 +11,7 @@ It knows nothing about sessions, slots' owners or files. Dimension key: see ``sl
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,11 +83,57 @@ class Ranking:
         self.program.rank(logits, vocabulary, self.best)
 
 
+class Call:
+    """What calls for trees of one shape say and bring back. Its memory is used again: where caches are cold, making and
+    describing arrays takes longer than to fill them."""
+
+    __slots__ = ("_children", "_picks", "_seeds", "_trees", "_unpack", "pool")
+
+    def __init__(self, pool: KVPool, trees: Trees) -> None:
+        """trees: with all that stays the same. It holds addresses: its owner keeps what stands there, and this object
+        no longer than that."""
+        sessions, levels, topk = trees.sessions, trees.most_levels, trees.topk
+        self.pool, self._trees = pool, trees
+        self._unpack = struct.Struct("qd" * ((1 + levels * topk) * topk)).unpack_from  # CHILD, of one session
+        self._children = ctypes.create_string_buffer(sessions * (1 + levels * topk) * topk * CHILD.itemsize)
+        self._picks = (ctypes.c_int64 * (sessions * levels * topk))()
+        self._seeds = (ctypes.c_int64 * (5 * sessions))()
+        trees.children, trees.picks = ctypes.addressof(self._children), ctypes.addressof(self._picks)
+        trees.seeds = ctypes.addressof(self._seeds)
+
+    def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: Table) -> list[Grown]:
+        """seeds: those with most levels first; states: bfloat16 [M, W] of all pending rows; table: that reaches."""
+        trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
+        for seed in seeds:
+            records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels)
+            tokens += seed.tokens
+            slots += (seed.context, seed.slots)
+            begin += len(seed.context) + len(seed.slots)
+        self._seeds[:] = records
+        pending, entries = (ctypes.c_int64 * len(tokens))(*tokens), np.concatenate(slots)
+        rows = 1 + trees.most_levels * trees.topk
+        found = torch.empty(len(seeds), rows, trees.width, dtype=torch.bfloat16)
+        trees.tokens, trees.kv_slots = ctypes.addressof(pending), entries.__array_interface__["data"][0]
+        trees.read, trees.found = states.data_ptr(), found.data_ptr()
+        trees.cos, trees.sin = table.cos.data_ptr(), table.sin.data_ptr()
+        team.grow(trees)
+        return [self._grown(place, states) for place, states in enumerate(found.unbind())]
+
+    def _grown(self, place: int, states: torch.Tensor) -> Grown:
+        levels, k = self._trees.most_levels, self._trees.topk
+        rows = 1 + levels * k
+        flat = self._unpack(self._children, place * rows * k * CHILD.itemsize)
+        picks = self._picks[place * levels * k : (place + 1) * levels * k]
+        return Grown([list(flat[i : i + 2 * k : 2]) for i in range(0, 2 * rows * k, 2 * k)],
+                     [list(flat[i + 1 : i + 2 * k : 2]) for i in range(0, 2 * rows * k, 2 * k)],
+                     [picks[i : i + k] for i in range(0, levels * k, k)], states)
+
+
 class NativeDraft:
     """One head's weights, and the lists of its forward."""
 
-    __slots__ = ("_body", "_buffers", "_config", "_embedding", "_head", "_layer", "_norm_before_residual", "_norms",
-                 "_ranking", "_states", "_table", "_team", "_vocabulary")
+    __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layer", "_norm_before_residual",
+                 "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
                  norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False) -> None:
@@ -105,6 +152,7 @@ class NativeDraft:
         self._vocabulary = vocabulary
         self._table = Table(config)
         self._ranking: Ranking | None = None
+        self._calls: dict[tuple[int, int, int], Call] = {}  # by sessions, levels and topk
         self._hold(FEW_ROWS)
 
     @torch.inference_mode()
@@ -124,7 +172,6 @@ class NativeDraft:
         program.run(BatchFrame(Frame(len(normed))))
         return self._states.index_select(0, batch.logit_rows), logits
 
-    @torch.inference_mode()
     def grow(self, seeds: Sequence[Seed], pool: KVPool, topk: int) -> list[Grown]:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
         most MOST_BITS."""
@@ -132,35 +179,24 @@ class NativeDraft:
         most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
         assert 0 < topk <= self._head.outer and topk * most <= MOST_BITS
         self._reach(max(pending, topk * len(seeds)), max(s.position + len(s.tokens) + s.levels for s in seeds))
-        if self._ranking is None or self._ranking.topk != topk:
-            self._ranking = Ranking(self._team, self._buffers.normed, self._head, self._vocabulary, topk)
-        children = np.empty((len(seeds), 1 + most * topk, topk), CHILD)
-        picks = np.empty((len(seeds), most, topk), np.int64)
-        found = torch.empty(*children.shape[:2], self._config.hidden_size, dtype=torch.bfloat16)
-        self._call(seeds, self._ranking, pool.kv, children, picks, found)
-        tokens, scores, chosen = children["token"].tolist(), children["score"].tolist(), picks.tolist()
-        grown = [Grown(*each) for each in zip(tokens, scores, chosen, found.unbind(), strict=True)]
+        states = torch.cat([seed.states for seed in seeds]) if len(seeds) > 1 else seeds[0].states.contiguous()
+        assert states.dtype == pool.kv.dtype == torch.bfloat16 and states.shape == (pending, self._config.hidden_size)
+        call = self._calls.get((len(seeds), most, topk))
+        if call is None or call.pool is not pool:
+            call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk, pool)
+        grown = call(self._team, seeds, states, self._table)
         return [grown[place] for place in order]
 
-    def _call(self, seeds: Sequence[Seed], ranking: Ranking, kv: torch.Tensor, children: NDArray[np.void],
-              picks: Indices, found: torch.Tensor) -> None:
-        records, tokens, slots, begin = list[int](), list[int](), list[Indices](), 0
-        for seed in seeds:
-            records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels)
-            tokens += seed.tokens
-            slots += (seed.context, seed.slots)
-            begin += len(seed.context) + len(seed.slots)
-        states = torch.cat([seed.states for seed in seeds]) if len(seeds) > 1 else seeds[0].states.contiguous()
-        assert states.dtype == kv.dtype == torch.bfloat16 and states.shape == (len(tokens), found.shape[2])
-        arrays = [np.array(records, np.int64), np.array(tokens, np.int64), np.concatenate(slots)]
-        spots = [array.ctypes.data for array in arrays]
-        body, head, table = self._body.listed(), ranking.program.listed(), self._table
-        self._team.grow(Trees(
-            ctypes.addressof(body), len(body), ctypes.addressof(head), len(head), self._buffers.normed.data_ptr(),
-            self._states.data_ptr(), ranking.best.data_ptr(), len(seeds), ranking.topk, picks.shape[1], found.shape[2],
-            self._config.head_dim, self._config.sliding_window, table.cos.data_ptr(), table.sin.data_ptr(), spots[0],
-            spots[1], states.data_ptr(), spots[2], kv.data_ptr(), kv.stride(0), children.ctypes.data,
-            picks.ctypes.data, found.data_ptr()))
+    def _call(self, sessions: int, levels: int, topk: int, pool: KVPool) -> Call:
+        if self._ranking is None or self._ranking.topk != topk:
+            self._ranking = Ranking(self._team, self._buffers.normed, self._head, self._vocabulary, topk)
+            self._calls.clear()
+        body, head, config = self._body.listed(), self._ranking.program.listed(), self._config
+        return Call(pool, Trees(
+            body=ctypes.addressof(body), body_count=len(body), head=ctypes.addressof(head), head_count=len(head),
+            normed=self._buffers.normed.data_ptr(), states=self._states.data_ptr(), best=self._ranking.best.data_ptr(),
+            sessions=sessions, topk=topk, most_levels=levels, width=config.hidden_size, head_dim=config.head_dim,
+            window=config.sliding_window, kv=pool.kv.data_ptr(), layer_stride=pool.kv.stride(0)))
 
     def _reach(self, rows: int, positions: int) -> None:
         self._table.reach(positions)
@@ -187,6 +223,7 @@ class NativeDraft:
         program.rounded(buffers.stream, self._states)
         program.norm(buffers.stream, of_head, eps, buffers.normed)
         self._ranking = None
+        self._calls.clear()
 
 
 def _by_levels(seeds: Sequence[Seed]) -> tuple[list[Seed], list[int]]:
