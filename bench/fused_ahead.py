@@ -1,7 +1,11 @@
 """``python -m bench.fused_ahead``: the fused kernels compiled for an H100 where none is, and what they take of it.
 
-Triton's wheel brings all that this needs, ptxas and cuobjdump included. A kernel that spills registers, or is not
-compiled, is an error. It knows nothing about whether kernels are right or fast.
+Rules:
+1. Triton is told that there is an H100, and the engine's own launches are stopped before the device: what is compiled
+   is what would run. Triton's wheel brings all that this needs, ptxas and cuobjdump included.
+2. A kernel that spills registers is an error, and so is one that is compiled anew for other numbers of rows.
+
+It knows nothing about whether kernels are right or fast.
 """
 
 from __future__ import annotations
@@ -12,58 +16,81 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.engine.fused import HEAD_BLOCK, PART_BLOCK, block, warps
+import torch
 
-WIDTHS = (64, 576, 4096, 8192, 16384)  # of the residual stream
-INNER = (96, 1536, 14336)  # of the MLP
-HEAD_DIMS = (64, 96, 128)
-HEADS, KV_HEADS, EPS = 32, 8, 1e-5
-DTYPES = {"bfloat16": "*bf16", "float16": "*fp16"}
+from bench.shapes import TINY, config_of
+from slipstream.engine.fused import DTYPES, MOST_WIDTH, compared, operations_of
+from slipstream.engine.model import ModelConfig
+
+CPU, ROWS = torch.device("cpu"), (1, 5, 64)
 CAPABILITY, WARP = 90, 32
+# Width of the residual stream and of the MLP, heads, KV heads, their size, whether q and k are normed.
+SHAPES = ((576, 1536, 9, 3, 64, False), (1000, 2500, 10, 2, 96, False), (4096, 14336, 32, 8, 128, False),
+          (4096, 12288, 32, 8, 128, True), (960, 96, 15, 5, 64, True), (8192, 28672, 64, 8, 96, True),
+          (MOST_WIDTH, 3, 128, 8, 128, False))
+
+
+class AheadDriver:
+    """What Triton asks a device, answered for one that is elsewhere."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", CAPABILITY, WARP)
+
+
+class Stopped:
+    """A kernel whose launches end when it is compiled."""
+
+    def __init__(self, kernel: Any, found: dict[str, bytes]) -> None:
+        self._kernel, self._found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **options: Any) -> None:
+            done = self._kernel.warmup(*given, grid=grid, **options)
+            self._found[f"{self._kernel.__name__} {done.hash}"] = done.asm["cubin"]
+
+        return launch
+
+
+class StoppedKernels:
+    """Those of ``fused_kernels``."""
+
+    def __init__(self) -> None:
+        kernels = importlib.import_module("slipstream.engine.fused_kernels")
+        self.found: dict[str, bytes] = {}  # machine code by name and hash
+        self.add_norm, self.place, self.silu_mul = (
+            Stopped(kernel, self.found) for kernel in (kernels.add_norm, kernels.place, kernels.silu_mul))
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    name: str
-    dtype: str
-    sizes: str
-    warps: int
+    kernel: str
     registers: int
     spilled: int  # bytes
 
 
-def wanted() -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Kernels by name, with their constants (None: a tensor that is not there) and warps."""
-    for width in WIDTHS:
-        yield "add_norm", {"WIDTH": width, "EPS": EPS, "BLOCK": block(width)}, warps(width)
-    for size in HEAD_DIMS:
-        sizes = {"HEADS": HEADS, "KV_HEADS": KV_HEADS, "SIZE": size, "EPS": EPS, "HEAD_BLOCK": HEAD_BLOCK,
-                 "SIZE_BLOCK": block(size)}
-        yield "place", {"q_norm": None, "k_norm": None, "NORMED": False, **sizes}, 4
-        yield "place", {"NORMED": True, **sizes}, 4
-    for width in INNER:
-        yield "silu_mul", {"WIDTH": width, "BLOCK": PART_BLOCK}, 4
+def configs() -> Iterator[ModelConfig]:
+    for hidden, inner, heads, kv_heads, size, normed in SHAPES:
+        yield replace(config_of(TINY), hidden_size=hidden, intermediate_size=inner, num_heads=heads,
+                      num_kv_heads=kv_heads, head_dim=size, qk_norm=normed)
 
 
-def compiled(name: str, pointer: str, constants: dict[str, Any], num_warps: int) -> bytes:
-    """The machine code of one kernel. Raises what Triton raises."""
-    kernels, compiler, backend = (importlib.import_module(module) for module in (
-        "slipstream.engine.fused_kernels", "triton.compiler", "triton.backends.compiler"))
-    kernel = vars(kernels)[name]
-    signature = {argument: "constexpr" if argument in constants else "*i64" if argument == "slots" else pointer
-                 for argument in kernel.arg_names}
-    places = {argument: (place,) for place, argument in enumerate(kernel.arg_names)}
-    aligned = {places[argument]: [["tt.divisibility", 16]] for argument, kind in signature.items() if kind == pointer}
-    source = compiler.ASTSource(kernel, signature, {places[key]: value for key, value in constants.items()}, aligned)
-    done = compiler.compile(source, target=backend.GPUTarget("cuda", CAPABILITY, WARP),
-                            options={"num_warps": num_warps})
-    code: bytes = done.asm["cubin"]
-    return code
+def compiled(config: ModelConfig, dtype: torch.dtype) -> list[Compiled]:
+    """The kernels of layers of such measures. Raises what Triton raises."""
+    kernels = StoppedKernels()
+    for rows in ROWS:
+        list(compared(operations_of(kernels), config, dtype, CPU, rows))
+    return [Compiled(name.partition(" ")[0], *taken(code)) for name, code in kernels.found.items()]
 
 
 def taken(code: bytes) -> tuple[int, int]:
@@ -77,28 +104,26 @@ def taken(code: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def run() -> Iterator[Compiled]:
-    for dtype, pointer in DTYPES.items():
-        for name, constants, num_warps in wanted():
-            registers, spilled = taken(compiled(name, pointer, constants, num_warps))
-            sizes = ", ".join(f"{key} {value}" for key, value in constants.items()
-                              if key in ("WIDTH", "SIZE", "NORMED"))
-            yield Compiled(name, dtype, sizes, num_warps, registers, spilled)
-
-
 def main() -> int:
     if importlib.util.find_spec("triton") is None:
         print("Triton is not installed: make triton")
         return 1
-    found = []
-    for kernel in run():
-        found.append(kernel)
-        print(f"{kernel.name:<10} {kernel.dtype:<10} {kernel.sizes:<24} {kernel.warps:>2} warps {kernel.registers:>4} "
-              f"registers {kernel.spilled} bytes spilled", flush=True)
-    spilled = sum(kernel.spilled for kernel in found)
-    print(f"{len(found)} kernels compiled for sm_{CAPABILITY}a; most registers "
-          f"{max(kernel.registers for kernel in found)}, spilled bytes {spilled}")
-    return int(spilled > 0)
+    importlib.import_module("triton.runtime").driver.set_active(AheadDriver())
+    found, anew = [], 0
+    for config in configs():
+        for dtype in DTYPES:
+            kernels = compiled(config, dtype)
+            anew += len(kernels) - 3
+            found += kernels
+            told = ", ".join(f"{each.kernel} {each.registers}" + f" ({each.spilled} bytes spilled)" * (each.spilled > 0)
+                             for each in kernels)
+            print(f"{str(dtype).removeprefix('torch.'):<9} hidden {config.hidden_size}, MLP "
+                  f"{config.intermediate_size}, {config.num_heads} and {config.num_kv_heads} heads of {config.head_dim}"
+                  f"{', normed' * config.qk_norm}; registers: {told}", flush=True)
+    spilled = sum(each.spilled for each in found)
+    print(f"{len(found)} kernels compiled for sm_{CAPABILITY}a, {anew} of them anew for other rows; most registers "
+          f"{max(each.registers for each in found)}, spilled bytes {spilled}")
+    return int(spilled > 0 or anew > 0)
 
 
 if __name__ == "__main__":

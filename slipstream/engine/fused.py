@@ -76,7 +76,11 @@ def halves_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: tor
 
 def triton_operations() -> Operations:
     """Raises ImportError where Triton is not installed."""
-    kernels = importlib.import_module("slipstream.engine.fused_kernels")
+    return operations_of(importlib.import_module("slipstream.engine.fused_kernels"))
+
+
+def operations_of(kernels: Any) -> Operations:
+    """kernels: has those of ``fused_kernels`` by their names."""
     fused = _Fused(kernels)
     return Operations(fused.add_norm, fused.place, fused.silu_mul)
 
