@@ -41,6 +41,11 @@ def free_port() -> int:
             return port
 
 
+def surroundings() -> dict[str, str]:
+    """The environment of a service."""
+    return {**SHARED_CORES, **os.environ}
+
+
 @dataclass(slots=True)
 class Process:
     """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value)."""
@@ -56,7 +61,7 @@ class Process:
         arguments = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments], stdout=log, stderr=log,
-                                            stdin=subprocess.DEVNULL, env={**SHARED_CORES, **os.environ})
+                                            stdin=subprocess.DEVNULL, env=surroundings())
 
     @property
     def pid(self) -> int:

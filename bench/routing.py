@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.completions import Server
-from bench.fleet import Process, free_port
+from bench.fleet import Process, free_port, surroundings
 from bench.floor import floor
 from bench.report import Row, write
 from bench.timed import STREAMS, SYMBOLS, Timing
@@ -107,7 +107,7 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
 async def relay(target: str) -> AsyncIterator[tuple[int, int]]:
     """Port and process number of a relay to ``target``."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "bench.relay", target, "127.0.0.1:0",
-                                                   stdout=asyncio.subprocess.PIPE)
+                                                   stdout=asyncio.subprocess.PIPE, env=surroundings())
     assert process.stdout is not None
     try:
         yield int(await process.stdout.readline()), process.pid

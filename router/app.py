@@ -27,6 +27,7 @@ from router.events import DONE, EventStream, Presence, event, framed
 from router.gate import Gate, problem_response
 from router.gateway import Gateway, Job, Run
 from router.keys import ApiKeys
+from router.outlet import outlet_of
 from router.patience import Limit
 from router.problems import http_problem, problem_of
 from router.replies import ChatReply, Reply, TextReply
@@ -141,7 +142,7 @@ class Surface:
     async def _answer(self, request: Request, job: Job, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody) -> Response:
         job = replace(job, trace=well_formed(request.headers.get(HEADER, "")))
-        client = Presence(request.receive)
+        client = Presence(request.receive, outlet_of(request.scope))
         try:
             with client:
                 run, deltas, first = await _begun(self._gateway, job)

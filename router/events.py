@@ -39,15 +39,23 @@ def framed(data: bytes) -> bytes:
 
 class Presence:
     """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
-    body has been read, and ``close`` it."""
+    body has been read, and ``close`` it. Where the connection has an ``outlet`` that one tells, which spares a task."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, outlet: Outlet | None = None) -> None:
         self._limit = Limit(ClientDisconnect)
-        self._watch = asyncio.create_task(_gone(receive))
-        self._watch.add_done_callback(self._over)
+        self._outlet = outlet
+        self._watch: asyncio.Task[None] | None = None
+        if outlet is not None:
+            outlet.watch(self._limit.fire)
+        else:
+            self._watch = asyncio.create_task(_gone(receive))
+            self._watch.add_done_callback(self._over)
 
     def close(self) -> None:
-        self._watch.cancel()
+        if self._outlet is not None:
+            self._outlet.watch(None)
+        if self._watch is not None:
+            self._watch.cancel()
 
     def __enter__(self) -> None:
         self._limit.__enter__()

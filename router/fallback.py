@@ -7,6 +7,8 @@ Rules:
 3. While a probe runs, a share of the answers speculates and is judged alone; the others stay plain.
 4. Nobody who asked for plain decoding is ever switched; his pieces still tell what a plain step takes.
 5. Every transition is logged with its numbers and counted.
+6. Pieces are judged together, as many as there are answers, which are those of one step: a judge that is called for
+   each piece has left the caches in between. A single answer's are judged at once.
 
 It knows nothing about targets, text or HTTP.
 """
@@ -42,6 +44,7 @@ class PoolFallback:
         self._reason = "operator"
         self._probing = False
         self._followed: set[FollowedAnswer] = set()
+        self._heard: list[tuple[FollowedAnswer, Piece]] = []  # and not judged
         self._log = logger("fallback")
         metrics.mode.now(self._policy.mode.value)
 
@@ -68,6 +71,16 @@ class PoolFallback:
 
     def observe(self, answer: FollowedAnswer, piece: Piece) -> None:
         """A later piece of ``answer`` came."""
+        self._heard.append((answer, piece))
+        if len(self._heard) >= len(self._followed):
+            self._judge_all()
+
+    def _judge_all(self) -> None:
+        heard, self._heard, now_s = self._heard, [], self._clock()
+        for answer, piece in heard:
+            self._judge(answer, piece, now_s)
+
+    def _judge(self, answer: FollowedAnswer, piece: Piece, now_s: float) -> None:
         if not piece.drafted and piece.verify_s > 0:
             keep = PLAIN_KEEP if self._plain_s is not None else 0.0
             self._plain_s = keep * (self._plain_s or 0.0) + (1 - keep) * piece.verify_s
@@ -77,13 +90,14 @@ class PoolFallback:
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
                        plain_s=plain_s)
-        self._heed(self._policy.observe(self._clock(), round_))
+        self._heed(self._policy.observe(now_s, round_))
 
     def left(self, answer: FollowedAnswer) -> None:
         self._followed.discard(answer)
 
     def tick(self) -> None:
         """Time passes: a probe may begin or run out."""
+        self._judge_all()
         self._heed(self._policy.tick(self._clock()))
         self._fill_probe()
 

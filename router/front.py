@@ -73,6 +73,6 @@ class GatewayFront:
 
 
 def _delta(delta: TextDelta, usage: Usage | None) -> Delta:
-    tokens = tuple(TextToken(token.id, token.text, token.drafted,
-                             token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens)
-    return Delta(delta.text, tokens, delta.finish, usage)
+    tokens = [TextToken(token.id, token.text, token.drafted,
+                        token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens]
+    return Delta(delta.text, tuple(tokens), delta.finish, usage)

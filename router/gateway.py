@@ -12,8 +12,8 @@ It knows nothing about the OpenAI format, HTTP or gRPC.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -202,7 +202,7 @@ class Run:
     """The answers of one admitted job."""
 
     def __init__(self, gateway: Gateway, job: Job, arrived_s: float, deadline_s: float) -> None:
-        self.id = uuid.uuid4().hex
+        self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
         self._gateway = gateway
@@ -228,12 +228,16 @@ class Run:
         """(answer number, delta) as they come. Raises what an answer raises, and DeadlineExceeded."""
         many = merged(self.completions) if len(self.completions) > 1 else None
         alone, limit = self.completions[0], self._limit  # no queue between a single answer and its reader
+        gateway = self._gateway
         try:
             while True:
                 with limit:
                     number, delta = (0, await anext(alone)) if many is None else await anext(many)
-                self._time(number, delta)
-                yield number, delta
+                came_s = gateway.clock()
+                try:
+                    yield number, delta
+                finally:  # when it is on its way
+                    self._time(number, delta, came_s)
         except StopAsyncIteration:
             return
         except Exception:
@@ -271,8 +275,8 @@ class Run:
             used = self.usage()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
-    def _time(self, number: int, delta: TextDelta) -> None:
-        now_s, metrics = self._gateway.clock(), self._gateway.metrics
+    def _time(self, number: int, delta: TextDelta, now_s: float) -> None:
+        metrics = self._gateway.metrics
         before_s = self._commits_s.get(number)
         if before_s is None:
             self._mode = self._mode or self._present_mode()

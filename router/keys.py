@@ -57,9 +57,11 @@ class ApiKeys:
 
     def open(self, key: str) -> bool:
         """Whether ``key`` opens the door."""
+        if not self._digests:
+            return True
         shown = _digest(key)
         matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
-        return any(matches) or not matches
+        return any(matches)
 
 
 def _read(file: Path) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ Format: chunked transfer coding, RFC 9112 section 7.1. It knows nothing about re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from uvicorn.config import Config
@@ -27,12 +27,20 @@ STATE = "outlet"  # its name in the state of a connection's scopes
 class Outlet:
     """Of one connection."""
 
-    __slots__ = ("_room", "_transport", "full")
+    __slots__ = ("_over", "_room", "_transport", "_watcher", "full")
 
     def __init__(self) -> None:
         self.full = False
         self._room = asyncio.Event()
         self._transport: asyncio.Transport | None = None
+        self._over = False
+        self._watcher: Callable[[], None] | None = None
+
+    def watch(self, watcher: Callable[[], None] | None) -> None:
+        """Call ``watcher`` when the connection is over, which it may be already; None: nobody any more."""
+        self._watcher = watcher
+        if self._over and watcher is not None:
+            watcher()
 
     def write(self, data: bytes) -> None:
         """Send ``data``, which is not empty, as one chunk."""
@@ -44,6 +52,13 @@ class Outlet:
         """Wait until the outlet is not full, or the connection is over."""
         while self.full:
             await self._room.wait()
+
+    def lost(self) -> None:
+        """The connection is over."""
+        self._over = True
+        self.fill(False)
+        if self._watcher is not None:
+            self._watcher()
 
     def opened(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -76,7 +91,7 @@ class TappedProtocol(asyncio.Protocol):
         self._http.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._outlet.fill(False)
+        self._outlet.lost()
         self._http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

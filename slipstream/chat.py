@@ -2,7 +2,8 @@
 
 Rules:
 1. An option that is None takes the server's default.
-2. An answer is a stream of deltas; the last one carries ``finish`` and ``usage``.
+2. An answer is a stream of deltas; the last one carries ``finish`` and ``usage``. Tokens and deltas are named tuples:
+   one of each is made for every token.
 
 It knows nothing about HTTP, gRPC, tokenizers or engines.
 """
@@ -10,6 +11,7 @@ It knows nothing about HTTP, gRPC, tokenizers or engines.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,16 @@ class ChatOptions:
     speculate: bool | None = None  # False: plain decoding for this request
 
 
-@dataclass(frozen=True, slots=True)
-class TextToken:
+class TextToken(NamedTuple):
     """One token of the answer; ``drafted`` when a drafter had proposed it. logprob: natural log, if asked for."""
 
     id: int
-    text: str = field(repr=False)
+    text: str
     drafted: bool = False
     logprob: float | None = None
+
+    def __repr__(self) -> str:
+        return f"TextToken(id={self.id})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,13 @@ class Usage:
         return self.completion_tokens / self.rounds if self.rounds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop" or "length")."""
 
-    text: str = field(default="", repr=False)
+    text: str = ""
     tokens: tuple[TextToken, ...] = ()
     finish: str = ""
     usage: Usage | None = None
+
+    def __repr__(self) -> str:
+        return f"Delta(tokens={len(self.tokens)}, finish={self.finish!r}, usage={self.usage})"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from slipstream.messages import Sampling
 
@@ -40,6 +40,8 @@ class Request:
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left to ask when ``tokens`` of the answer are there."""
+        if not tokens:
+            return self
         return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens))
 
 
@@ -51,9 +53,9 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The tokens of one commit: the first ``accepted`` came from drafts."""
+class Piece(NamedTuple):
+    """The tokens of one commit: the first ``accepted`` came from drafts. A named tuple, as one is made for every token
+    at each end of a wire."""
 
     tokens: tuple[int, ...]
     accepted: int = 0

@@ -14,7 +14,6 @@ Runs on the engine thread alone. It knows nothing about schedules, batches or so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -201,8 +200,8 @@ class Answers:
                       committed.waited_s, running.policy.mode.value, lossy=verified.lossy, plain_s=plain_s)
         self._metrics.lenient(verified.lenient)
         if committed.first and running.first_step_s is not None:
-            piece = replace(piece, cached_tokens=running.cached_tokens,
-                            queue_s=max(0.0, running.first_step_s - running.arrived_s))
+            piece = piece._replace(cached_tokens=running.cached_tokens,
+                                   queue_s=max(0.0, running.first_step_s - running.arrived_s))
         self._pieces.append((running.sink, piece))
         if running.history is not None:
             running.history.append(tokens)

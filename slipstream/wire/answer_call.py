@@ -105,11 +105,11 @@ class AnswerCall:
             sender.task.cancel()
 
     def _begin(self, number: int, request: Request) -> None:
-        self._put(number, TAKEN)
         try:
             if self._draining:
                 raise Draining("this target is shutting down")
             sender = Sender(self._backend.submit(request))
+            self._put(number, TAKEN)
         except Exception as error:
             log_bug(error)
             self._put(number, Reported.of(error))

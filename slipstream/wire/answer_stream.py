@@ -19,7 +19,7 @@ from typing import Any
 
 from grpc import aio
 
-from slipstream.errors import Draining, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.requests import Piece, Request
 from slipstream.wire.answer_frames import TAKEN, Flow, Told, decode_told, encode_asked
 from slipstream.wire.channel import TARGET_SERVICE
@@ -32,13 +32,15 @@ HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
 
 
 class AnswerStream:
-    """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or ``aclose``."""
+    """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or ``aclose``.
+    ``max_bytes``: of a frame that holds several items; ``max_request_bytes``: of a request."""
 
-    def __init__(self, connection: Connection, address: str, max_bytes: int) -> None:
+    def __init__(self, connection: Connection, address: str, max_bytes: int, max_request_bytes: int) -> None:
         self.address = address
         self.over = False
         self._connection = connection
         self._max_bytes = max_bytes
+        self._max_request_bytes = max_request_bytes
         self._line = connection.begin()
         method: Any = self._line.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
         self._call = method()
@@ -56,14 +58,20 @@ class AnswerStream:
             self.retire()
         return not self.over and not self._retired
 
-    def begin(self, answer: SharedAnswer) -> int:
-        """``answer``'s number from now on."""
+    def begin(self, answer: SharedAnswer, request: Request) -> int:
+        """Send ``request``. Returns ``answer``'s number from now on; InvalidRequest if the request is too large."""
         number = next(self._numbers)
+        start = encode_asked(number, request)
+        check_size(start, self._max_request_bytes)
         self._answers[number] = answer
+        self._put(number, start)
         return number
 
-    def say(self, number: int, content: Request | bool | Flow) -> None:
-        self._outgoing.append((number, encode_asked(number, content)))
+    def say(self, number: int, content: bool | Flow) -> None:
+        self._put(number, encode_asked(number, content))
+
+    def _put(self, number: int, item: bytes) -> None:
+        self._outgoing.append((number, item))
         self._filled.set()
 
     def forget(self, number: int) -> None:
@@ -125,6 +133,11 @@ class AnswerStream:
                     await self._call.write(frame)
         except asyncio.InvalidStateError:
             await asyncio.get_running_loop().create_future()  # the call has ended: the reader hears why
+
+
+def check_size(request: bytes, max_bytes: int) -> None:
+    if len(request) > max_bytes:
+        raise InvalidRequest("tokens", f"the request takes {len(request)} bytes, more than {max_bytes}")
 
 
 class SharedAnswer:
@@ -207,9 +220,9 @@ class SharedAnswer:
     def _begin(self) -> None:
         self._begun = True
         self._loop = asyncio.get_running_loop()
-        self._stream = stream = self._join()
-        self._number = stream.begin(self)
-        stream.say(self._number, self._request)
+        stream = self._join()
+        self._number = stream.begin(self, self._request)
+        self._stream = stream
         if self._speculate is not None:
             stream.say(self._number, self._speculate)
         self._late = self._loop.call_later(self._connect_s, self._not_taken)

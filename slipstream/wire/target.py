@@ -26,7 +26,7 @@ from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, Una
 from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
 from slipstream.spans import HEADER, well_formed
 from slipstream.wire.answer_call import AnswerCall
-from slipstream.wire.answer_stream import AnswerStream, SharedAnswer
+from slipstream.wire.answer_stream import AnswerStream, SharedAnswer, check_size
 from slipstream.wire.answers import (
     decode_control,
     decode_info,
@@ -163,12 +163,12 @@ class TargetClient:
         self._stream: AnswerStream | None = None
 
     def submit(self, request: Request) -> Answer:
-        """The answer, not begun: the call starts with its iteration. InvalidRequest if it is too large to send."""
-        start = encode_start(request)
-        if len(start) > self._max_bytes:
-            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_bytes}")
+        """The answer, not begun: the call starts with its iteration. InvalidRequest, here or there, if it is too large
+        to send."""
         if self._many:
             return SharedAnswer(self._join, request, self._connect_s)
+        start = encode_start(request)
+        check_size(start, self._max_bytes)
         return RemoteAnswer(self._connection, start, self.address, self._connect_s, request.trace)
 
     async def info(self) -> TargetInfo:
@@ -195,7 +195,7 @@ class TargetClient:
 
     def _join(self) -> AnswerStream:
         if self._stream is None or not self._stream.takes:
-            self._stream = AnswerStream(self._connection, self.address, MAX_BYTES)
+            self._stream = AnswerStream(self._connection, self.address, MAX_BYTES, self._max_bytes)
         return self._stream
 
 
