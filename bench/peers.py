@@ -6,8 +6,9 @@ What is measured, and how:
    machine hurts all alike. A system that cannot start is named, and the others go on.
 3. ``tokens_per_s`` is the median over a set's questions of decoding (first token to last); ``end_to_end`` counts from
    the request on. Ratios are medians over questions of the ratio at the same question.
-4. Batches: Slipstream alone, so many questions at once; all tokens by the time until the last answer ends, the median
-   of some runs, plain and drafted in turn.
+4. Batches: Slipstream alone, so many streams, each of which asks ``--waves`` questions, one behind the other; all
+   tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
+   time is the slowest answer's, and what makes others faster does not count.
 5. Sets: mt_bench of the folder, and ``bench/sets/copy.jsonl``, ours, in which answers repeat their prompts.
 6. Rows are in ``build/bench/peers.json`` after each question; table, verdicts and picture come last.
 """
@@ -98,10 +99,16 @@ async def one_by_one(systems: Sequence[System], sets: Sets, max_tokens: int, res
                 yield
 
 
-async def together(system: System, prompts: Sequence[Sequence[int]], max_tokens: int) -> Answered:
-    """All prompts at once, as one answer."""
+async def together(system: System, prompts: Sequence[Sequence[int]], streams: int, max_tokens: int) -> Answered:
+    """All prompts, ``streams`` at a time, as one answer."""
     began_s = asyncio.get_running_loop().time()
-    all_ = await asyncio.gather(*(answer_of(system, prompt, max_tokens) for prompt in prompts))
+    left, all_ = list(reversed(prompts)), list[Answered]()
+
+    async def stream() -> None:
+        while left:
+            all_.append(await answer_of(system, left.pop(), max_tokens))
+
+    await asyncio.gather(*(stream() for _ in range(streams)))
     took_s = asyncio.get_running_loop().time() - began_s
     return Answered(sum(a.tokens for a in all_), min(a.first_s for a in all_), took_s, sum(a.rounds for a in all_))
 
@@ -110,11 +117,12 @@ async def in_batches(systems: Sequence[System], sets: Sets, arguments: argparse.
                      results: Results) -> AsyncIterator[None]:
     for name, prompts in sets.items():
         for batch in BATCHES:
+            count = arguments.waves * batch
             for run in range(arguments.runs):
-                few = [prompts[(run * batch + i) % len(prompts)] for i in range(batch)]
+                few = [prompts[(run * count + i) % len(prompts)] for i in range(count)]
                 for turn in range(len(systems)):
                     system = systems[(run + turn) % len(systems)]
-                    results[system.name, batch, name].append(await together(system, few, arguments.max_tokens))
+                    results[system.name, batch, name].append(await together(system, few, batch, arguments.max_tokens))
                     yield
 
 
@@ -139,7 +147,7 @@ def row_of(key: tuple[str, int, str], results: Results, dtype: str) -> Row:
 async def run(arguments: argparse.Namespace) -> None:
     """Start, ask, print; what was measured stays, whatever ends it."""
     codec = TextCodec(resolve(arguments.model))
-    questions = {"mt_bench": read(arguments.prompts, "mt_bench", 2 * max(BATCHES)), "copy": read(COPY, "copy", 99)}
+    questions = {"mt_bench": read(arguments.prompts, "mt_bench", 99), "copy": read(COPY, "copy", 99)}
     sets = {name: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for name, all_ in questions.items()}
     few = {name: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for name, prompts in sets.items()}
     results: Results = defaultdict(list)
@@ -169,6 +177,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="folder with mt_bench.jsonl")
     parser.add_argument("--count", type=int, default=8, help="questions of each set, one at a time")
     parser.add_argument("--runs", type=int, default=3, help="of each batch size and set; 0: no batches")
+    parser.add_argument("--waves", type=int, default=3, help="questions of each stream of a batch; 1: all at once")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--systems", type=lambda text: text.replace(",", " ").split(), default=list(NAMES))
     parser.add_argument("--peers", type=Path, required=True, help="what `make bench-peers` installed")

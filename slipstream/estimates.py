@@ -1,4 +1,4 @@
-"""What the policy believes, from what was measured: step costs, acceptance by depth, exchange times, gains.
+"""What the policy believes, from what was measured: step costs, acceptance by depth, gains.
 
 Rules:
 1. Seconds in, seconds out; no clock. Every estimate forgets, so that a changed world is seen.
@@ -154,60 +154,6 @@ class Experience:
         """What a new session believes. Every UNTOLD_EVERY-th is told nothing, the first of all among them."""
         self._begun += 1
         return self._seen.fresh() if self._begun % UNTOLD_EVERY == 1 else self._seen.heir()
-
-
-class ExchangeTimes:
-    """Seconds from a commit to the growth that answers it: mean and mean deviation, as TCP keeps its round trips
-    (RFC 6298). Sessions of one drafter may share it."""
-
-    __slots__ = ("_deviation_s", "mean_s")
-
-    def __init__(self) -> None:
-        self.mean_s: float | None = None  # None: nothing is known
-        self._deviation_s = 0.0
-
-    def forget(self) -> None:
-        self.mean_s = None
-
-    def observe(self, seconds: float) -> None:
-        if self.mean_s is None:
-            self.mean_s, self._deviation_s = seconds, seconds / 2
-            return
-        self._deviation_s += 0.25 * (abs(seconds - self.mean_s) - self._deviation_s)
-        self.mean_s += 0.125 * (seconds - self.mean_s)
-
-    def usual_s(self, unknown_s: float) -> float:
-        """What all but a few exchanges stay below; ``unknown_s`` before the first one."""
-        return unknown_s if self.mean_s is None else self.mean_s + 4.0 * self._deviation_s
-
-
-class ExchangeByLoad:
-    """``ExchangeTimes`` where trees take longer the more sessions there are: apart for each load, in powers of two.
-    What a smaller one took is believed of a load that nobody has seen. ``load``: the present one."""
-
-    __slots__ = ("_times", "load")
-
-    def __init__(self) -> None:
-        self.load = 1
-        self._times: dict[int, ExchangeTimes] = {}
-
-    @property
-    def _known(self) -> ExchangeTimes | None:
-        level = self.load.bit_length()
-        return next((self._times[lower] for lower in range(level, -1, -1) if lower in self._times), None)
-
-    @property
-    def mean_s(self) -> float | None:
-        return self._known.mean_s if self._known is not None else None
-
-    def forget(self) -> None:
-        self._times.clear()
-
-    def observe(self, seconds: float) -> None:
-        self._times.setdefault(self.load.bit_length(), ExchangeTimes()).observe(seconds)
-
-    def usual_s(self, unknown_s: float) -> float:
-        return self._known.usual_s(unknown_s) if self._known is not None else unknown_s
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ Rules:
    It is above 1 exactly when the whole step makes more tokens a second with our nodes than without (wait aside).
 2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side.
 3. A drafter that proposes nothing costs its wait, no more. A wait is granted while a waited round reaches
-   ``leave_gain``; one that does not is still tried once it is below TRY_SHARE of the time since the last.
+   ``leave_gain``; one that does not is still tried now and then (``exchanges.Tries``). On shared cores the time that
+   it takes from others counts, too (``toll_s``).
 4. Nobody knows how long an exchange takes that was given up: it counts as twice the wait.
 
 It knows no modes and no clock.
@@ -18,9 +19,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.config import PolicySection
-from slipstream.estimates import Acceptance, ExchangeByLoad, ExchangeTimes, Experience, Ledger, StepCosts
+from slipstream.estimates import Acceptance, Experience, Ledger, StepCosts
+from slipstream.exchanges import ExchangeByLoad, ExchangeTimes
 
-TRY_SHARE = 0.01
 WORTH = 1.02  # gain from which a chain that costs no wait is verified
 RECENT = 10  # rounds that the recent gain looks back on, or so
 
@@ -56,7 +57,7 @@ class Goodput:
         self._others = 0
         self._told_others: int | None = None  # by the caller, since the last round
         self._share = 1.0  # of waits and trees that had something to verify
-        self._unpaid_s = 0.0  # time since the last wait
+        self._tries = exchange.tries()
         self._nodes: int | None = None  # asked for several times a round, searched for once
 
     def tell_others(self, rows: int) -> None:
@@ -83,7 +84,7 @@ class Goodput:
         self._acceptance.observe(round_.drafted, round_.accepted, round_.depth)
         self._experience.observe(round_.drafted, round_.accepted, round_.depth)
         self._nodes = None
-        self._unpaid_s = 0.0 if round_.wait_s > 0 else self._unpaid_s + spent_s
+        self._tries.add(spent_s, round_.wait_s > 0 and not round_.first)
         self._learn_exchange(round_)
         return earned_s, spent_s
 
@@ -128,11 +129,15 @@ class Goodput:
         return not self._search(self._acceptance.fresh(), any_will_do=True)
 
     def _search(self, acceptance: Acceptance, any_will_do: bool = False) -> int:
-        rows, plain_s, wait_s = self._others + 1, self._costs.cost(self._others + 1), self._recent_wait_s()
+        rows, plain_s = self._others + 1, self._costs.cost(self._others + 1)
+        wait_s, toll_s = self._recent_wait_s(), self._exchange.toll_s(plain_s)
         best, best_rate = 0, self._config.leave_gain / (plain_s + wait_s)
+        least_s = plain_s + rows * (self._costs.cost(rows + self._config.min_nodes) - plain_s) + wait_s + toll_s
+        if (1 + acceptance.tokens(self._config.max_nodes)) / least_s <= best_rate:
+            return 0  # quickly, as a full house asks often
         for nodes in range(self._config.min_nodes, self._config.max_nodes + 1):
             extra_s = rows * (self._costs.cost(rows + nodes) - plain_s)
-            rate = (1 + acceptance.tokens(nodes)) / (plain_s + extra_s + wait_s)
+            rate = (1 + acceptance.tokens(nodes)) / (plain_s + extra_s + wait_s + toll_s)
             if rate > best_rate:
                 best, best_rate = nodes, rate
                 if any_will_do:
@@ -147,7 +152,8 @@ class Goodput:
         if drafted_for and (nodes := self.nodes):
             wait_s = self._recent_wait_s() if self.recent.rounds else self.exchange_s
             step_s = plain_s + rows * (self._costs.cost(rows + nodes) - plain_s)
-            best_rate = max(best_rate, (1 + self._share * self._acceptance.tokens(nodes)) / (step_s + wait_s))
+            took_s = step_s + wait_s + self._exchange.toll_s(plain_s)
+            best_rate = max(best_rate, (1 + self._share * self._acceptance.tokens(nodes)) / took_s)
         for count, chance in enumerate(chances, start=1):
             tokens += chance
             rate = tokens / (plain_s + rows * (self._costs.cost(rows + count) - plain_s))
@@ -193,9 +199,12 @@ class Goodput:
 
     def pays(self, gain: float) -> bool:
         """Whether a round with its wait reaches ``gain``, or is still tried."""
-        if self._exchange.mean_s is None or TRY_SHARE * self._unpaid_s >= self.usual_wait_s:
+        exchange, toll_s = self._exchange, self._exchange.toll_s(self.plain_s)
+        if exchange.mean_s is None and not toll_s:
+            return True
+        if self._tries.due(self.usual_wait_s + toll_s):
             return True
         rows, nodes = self._others + 1, self.nodes
         step_s = self.plain_s + self._costs.cost(rows + nodes) - self._costs.cost(rows)
         won = 1 + self._share * self._acceptance.tokens(nodes)
-        return won * self.plain_s >= gain * (step_s + self._exchange.mean_s)
+        return won * self.plain_s >= gain * (step_s + (exchange.mean_s or 0.0) + toll_s)

@@ -39,7 +39,8 @@ from enum import StrEnum
 from typing import Literal
 
 from slipstream.config import PolicySection
-from slipstream.estimates import ExchangeByLoad, ExchangeTimes, Experience, Ledger, StepCosts
+from slipstream.estimates import Experience, Ledger, StepCosts
+from slipstream.exchanges import ExchangeByLoad, ExchangeTimes
 from slipstream.goodput import Goodput, Round
 from slipstream.probe import Probe
 
@@ -49,6 +50,7 @@ PROBE_SHARE = 0.02
 REPAY_S = 10.0
 PLAIN_EVERY = 64
 PROBE_LIMIT_S = 5.0  # a drafter that has not answered by then has failed the probe
+OVERLOAD_S = 0.1  # between two looks whether it is over
 FAILED_PROBES = 3  # before shadow becomes plain
 SILENT_ROUNDS = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
 
@@ -251,10 +253,14 @@ class SpeculationPolicy:
         return Transition(now_s, before, after, reason, self.gain) if before is not after else None
 
     def _due(self, now_s: float) -> bool:
-        # Under overload a probe would only confirm it, and none begins before one exchange is affordable.
-        return (self.allowed and now_s >= self._next_probe_s
-                and PROBE_SHARE * (now_s - self._quiet_since_s) >= self._goodput.exchange_s
-                and not self._goodput.overloaded)
+        # None begins before one exchange is affordable, and under overload it would only confirm what is known.
+        if (not self.allowed or now_s < self._next_probe_s
+                or PROBE_SHARE * (now_s - self._quiet_since_s) < self._goodput.exchange_s):
+            return False
+        if self._goodput.overloaded:
+            self._next_probe_s = now_s + OVERLOAD_S
+            return False
+        return True
 
     def _start_probe(self, now_s: float) -> None:
         self.num_probes += 1

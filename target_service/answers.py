@@ -21,7 +21,7 @@ from slipstream.config import PolicySection
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import TokenHistory
-from slipstream.estimates import ExchangeByLoad
+from slipstream.exchanges import ExchangeByLoad
 from slipstream.log import logger
 from slipstream.messages import Drop, Growth
 from slipstream.metrics import TargetMetrics
@@ -35,6 +35,7 @@ from target_service.running import Running, Sink
 from target_service.step import Committed, Step, Verified
 
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
+IDLE_TOKENS = 128  # committed since a tree was asked for: to tell a drafter of more would cost time there
 ASKED = 4  # commits whose answers may still come
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
@@ -180,6 +181,7 @@ class Answers:
         most = self._config.max_nodes if self._foresight else 0
         chain, scores = running.foresee(tokens, most, step.num_trees - 1)
         asks = running.link is not None and not chain and self._asks(running, now_s)
+        running.told(len(tokens), asks)
         self._pool.commit(running, tokens, drafted, running.policy.budget(now_s, step.num_trees - 1) if asks else 0)
         self._ask(running, now_s)
         self._follow(running, now_s)
@@ -218,14 +220,14 @@ class Answers:
     def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
         wants = running.policy.wants_drafts(now_s)
-        if running.link is not None and running.policy.mode is Mode.PLAIN and not wants:
+        idle = self._load is not None and running.unasked > IDLE_TOKENS
+        if running.link is not None and (idle or (running.policy.mode is Mode.PLAIN and not wants)):
             self._pool.detach(running)
         elif running.link is None and self._pool.any_ready and now_s >= running.retry_at_s:
-            if not self._asks(running, now_s):
-                # To ask again takes time from the step; elsewhere it is one look at the mode.
+            if not self._asks(running, now_s):  # to ask again takes time from the step; elsewhere it is one look
                 running.retry_at_s = now_s + LOOK_S if self._load is not None else 0.0
             elif self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):
-                running.first_round = True
+                running.first_round, running.unasked = True, 0
                 self._ask(running, now_s)
 
     def _asks(self, running: Running, now_s: float) -> bool:

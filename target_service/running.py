@@ -27,6 +27,7 @@ from slipstream.session import TargetSide
 from slipstream.spans import Span, Unfollowed
 from slipstream.wire.link import Link
 
+PENDING = 16  # committed tokens that a drafter takes in together with a tree
 Sink = Callable[[Piece | Exception], None]
 
 
@@ -48,7 +49,8 @@ class Running:
     cached_tokens: int = 0
     link: Link | None = None
     retry_at_s: float = 0.0  # no drafter is asked again before
-    first_round: bool = True  # the drafter that follows has not been awaited yet
+    first_round: bool = True  # the drafter that follows has not been awaited yet, or not for long
+    unasked: int = 0  # tokens that were committed since a tree was asked for
     committed_s: float = 0.0  # when the newest token was committed
     stood: bool = False  # a step was decided without it since then, because it waited for its drafter
     heard_s: float | None = None  # when the drafter answered for it
@@ -99,6 +101,12 @@ class Running:
         if chain:
             self.foreseen = self.policy.foresees(chances, self.link is not None, others)
         return chain[: self.foreseen], [log(chance) for chance in chances[: self.foreseen]]
+
+    def told(self, tokens: int, asks: bool) -> None:
+        """Its drafter hears of ``tokens`` more, and whether a tree is asked for."""
+        self.unasked += tokens
+        if asks:  # what it has to catch up with takes time that no later exchange takes
+            self.first_round, self.unasked = self.first_round or self.unasked > PENDING, 0
 
     def waited(self, started_s: float) -> float:
         """Seconds that it stood still for its drafter before the step that began at ``started_s``."""

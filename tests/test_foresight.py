@@ -10,7 +10,8 @@ import pytest
 
 from slipstream.config import DraftSection, ModelSection, NgramSection, PolicySection
 from slipstream.drafters import create
-from slipstream.estimates import ExchangeTimes, Experience, StepCosts
+from slipstream.estimates import Experience, StepCosts
+from slipstream.exchanges import ExchangeTimes
 from slipstream.foresight import Foresight
 from slipstream.goodput import Goodput, Round
 from slipstream.messages import Commit, DraftBound, Sampling

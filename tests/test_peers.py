@@ -35,12 +35,18 @@ class Told:
     name: str
     per_s: float
     asked: list[tuple[int, ...]] = field(default_factory=list)
+    now: int = 0
+    most: int = 0  # at once
 
     async def start(self) -> None:
         """Nothing to start."""
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
         self.asked.append(tuple(prompt))
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
         return Answered(max_tokens, 0.1, 0.1 + (max_tokens - 1) / self.per_s)
 
     def memory(self) -> dict[str, float]:
@@ -87,18 +93,18 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
     assert row["against_plain"] == pytest.approx(3.0)
 
 
-async def test_a_batch_is_asked_at_once_and_counts_all_tokens() -> None:
+async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> None:
     system = Told("slipstream-plain", 10)
     results: Results = defaultdict(list)
 
     class Few:
-        runs, max_tokens = 2, 8
+        runs, waves, max_tokens = 2, 3, 8
 
     async for _ in in_batches([system], {"copy": [[1], [2], [3]]}, Few(), results):  # type: ignore[arg-type]
         pass
-    assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [32, 32]
-    assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [128, 128]
-    assert len(system.asked) == 2 * (4 + 16)
+    assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [96, 96]
+    assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [384, 384]
+    assert len(system.asked) == 2 * 3 * (4 + 16) and system.most == 16
 
 
 def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:

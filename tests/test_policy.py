@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from slipstream.config import PolicySection
-from slipstream.estimates import UNTOLD_EVERY, Acceptance, ExchangeByLoad, ExchangeTimes, Experience
+from slipstream.estimates import UNTOLD_EVERY, Acceptance, Experience
+from slipstream.exchanges import KEPT, TOGETHER, ExchangeByLoad, ExchangeTimes
 from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
@@ -349,6 +350,45 @@ def test_a_drafter_that_must_read_the_prompt_first_has_to_pay_more() -> None:
     tokens = policy.nodes and 1 + Acceptance().tokens(policy.nodes)
     exchange.observe(tokens * 0.008 / 1.02 - 0.008)  # a gain of 1.02
     assert policy.asks() and not policy.asks(entering=True)
+
+
+def test_what_exchanges_take_on_shared_cores_is_not_moved_by_one_that_was_odd() -> None:
+    times = ExchangeByLoad()
+    for _ in range(KEPT):
+        times.observe(0.005)
+    times.observe(0.500)
+    assert times.mean_s == 0.005
+    for _ in range(KEPT // 2):
+        times.observe(0.020)
+    assert times.mean_s == 0.020, "half of those that are kept are another time: it is the time now"
+
+
+def test_on_shared_cores_all_pay_for_the_tree_of_one() -> None:
+    costs, exchange = StepCosts({1: 0.008, 64: 0.0080001}), ExchangeByLoad()
+    policy = SpeculationPolicy(CONFIG, costs, exchange)
+    exchange.observe(0.004)
+    assert policy.asks() and policy.nodes > 0
+    exchange.load = 16
+    policy.budget(0.0, 15)
+    assert exchange.toll_s(1.0) == pytest.approx(0.060) and ExchangeTimes().toll_s(1.0) == 0.0
+    assert not policy.asks() and policy.nodes == 0, "one answer's tree would keep fifteen others waiting"
+
+
+def test_answers_share_their_tries_on_shared_cores() -> None:
+    """One answer is over before it could afford a try: what they all save is spent by whoever comes next."""
+    exchange, costs = ExchangeByLoad(), StepCosts({1: 0.008, 64: 0.0080001})
+    exchange.observe(0.100)
+    plain, waited = Round(0, 0, 0, costs.cost(1), 0.0, 1), Round(4, 3, 3, costs.cost(5), 0.004, 5)
+    rounds = 0
+    while not (policy := SpeculationPolicy(CONFIG, costs, exchange)).asks():
+        for _ in range(50):
+            policy.observe(0.0, plain)
+            rounds += 1
+    assert 1000 < rounds < 20_000
+    for _ in range(TOGETHER):
+        assert policy.asks(), "one exchange alone would not be believed"
+        policy.observe(0.0, waited)
+    assert exchange.mean_s == 0.004 and policy.asks(), "three quick ones are"
 
 
 def test_exchanges_are_known_by_load() -> None:
