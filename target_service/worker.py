@@ -286,7 +286,7 @@ class TargetWorker:
             self.answers.prefilled(running, started_s)
         committed = [self.answers.commit(verified, step) for verified in results]
         self.pool.flush(all(running.waits(started_s + step_s) for running in self._running))
-        self._costs.observe(0 if prefill else rows, step_s)
+        self._costs.observe(0 if prefill else rows, step_s)  # a prompt's rows cost something else
         for one in committed:
             if self.answers.tell(one, step):
                 self._running.remove(one.verified.running)
