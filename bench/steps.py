@@ -49,7 +49,8 @@ def batch_of(rows: int) -> ForwardBatch:
 
 
 def step(runner: ModelRunner, rows: int) -> object:
-    return runner.forward(batch_of(rows)).argmax(-1).tolist()
+    logits, best = runner.scored(batch_of(rows))
+    return logits.argmax(-1).tolist() if best is None else best
 
 
 def parts_of_a_plain_step(runner: ModelRunner) -> dict[str, Part]:

@@ -146,9 +146,9 @@ class Rounds:
                                answering.slots, None if plain else tree.ancestor_words().tolist(),
                                0 if plain else len(tree))
             placed.append((rows, slots))
-        logits = self._runner.forward(builder.build(self._runner.model.device))
+        logits, best = self._runner.scored(builder.build(self._runner.model.device))
         choices = choose(logits, [_choice_rows(answering, tree, rows)
-                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)])
+                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)], best)
         commits = []
         for answering, tree, (rows, slots) in zip(running, trees, placed, strict=True):
             verdict = walk(tree, choices[rows.start:rows.stop])

@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
+import numpy as np
+
 from slipstream.config import TargetSection
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
@@ -58,6 +60,7 @@ class DraftPool:
         self._leads = Leads()
         self._spec: FeatureSpec | None = None
         self._rows: FeatureRows | None = None  # of the spec
+        self._prepared: dict[tuple[int, int], bytes] = {}  # by number of the answer, and how many rows
         self._agreement: dict[Link, Agreement] = {}
         self._warned: set[Link] = set()
         self._problems: dict[str, str] = {}  # by address; read by other threads
@@ -170,6 +173,19 @@ class DraftPool:
             self._outbox[running.link].append(self._features(running, spec, running.features_sent, stop))
             running.features_sent = stop
 
+    def prepare(self, verified: Iterable[tuple[Running, int]]) -> None:
+        """Before the commits of a step: the feature rows of so many newest tokens of each answer, in one product."""
+        due = [(running, count) for running, count in verified if self._spec_of(running) is not None]
+        self._prepared.clear()
+        if not due or self._rows is None:
+            return
+        slots = [running.slots[running.computed - count : running.computed] for running, count in due]
+        data, begin = self._rows(self._runner.features(np.concatenate(slots))), 0
+        size = len(data) // sum(count for _, count in due)
+        for running, count in due:
+            self._prepared[running.number, count] = data[begin : begin + size * count]
+            begin += size * count
+
     def commit(self, running: Running, tokens: tuple[int, ...], drafted: int, wanted: int) -> None:
         """Commit ``tokens``, whose predecessors' KV (and rows) are computed, and tell the drafter."""
         spec, features = self._spec_of(running), None
@@ -278,5 +294,6 @@ class DraftPool:
 
     def _features(self, running: Running, spec: FeatureSpec, start: int, stop: int) -> Features:
         assert self._rows is not None
-        rows = self._rows(self._runner.features(running.slots[start:stop]))
+        rows = self._prepared.pop((running.number, stop - start), b"") if stop == running.computed else b""
+        rows = rows or self._rows(self._runner.features(running.slots[start:stop]))
         return Features(running.number, start, rows, stop - start, spec.dtype)

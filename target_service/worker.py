@@ -280,6 +280,7 @@ class TargetWorker:
                 self.answers.fail(running, error)
             return
         step_s = self._clock() - started_s
+        self.pool.prepare((verified.running, len(verified.verdict.tokens)) for verified in results)
         step = Step(started_s, step_s, rows, len(trees), sum(len(tree) - 1 for _, tree in trees))
         trace_step(self._trace, step, results)
         for running, _ in prefill:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import torch
 from grpc import aio
@@ -20,17 +21,22 @@ from slipstream.drafters.base import Drafter
 from slipstream.drafters.checkpoint import read_head
 from slipstream.drafters.eagle import EagleNetwork
 from slipstream.engine.features import FeatureRows
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
 from slipstream.errors import PairingError, RemoteProtocolError
-from slipstream.messages import DraftHello, Features, FeatureSpec, Projection, Sampling, TargetHello
+from slipstream.messages import Commit, DraftBound, DraftHello, Features, FeatureSpec, Projection, Sampling, TargetHello
 from slipstream.pairing import check_pair
 from slipstream.requests import Piece, Request
 from slipstream.v1 import draft_pb2
+from slipstream.wire.codec import Faults
 from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
+from slipstream.wire.peers import Peer, PeerEvents
 from slipstream.wire.projection import ROOM, ProjectionReader, encode_projection
 from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, speculators_tensors, write_eagle_folder
 from tests.pair import Rig, drafting, grpc_link, local_link, target
+from tests.sequences import run
 from tests.tiny import VOCAB, write_tiny_model
 
 TAPS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
@@ -112,6 +118,43 @@ async def test_answers_are_the_same_and_the_traffic_shrinks(folder: Path, tiny_f
             await rig.check()
     assert answers[0] == answers[1]
     assert sent[True] < 0.42 * sent[False], sent
+
+
+class Listening:
+    """A draft, and the rows that commits brought it, by session and position."""
+
+    def __init__(self, peers: PeerEvents) -> None:
+        self.rows: dict[int, dict[int, bytes]] = {}
+        self.peer_up, self.peer_down, self._peers = peers.peer_up, peers.peer_down, peers
+
+    def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None:
+        for item in items:
+            if isinstance(item, Commit) and item.features is not None:
+                rows, own = item.features, self.rows.setdefault(item.session, {})
+                size = len(rows.rows) // rows.num_rows
+                own.update({rows.start + i: rows.rows[i * size : (i + 1) * size] for i in range(rows.num_rows)})
+        self._peers.received(peer, items, faults)
+
+
+async def test_answers_of_one_step_get_each_its_own_rows(folder: Path, tiny_folder: Path) -> None:
+    requests = [replace(REQUEST, request_id=str(n), tokens=REQUEST.tokens[n:]) for n in range(4)]
+    async with target(tiny_folder) as rig, drafting(drafter(folder, tiny_folder, True)) as peers:
+        listening = Listening(peers)
+        async with local_link(rig, listening):
+            answers = await asyncio.gather(*(rig.answer(request) for request in requests))
+    texts = [[*request.tokens, *tokens_of(pieces)] for request, pieces in zip(requests, answers, strict=True)]
+    of, runner = network(folder, tiny_folder, True), ModelRunner(load_model(tiny_folder, "float64"), 256)
+    runner.set_taps(spec_of(of).layers)
+    assert len(listening.rows) == len(texts)
+    for text, (_, found) in zip(texts, sorted(listening.rows.items()), strict=True):
+        slots = run(runner, text)[1]
+        rows = FeatureRows(spec_of(of))(runner.features(slots))
+        size = len(rows) // len(text)
+        for position, row in found.items():
+            wanted = np.frombuffer(rows[position * size : (position + 1) * size])
+            np.testing.assert_allclose(np.frombuffer(row), wanted, rtol=0, atol=1e-9)
+        assert len(found) > 16
+        runner.slots.free(slots)
 
 
 def test_settings_choose(folder: Path, tiny_folder: Path) -> None:
