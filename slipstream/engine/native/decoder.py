@@ -102,6 +102,7 @@ class NativeDecoder:
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
                features: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:
         """See ``model.ScoringModel``; the logits are a buffer's."""
+        assert len(taps) * self.config.hidden_size == (0 if features is None else features.shape[1])
         few = len(batch.host.logit_rows)
         self._reach(batch.num_rows, few)
         if taps not in self._scoring:
