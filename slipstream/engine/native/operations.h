@@ -20,7 +20,7 @@ namespace {
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
 constexpr int BLOCK = 12;        // rows of a product that are computed together, at most: as many as registers hold
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
-constexpr int AHEAD = 1024;      // bytes of weights that are asked for in advance: a processor stops at a page's end
+constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
 enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8 };
