@@ -124,8 +124,8 @@ class NeuralDrafter:
         for session, budget in zip(ids, budgets, strict=True):
             context = self._contexts.get(session)
             if context is not None:
-                nodes = send([self.proposals(session)], self.limit(budget), context.sent)
-                growths.append(nodes.growth(session, context.base, began_s))
+                growths.append(send([self.proposals(session)], self.limit(budget), context.sent).growth(
+                    session, context.base, began_s))
         return growths
 
     def limit(self, budget: int) -> int:
@@ -151,12 +151,13 @@ class NeuralDrafter:
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
         left = {session: min(most, budget) for session, budget in wanted.items()}
+        behind = [c for c in contexts.values() if c.behind]
         if self._whole is not None:
-            behind = [c for c in contexts.values() if c.behind]
             self._slide(behind)
             for session, levels in self._whole.grow(behind, left, self._growth.topk).items():
                 left[session] -= levels
-        for session in self._catch_up([c for c in contexts.values() if c.behind]):
+            behind = [c for c in behind if c.behind]
+        for session in self._catch_up(behind) if behind else ():
             left[session] -= 1
         if self._at_once is not None:
             for session, levels in self._at_once.deepen(left, contexts).items():

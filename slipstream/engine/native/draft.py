@@ -50,8 +50,8 @@ class Seed:
 class Grown:
     """What became of a seed. Row 0 is the root, the next K are its children, and so on, level by level."""
 
-    tokens: list[list[int]]  # [1 + levels * K][K] children of each row, best first
-    scores: list[list[float]]  # the logarithms of their shares
+    tokens: list[tuple[int, ...]]  # [1 + levels * K][K] children of each row, best first
+    scores: list[tuple[float, ...]]  # the logarithms of their shares
     picks: list[list[int]]  # [levels][K] which candidates of the level above are a level's rows
     states: torch.Tensor  # bfloat16 [1 + levels * K, W]
 
@@ -124,8 +124,8 @@ class Call:
         rows = 1 + levels * k
         flat = self._unpack(self._children, place * rows * k * CHILD.itemsize)
         picks = self._picks[place * levels * k : (place + 1) * levels * k]
-        return Grown([list(flat[i : i + 2 * k : 2]) for i in range(0, 2 * rows * k, 2 * k)],
-                     [list(flat[i + 1 : i + 2 * k : 2]) for i in range(0, 2 * rows * k, 2 * k)],
+        return Grown([flat[i : i + 2 * k : 2] for i in range(0, 2 * rows * k, 2 * k)],
+                     [flat[i + 1 : i + 2 * k : 2] for i in range(0, 2 * rows * k, 2 * k)],
                      [picks[i : i + k] for i in range(0, levels * k, k)], states)
 
 
