@@ -228,16 +228,12 @@ class Run:
         """(answer number, delta) as they come. Raises what an answer raises, and DeadlineExceeded."""
         many = merged(self.completions) if len(self.completions) > 1 else None
         alone, limit = self.completions[0], self._limit  # no queue between a single answer and its reader
-        gateway = self._gateway
         try:
             while True:
                 with limit:
                     number, delta = (0, await anext(alone)) if many is None else await anext(many)
-                came_s = gateway.clock()
-                try:
-                    yield number, delta
-                finally:  # when it is on its way
-                    self._time(number, delta, came_s)
+                self._time(number, delta)
+                yield number, delta
         except StopAsyncIteration:
             return
         except Exception:
@@ -275,8 +271,8 @@ class Run:
             used = self.usage()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
-    def _time(self, number: int, delta: TextDelta, now_s: float) -> None:
-        metrics = self._gateway.metrics
+    def _time(self, number: int, delta: TextDelta) -> None:
+        now_s, metrics = self._gateway.clock(), self._gateway.metrics
         before_s = self._commits_s.get(number)
         if before_s is None:
             self._mode = self._mode or self._present_mode()
