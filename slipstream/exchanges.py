@@ -64,6 +64,10 @@ class ExchangeTimes:
         """For a session that begins: its own."""
         return Tries(1)
 
+    def try_s(self, usual_s: float) -> float:
+        """What one try is taken to cost, with a wait that is ``usual_s`` long."""
+        return usual_s
+
     def toll_s(self, unknown_s: float) -> float:
         """What an exchange takes from other sessions: nothing, drafts have a device of their own."""
         return 0.0
@@ -75,7 +79,7 @@ class ExchangeTimes:
 
 class RecentTimes:
     """Like ``ExchangeTimes``, of the newest KEPT alone: their median, which one odd exchange does not move and a few
-    new ones do."""
+    new ones do. Of fewer the least: the first ones are cold, and a hope that is wrong is soon seen to be."""
 
     __slots__ = ("_deviation_s", "_kept", "mean_s")
 
@@ -85,7 +89,7 @@ class RecentTimes:
 
     def observe(self, seconds: float) -> None:
         self._kept.append(seconds)
-        self.mean_s = median(self._kept)
+        self.mean_s = median(self._kept) if len(self._kept) == KEPT else min(self._kept)
         apart_s = [abs(kept - self.mean_s) for kept in self._kept]
         self._deviation_s = sum(apart_s) / len(apart_s) if len(apart_s) > 1 else seconds / 2
 
@@ -118,6 +122,10 @@ class ExchangeByLoad:
     def tries(self) -> Tries:
         """Those of all sessions: an answer may be over before it could afford one."""
         return self._tries
+
+    def try_s(self, usual_s: float) -> float:
+        """There are several: their mean, not what the worst may take."""
+        return usual_s if self.mean_s is None else self.mean_s
 
     def toll_s(self, unknown_s: float) -> float:
         """What an exchange takes from the others, each of whom could step meanwhile."""

@@ -202,7 +202,7 @@ class Goodput:
         exchange, toll_s = self._exchange, self._exchange.toll_s(self.plain_s)
         if exchange.mean_s is None and not toll_s:
             return True
-        if self._tries.due(self.usual_wait_s + toll_s):
+        if self._tries.due(exchange.try_s(self.usual_wait_s) + toll_s):
             return True
         rows, nodes = self._others + 1, self.nodes
         step_s = self.plain_s + self._costs.cost(rows + nodes) - self._costs.cost(rows)
