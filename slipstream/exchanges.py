@@ -19,25 +19,27 @@ TOGETHER = 3
 
 
 class Tries:
-    """Waits that should not pay and are made to hear news: ``together`` at once, as the first ones alone say little.
-    They are due once they are below TRY_SHARE of the time since the last."""
+    """Waits that should not pay and are made to hear news: ``together`` in a row, as one alone says little. They are
+    due once they are below TRY_SHARE of the time since the last wait."""
 
-    __slots__ = ("_made", "_since_s", "_together")
+    __slots__ = ("_left", "_since_s", "_together")
 
     def __init__(self, together: int) -> None:
         self._together = together
-        self._made, self._since_s = 0, 0.0
+        self._left, self._since_s = 0, 0.0
 
     def add(self, seconds: float, waited: bool) -> None:
         """A round is over."""
         self._since_s += seconds
-        self._made += waited
-        if self._made >= self._together:
-            self._made, self._since_s = 0, 0.0
+        if waited:
+            self._left = max(0, self._left - 1)
+            self._since_s = self._since_s if self._left else 0.0
 
     def due(self, seconds: float) -> bool:
-        """Whether one that costs ``seconds`` is."""
-        return TRY_SHARE * self._since_s >= self._together * seconds
+        """Whether one that costs ``seconds`` is. Once it is, so are the others."""
+        if not self._left and TRY_SHARE * self._since_s >= self._together * seconds:
+            self._left = self._together
+        return self._left > 0
 
 
 class ExchangeTimes:
@@ -81,15 +83,16 @@ class RecentTimes:
     """Like ``ExchangeTimes``, of the newest KEPT alone: their median, which one odd exchange does not move and a few
     new ones do. Of fewer the least: the first ones are cold, and a hope that is wrong is soon seen to be."""
 
-    __slots__ = ("_deviation_s", "_kept", "mean_s")
+    __slots__ = ("_deviation_s", "_kept", "least_s", "mean_s")
 
     def __init__(self) -> None:
-        self.mean_s = self._deviation_s = 0.0
+        self.mean_s = self.least_s = self._deviation_s = 0.0
         self._kept: deque[float] = deque(maxlen=KEPT)
 
     def observe(self, seconds: float) -> None:
         self._kept.append(seconds)
-        self.mean_s = median(self._kept) if len(self._kept) == KEPT else min(self._kept)
+        self.least_s = min(self._kept)
+        self.mean_s = median(self._kept) if len(self._kept) == KEPT else self.least_s
         apart_s = [abs(kept - self.mean_s) for kept in self._kept]
         self._deviation_s = sum(apart_s) / len(apart_s) if len(apart_s) > 1 else seconds / 2
 
@@ -124,8 +127,8 @@ class ExchangeByLoad:
         return self._tries
 
     def try_s(self, usual_s: float) -> float:
-        """There are several: their mean, not what the worst may take."""
-        return usual_s if self.mean_s is None else self.mean_s
+        """As little as the best that is known took: what made it dear may be over."""
+        return usual_s if self._known is None else self._known.least_s
 
     def toll_s(self, unknown_s: float) -> float:
         """What an exchange takes from the others, each of whom could step meanwhile."""

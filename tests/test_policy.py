@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import PolicySection
 from slipstream.estimates import UNTOLD_EVERY, Acceptance, Experience
-from slipstream.exchanges import KEPT, TOGETHER, ExchangeByLoad, ExchangeTimes
+from slipstream.exchanges import KEPT, TOGETHER, ExchangeByLoad, ExchangeTimes, Tries
 from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
@@ -392,6 +392,20 @@ def test_answers_share_their_tries_on_shared_cores() -> None:
         assert policy.asks(), "one exchange alone would not be believed"
         policy.observe(0.0, waited)
     assert exchange.mean_s == 0.004 and policy.asks(), "three quick ones are"
+
+
+def test_a_try_is_as_many_waits_whatever_was_waited_for_before() -> None:
+    tries = Tries(TOGETHER)
+    for _ in range(TOGETHER - 1):
+        tries.add(0.010, waited=True)
+    assert not tries.due(0.004)
+    while not tries.due(0.004):
+        tries.add(0.010, waited=False)
+    made = 0
+    while tries.due(0.004):
+        tries.add(0.010, waited=True)
+        made += 1
+    assert made == TOGETHER
 
 
 def test_exchanges_are_known_by_load() -> None:
