@@ -2,7 +2,7 @@
 
 Rules:
 1. Beyond loopback HTTP needs API keys, or leave in so many words.
-2. Headers and connections are bounded; the application bounds bodies and answers.
+2. Connections are bounded, what comes in on each by ``router.intake``; the application bounds bodies and answers.
 
 It knows nothing about routes.
 """
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from router.gate import MAX_HEADER_BYTES
-from router.outlet import TappedProtocol
+from router.intake import Intake
+from router.outlet import STATE, Outlet
 from slipstream.config import RouterSection, WireSection
 from slipstream.errors import ConfigError
 from slipstream.wire.server import bind_guard
@@ -37,7 +42,7 @@ class HttpListener:
         config = uvicorn.Config(
             app, http=TappedProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             proxy_headers=False,  # nobody asks for a client's address
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES, timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             limit_concurrency=section.max_in_flight + section.max_queue + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=CLOSE_S,
         )
@@ -64,6 +69,42 @@ class HttpListener:
         self._server.should_exit = True
         await self._loop
         await self._server.shutdown(sockets=[self._socket])
+
+
+class TappedProtocol(asyncio.Protocol):
+    """uvicorn's HTTP, with an intake and an outlet of ours on the same connection."""
+
+    def __init__(self, config: Config, server_state: ServerState, app_state: Mapping[str, Any],
+                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._outlet = Outlet()
+        self._http = HttpToolsProtocol(config, server_state, {**app_state, STATE: self._outlet}, _loop)
+        self._intake = Intake(self._http)
+        self._http.parser = self._intake  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._outlet.opened(transport)
+        self._http.connection_made(transport)
+        self._intake.wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outlet.lost()
+        self._intake.close()
+        self._http.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._http.data_received(data)
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._outlet.fill(True)
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._outlet.fill(False)
+        self._http.resume_writing()
 
 
 def _listening(listen: str) -> socket.socket:

@@ -14,14 +14,11 @@ Format: chunked transfer coding, RFC 9112 section 7.1. It knows nothing about re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
-
 STATE = "outlet"  # its name in the state of a connection's scopes
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"  # how uvicorn ends the head of a body in chunks
 
 
 class Outlet:
@@ -77,33 +74,34 @@ def outlet_of(scope: Mapping[str, Any]) -> Outlet | None:
     return found if isinstance(found, Outlet) and scope["http_version"] == "1.1" else None
 
 
-class TappedProtocol(asyncio.Protocol):
-    """uvicorn's HTTP, with an outlet to the same connection."""
+class Unchunked:
+    """``transport`` for an answer to a client of HTTP/1.0, which knows no chunks: the body ends with the connection."""
 
-    def __init__(self, config: Config, server_state: ServerState, app_state: Mapping[str, Any],
-                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._outlet = Outlet()
-        self._http = H11Protocol(config, server_state, {**app_state, STATE: self._outlet}, _loop)
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._begun = False
+        self._chunked = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._outlet.opened(transport)
-        self._http.connection_made(transport)
+    def write(self, data: bytes) -> None:
+        """A whole head, later any number of whole chunks."""
+        if not self._begun:
+            self._begun, self._chunked = True, data.endswith(CHUNKED)
+            data = data.removesuffix(CHUNKED) + b"\r\n" if self._chunked else data
+        elif self._chunked:
+            data = b"".join(_bodies(data))
+        self._transport.write(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._outlet.lost()
-        self._http.connection_lost(exc)
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
-    def data_received(self, data: bytes) -> None:
-        self._http.data_received(data)
+    def close(self) -> None:
+        self._transport.close()
 
-    def eof_received(self) -> None:
-        self._http.eof_received()
 
-    def pause_writing(self) -> None:
-        self._outlet.fill(True)
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._outlet.fill(False)
-        self._http.resume_writing()
+def _bodies(chunks: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(chunks):
+        body = chunks.index(b"\r\n", start) + 2
+        end = body + int(chunks[start:body], 16)
+        yield chunks[body:end]
+        start = end + 2
