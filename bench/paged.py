@@ -46,7 +46,7 @@ def paged(given: Given, config: ModelConfig) -> PagedAttention:
 
 
 def capture_of(given: Given) -> Capture:
-    return CudaCapture() if given.device.type == "cuda" else capture_eager
+    return CudaCapture(given.device) if given.device.type == "cuda" else capture_eager
 
 
 def mixed(dice: np.random.Generator, slots: int, longest: int) -> BatchBuilder:

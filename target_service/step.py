@@ -19,6 +19,7 @@ import torch
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
+from slipstream.engine.sending import sent
 from slipstream.errors import DeviceFull
 from slipstream.lenient import Thresholds, relaxed
 from slipstream.requests import Finish, TokenLogprob
@@ -133,7 +134,7 @@ def _is_lossy(tree: DraftTree, session: ChoiceRows, thresholds: Thresholds) -> b
 def _relaxed(tree: DraftTree, own: Sequence[int], logits: torch.Tensor, session: ChoiceRows,
              thresholds: Thresholds) -> list[int]:
     device = logits.device
-    parents, tokens = (torch.from_numpy(of[1:]).to(device, torch.int64) for of in (tree.parents, tree.tokens))
+    parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
     chances = probabilities(logits, session)[parents, tokens].tolist()
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 

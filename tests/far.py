@@ -1,5 +1,5 @@
 """A device that computes as the CPU does and counts what crosses: each number that the host reads back makes it wait
-for all that the device was given, on a GPU.
+for all that the device was given, on a GPU. So does what is sent there by a copy that blocks.
 
 Tensors on ``FAR`` refuse to meet the CPU's in one operation, as a GPU's do. Operations whose result's shape depends on
 values, and indexing with a mask, count as reading back: a GPU's host must wait for them just the same.
@@ -41,14 +41,18 @@ class Far(torch.Tensor):
 
 
 class Crossings(TorchDispatchMode):
-    """``waits`` counts, by operation, what made the host wait."""
+    """``waits`` counts, by operation, what made the host wait; "to the device" are copies that block."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Far] = Far) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self._kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func.overloadpacket is aten.to:  # as it comes in inference mode
+            with self:
+                return func.decompose(*args, **kwargs)
         given = tree_flatten((args, kwargs))[0]
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
         far = [x for x in tensors if isinstance(x, Far)]
@@ -62,12 +66,14 @@ class Crossings(TorchDispatchMode):
             assert not mixed, f"{func}: a tensor of the CPU among those of the device"
         if far and self._is_wait(func, args, to_far):
             self.waits[str(func)] += 1
+        if is_copy and to_far and not all(isinstance(x, Far) for x in tensors) and not _lets_go(func, args, kwargs):
+            self.waits["to the device"] += 1
         in_place = args[0] if args and isinstance(args[0], Far) and func._schema.is_mutable else None
         with torch.inference_mode(False), torch.no_grad():  # what is made in it cannot be wrapped
             result = func(*tree_map(_near, args), **tree_map(_near, kwargs))
             if in_place is not None:
                 return in_place
-            return tree_map(lambda x: Far(x) if isinstance(x, torch.Tensor) and to_far else x, result)
+            return tree_map(lambda x: self._kind(x) if isinstance(x, torch.Tensor) and to_far else x, result)
 
     @staticmethod
     def _is_wait(func: Any, args: Any, to_far: bool) -> bool:
@@ -86,19 +92,31 @@ def _near(x: Any) -> Any:
     return x.near if isinstance(x, Far) else x
 
 
+def _lets_go(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is aten.copy_.default:
+        return bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+    return bool(kwargs.get("non_blocking"))
+
+
 class Made(TorchFunctionMode):
-    """``torch.tensor`` makes its numbers where no dispatch mode sees it."""
+    """``torch.tensor`` makes its numbers where no dispatch mode sees it, and waits until they are there."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        super().__init__()
+        self._crossings = crossings
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and kwargs.get("device") is not None and torch.device(kwargs["device"]) == FAR:
+            self._crossings.waits["to the device"] += 1
             return Far(torch.tensor(*args, **kwargs | {"device": "cpu"}))
         return func(*args, **kwargs)
 
 
 @contextmanager
 def crossings() -> Iterator[Crossings]:
-    with Made(), Crossings() as mode:
+    mode = Crossings()
+    with Made(mode), mode:
         yield mode
 
 

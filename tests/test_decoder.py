@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.decoder import Decoder, DecoderLayer, Step
 from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Linear, Rope
 from slipstream.engine.model import CausalModel, ModelConfig, parse_config
@@ -279,3 +280,19 @@ def test_a_window_hides_what_is_older(tmp_path: Path) -> None:
     last = run(runner, text)[0][-1]
     assert far(run(runner, [5] * 36 + text[36:])[0][-1], last) < 1e-12
     assert far(run(runner, [5] * 37 + text[37:])[0][-1], last) > 1e-6
+
+
+def test_what_a_layer_is_merged_of_is_gone_before_the_next(tiny_folder: Path) -> None:
+    """A device that holds most of its memory's worth of weights has no room for what they were made of."""
+    placed: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    beside: set[str] = set()
+
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        layer = ".".join(name.split(".")[:3]) + "."
+        beside.update(other for other, of in placed if of() is not None and "q_proj" in other and layer not in other)
+        copy = tensor.double()
+        placed.append((name, weakref.ref(copy)))
+        return copy
+
+    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), place=place)
+    assert sum("q_proj" in name for name, _ in placed) > 1 and not beside

@@ -41,3 +41,10 @@ def test_the_report_adds_up() -> None:
 def test_this_machine_has_memory() -> None:
     memory = Memory.of(CONFIG, torch.bfloat16, torch.device("cpu"), 16)
     assert 0 < memory.free <= memory.total and memory.slots(1) in (0, 1)
+
+
+def test_what_loading_let_go_of_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [12 * GB]  # by torch, for later
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GB - sum(kept), 80 * GB))
+    assert Memory.of(CONFIG, torch.bfloat16, torch.device("cuda"), 16).free == 64 * GB

@@ -83,6 +83,7 @@ def test_a_forward_waits_for_nothing(tiny_folder: Path) -> None:
     with crossings() as counted:
         runner = ModelRunner(Decoder(config, {name: sent(t) for name, t in tensors.items()}), 64)
         runner.set_taps((0, 2))
+        counted.waits.clear()
         found = [runner.forward(builder.build(FAR)) for builder in builders]
         assert not counted.waits
         for a, b in zip(found, right, strict=True):

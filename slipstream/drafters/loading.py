@@ -161,7 +161,8 @@ def _at_once(section: DraftSection, network: EagleNetwork) -> AtOnce | None:
     if not isinstance(network.attention, FlashInferAttention):
         return None
     growth, window = section.growth, min(section.max_context or network.max_context, network.max_context)
-    made = AtOnce(network, network.attention, growth.topk, growth.num_steps - 1, CudaCapture(), network.slots, window)
+    made = AtOnce(network, network.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device),
+                  network.slots, window)
     logger("draft").info("graphs captured", count=made.warm())
     return made
 

@@ -40,6 +40,7 @@ from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear, Rope, rms_norm
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.sending import sent
 from slipstream.messages import Features, FeatureSpec
 
 Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
@@ -126,8 +127,8 @@ class MtpNetwork:
         """Rule 4. fed [T, H] is what a row's own layer reads: the d-th for a node at depth d. Layers above that write
         KV for deeper nodes to see; what those below write is seen by no row that counts."""
         host_depths, host_above = lineage(batch)
-        depths = torch.from_numpy(host_depths).to(self.device)
-        above = torch.from_numpy(host_above).to(self.device)
+        depths = sent(host_depths, self.device)
+        above = sent(host_above, self.device)
         last = len(self._joints) - 1
         chosen = fed
         for number, joint in enumerate(self._joints):

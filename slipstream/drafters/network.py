@@ -58,7 +58,8 @@ def wire_rows(features: Sequence[Features], spec: FeatureSpec, device: torch.dev
     """The rows of ``features``, already checked against ``spec``, one below the other: [sum of M, width], in a
     network's own dtype and place. This is the edge at which a target's dtype becomes a drafter's."""
     content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join(f.rows for f in features)
-    return torch.frombuffer(content, dtype=dtype_of(spec.dtype)).view(-1, spec.width).to(device, dtype)
+    rows = torch.frombuffer(content, dtype=dtype_of(spec.dtype)).view(-1, spec.width)
+    return rows.to(device, dtype, non_blocking=True)
 
 
 def run_network(network: Network, num_rows: int) -> None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.sending import sent
 from slipstream.tree import MAX_NODES
 
 Indices = NDArray[np.int64]
@@ -170,7 +171,7 @@ class _Host:
     def additive(self, visible: NDArray[np.bool_]) -> torch.Tensor:
         # [b, q, n] -> [b, 1, q * group, n]: one row per folded query head
         mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
-        return mask.repeat_interleave(self.group, 1)[:, None].to(self.device)
+        return mask.repeat_interleave(self.group, 1)[:, None].to(self.device, non_blocking=True)
 
     def tensor(self, values: Indices) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return sent(values, self.device)

@@ -107,10 +107,10 @@ class FixedTorchPages:
 def write_pages(pages: PageTensors, plan: PagePlan) -> None:
     """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
     length = len(plan.indices)
-    pages.indices[:length] = torch.from_numpy(plan.indices)
+    pages.indices[:length].copy_(torch.from_numpy(plan.indices), non_blocking=True)
     pages.indices[length:] = int(plan.indices[-1])
     for tensor, values in ((pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr),
                            (pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)):
-        tensor.copy_(torch.from_numpy(values))
+        tensor.copy_(torch.from_numpy(values), non_blocking=True)
 
 

@@ -5,13 +5,14 @@ Rules:
 2. A tap at layer i is the residual stream that enters layer i; at the number of layers it is the state after the final
    norm.
 3. ``DecoderLayer`` may be built with a wider attention input than its residual stream: draft heads are such layers.
+4. A device holds a model once, and one layer twice, while it is built: what is merged is placed layer by layer.
 
 It knows nothing about sessions, slots' owners or files. Format: tensor names as in transformers' checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,13 @@ from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm, take
 from slipstream.engine.model import ModelConfig
+
+LAYERS = "model.layers."
+Place = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def as_it_is(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Step:
@@ -104,17 +112,18 @@ class Decoder:
     __slots__ = ("_attention", "_embedding", "_head", "_layers", "_norm", "config", "device", "dtype", "rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, halves: Halves = EAGER,
-                 attention: Attention | None = None, head: torch.Tensor | None = None) -> None:
-        """tensors: by name, already in the dtype and on the device to run in. attention: None is torch's. head: of a
-        part of the vocabulary (see ``shards``). Raises ModelError naming a tensor."""
+                 attention: Attention | None = None, head: torch.Tensor | None = None, place: Place = as_it_is) -> None:
+        """tensors: by name; place: brings one to the dtype and the device to run in. attention: None is torch's. head:
+        of a part of the vocabulary (see ``shards``). Raises ModelError naming a tensor."""
         self.config = config
-        self._embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        around = {name: place(name, tensor) for name, tensor in tensors.items() if not name.startswith(LAYERS)}
+        self._embedding = take(around, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.dtype, self.device = self._embedding.dtype, self._embedding.device
-        self._layers = [DecoderLayer(config, tensors, f"model.layers.{i}", halves=halves)
+        self._layers = [DecoderLayer(config, _placed(tensors, f"{LAYERS}{i}.", place), f"{LAYERS}{i}", halves=halves)
                         for i in range(config.num_layers)]
-        self._norm = take(tensors, "model.norm.weight", config.hidden_size)
+        self._norm = take(around, "model.norm.weight", config.hidden_size)
         self._head = Linear(head if head is not None else self._embedding if config.tied_embeddings
-                            else take(tensors, "lm_head.weight", config.vocab_size, config.hidden_size))
+                            else take(around, "lm_head.weight", config.vocab_size, config.hidden_size))
         self.rope = Rope(config, self.dtype, self.device)
         self._attention = attention or TorchAttention(config, self.dtype)
 
@@ -122,8 +131,8 @@ class Decoder:
     def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
                      halves: Halves = EAGER, attention: Attention | None = None) -> Decoder:
         """As ``Decoder(...)``, of tensors in any dtype and place."""
-        tensors = {name: t.to(device, dtype) for name, t in tensors.items() if t.is_floating_point()}
-        return Decoder(config, tensors, halves, attention)
+        floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+        return Decoder(config, floats, halves, attention, place=lambda _, tensor: tensor.to(device, dtype))
 
     def linears(self) -> Iterator[Linear]:
         """All of its products, the head's last."""
@@ -157,3 +166,7 @@ class Decoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, H]."""
         return F.embedding(tokens, self._embedding)
+
+
+def _placed(tensors: Tensors, prefix: str, place: Place) -> dict[str, torch.Tensor]:
+    return {name: place(name, tensor) for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from slipstream.engine.sending import sent
 from slipstream.messages import Sampling
 
 FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear
@@ -86,7 +87,7 @@ def _log_mass(below: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    return sent(values, like.device, torch.float64)[:, None]
 
 
 def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ Rules:
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
 5. One float workspace for all plans of an engine: one stream, and each plan is made right before its forward.
+6. Before it serves it is tried beside torch's attention (see ``trial``); where it fails, torch's serves.
 
 It was compiled for sm_90a and has never run on a GPU. It knows nothing about models or graphs. Written for
 flashinfer-python 0.7.2.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,14 @@ from slipstream.engine.backend import Attend, Attention, FixedAttention, TorchAt
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.pages import PagePlan, PageTensors, placed, plan_pages
+from slipstream.engine.trial import disagreement
 from slipstream.errors import ModelError
 from slipstream.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 128 << 20
-INT_WORKSPACE_BYTES = 8 << 20
+INT_WORKSPACE_BYTES = 2 << 20  # of a plan, pinned on the host too: 16 bytes a row; FlashInfer refuses what is longer
 
 VARIANT = r"""
 struct RowRules : AttentionVariantBase {
@@ -71,12 +74,17 @@ def variant(dtype: torch.dtype, head_dim: int) -> tuple[list[Any], dict[str, Any
             {"paged_kv_stride_mode": "equal"})
 
 
+def specified(dtype: torch.dtype, head_dim: int) -> Any:
+    """The kernel as FlashInfer compiles it, or loads it where it is compiled."""
+    modules = importlib.import_module("flashinfer.jit.attention.modules")
+    arguments, words = variant(dtype, head_dim)
+    return modules.gen_customize_batch_prefill_module("fa2", *arguments, **words)
+
+
 def prebuild(dtype: torch.dtype, head_dim: int) -> Path:
     """Compile the kernel for the architectures that FLASHINFER_CUDA_ARCH_LIST names; takes minutes. Returns the
     library."""
-    modules = importlib.import_module("flashinfer.jit.attention.modules")
-    arguments, words = variant(dtype, head_dim)
-    spec = modules.gen_customize_batch_prefill_module("fa2", *arguments, **words)
+    spec = specified(dtype, head_dim)
     spec.build()
     return Path(spec.jit_library_path)
 
@@ -101,14 +109,24 @@ def attention_for(name: str, config: ModelConfig, dtype: torch.dtype, device: to
     reason = missing(config, dtype, device)
     if not reason:
         try:
-            return FlashInferAttention(config, dtype, device)
-        except Exception as error:  # compilers and loaders fail in their own ways
+            found = FlashInferAttention(config, dtype, device)
+            reason = disagreement(found, config, dtype, device)
+            if not reason:
+                return found
+        except Exception as error:  # compilers, loaders and launches fail in their own ways
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            _settled(device)
     if name == "flashinfer":
         raise ModelError(f"attention 'flashinfer' cannot be used: {reason}; set attention: torch, or auto")
     if device.type == "cuda":
         logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)
     return TorchAttention(config, dtype)
+
+
+def _settled(device: torch.device) -> None:
+    """A launch that failed tells its error to whoever asks next: let that be nobody."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 class FlashInferAttention:
@@ -147,10 +165,10 @@ class FlashInferAttention:
 class Planner:
     """One of FlashInfer's wrappers, planned from the host and run for each layer."""
 
-    __slots__ = ("_config", "_dtype", "_read", "_wrapper")
+    __slots__ = ("_config", "_device", "_dtype", "_read", "_wrapper")
 
     def __init__(self, wrapper: Any, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._wrapper, self._config, self._dtype = wrapper, config, dtype
+        self._wrapper, self._config, self._dtype, self._device = wrapper, config, dtype, device
         cuda: Any = torch.cuda
         self._read = cuda.Event() if device.type == "cuda" else None
 
@@ -166,7 +184,7 @@ class Planner:
             q_data_type=self._dtype, kv_data_type=self._dtype, o_data_type=self._dtype,
             seq_lens=torch.from_numpy(np.diff(plan.kv_indptr)))
         if self._read is not None:
-            self._read.record()
+            self._read.record(torch.cuda.current_stream(self._device))
         launch: tuple[int, ...] = tuple(self._wrapper._plan_info)  # nothing public says it
         return launch
 

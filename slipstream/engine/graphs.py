@@ -7,6 +7,8 @@ Rules:
 3. Results are copied out before another replay may write over them.
 4. Dummy rows write to slots beyond those that the pool hands out, so they touch nobody's KV.
 5. What does not fit any graph, and what cannot be captured, runs as it would without graphs. Nothing is refused.
+6. Graphs that are made before anything is served are tried: each replays a step beside the same step without it. When
+   one gives something else, none of them serves.
 
 How a graph is captured is given: CUDA's on a GPU; on a CPU the same function is called again on the same buffers, which
 is all of this but the speed. It knows nothing about sessions or sampling.
@@ -28,9 +30,11 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.pages import PageTensors, plan_pages
 from slipstream.log import logger
+from slipstream.tree import MAX_NODES
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
+TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; of a row's length: far beyond what sums in another order change
 CPU = torch.device("cpu")
 NOTHING = BatchBuilder(kv_slots=[np.zeros(0, np.int64)]).build()  # pads to dummies alone
 
@@ -79,23 +83,23 @@ def capture_eager(run: Callable[[], None]) -> Replay:
 
 class CudaCapture:
     """The kernels that a function launches, as one CUDA graph. Graphs of one engine share their scratch memory: they
-    run one after the other, and what they leave is copied to buffers outside of it."""
+    run one after the other, and what they leave is copied to buffers outside of it. They share a stream, too: cuBLAS
+    keeps a workspace for each that it has ever been called on."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_device", "_pool", "_side")
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        cuda: Any = torch.cuda
+        self._device, self._pool, self._side = device, torch.cuda.graph_pool_handle(), cuda.Stream(device)
 
     def __call__(self, run: Callable[[], None]) -> Replay:
-        cuda: Any = torch.cuda
-        side = cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # what is made at a first call must not be captured
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        ambient, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._side.wait_stream(ambient)
+        with torch.cuda.stream(self._side):  # and back, also where a capture that fails stays on its own
+            run()  # what is made at a first call must not be captured
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
+                run()
+        ambient.wait_stream(self._side)
         return graph.replay
 
 
@@ -193,12 +197,44 @@ class GraphedDecoder:
         for size in reversed(self._sizes):  # the largest first: the scratch memory of the others is part of its own
             if size.segments <= enough:
                 self._captured(size, ())
+        for (size, _), step in self._steps.items():
+            if reason := self._disagrees(size, step, pool):
+                self._steps.clear()
+                self._give_up(size, reason)
+                break
         return len(self._steps)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All static buffers, for tests that spoil them between steps."""
         for step in self._steps.values():
             yield from step.buffers()
+
+    def _disagrees(self, size: Size, step: CapturedStep, pool: KVPool) -> str:
+        """In words; empty: its replay is the step that it was captured from. Writes to slots that nobody has yet."""
+        rows = size.rows - size.segments + 1  # one segment, and room for dummies
+        if pool.num_slots - self.spare_slots < TRIAL_CONTEXT + rows:
+            return ""
+        context = np.arange(TRIAL_CONTEXT)
+        before, tried, words = BatchBuilder(), BatchBuilder(), [1]
+        before.add([1] * TRIAL_CONTEXT, context.tolist(), context.tolist(), context[:0])
+        for node in range(1, rows):
+            words.append(words[(node - 1) // 2] | 1 << node)
+        own, is_tree = range(TRIAL_CONTEXT, TRIAL_CONTEXT + rows), 1 < rows <= MAX_NODES
+        tried.add(range(rows), own, list(own), context, words if is_tree else None, rows if is_tree else 0)
+        self._model.forward(before.build(self.device), pool)
+        batch = tried.build(self.device)
+        right, _ = self._model.forward(batch, pool)
+        done = step(batch)
+        if done is None:
+            return "it was captured with another launch"
+        off = (done[0].float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
+        worst = float(off.nan_to_num_(nan=torch.inf).max())
+        return f"its replay is off by {worst:.2g} of a row's length" if worst > TRIAL_LIMIT else ""
+
+    def _give_up(self, size: Size, reason: str) -> None:
+        self._failed = True
+        logger("engine").warning("no graphs: each kernel is launched by itself", rows=size.rows,
+                                 segments=size.segments, reason=reason.strip().partition("\n")[0][:300])
 
     def _serve(self, pool: KVPool) -> None:
         self._pool = pool
@@ -222,9 +258,7 @@ class GraphedDecoder:
             try:
                 self._steps[size, taps] = self._capture_step(size, self._pool, taps)
             except RuntimeError as error:
-                self._failed = True
-                logger("engine").warning("no graphs: each kernel is launched by itself", rows=size.rows,
-                                         segments=size.segments, reason=str(error).strip().partition("\n")[0][:300])
+                self._give_up(size, str(error))
         return self._steps.get((size, taps))
 
     def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:

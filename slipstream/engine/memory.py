@@ -37,7 +37,7 @@ class Memory:
     def of(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rows: int) -> Memory:
         """As it is now. max_rows: of one step."""
         if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
+            free, total = free_memory(device)
         else:
             now = psutil.virtual_memory()
             free, total = int(now.available), int(now.total)
@@ -59,6 +59,12 @@ class Memory:
         """Gigabytes, for the log."""
         return {"total": _gb(self.total), "free_beside_model": _gb(self.free), "tokens": _gb(slots * self.slot),
                 "largest_step": _gb(self.step), "left": _gb(self.free - slots * self.slot - self.step)}
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes of a GPU. What torch keeps for later, as after loading, is free."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

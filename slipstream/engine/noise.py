@@ -22,6 +22,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from slipstream.engine.sending import sent
+
 BLOCK = 64  # token ids that share a hash
 GOLDEN = 0x9E3779B97F4A7C15
 STRIDE = 0xD1342543DE82EF95  # from token to token
@@ -31,8 +33,8 @@ SLACK = 1e-9  # logarithms may differ in the last unit, and so may a bound and a
 
 def row_keys(seed: int, positions: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [R]: the keys of a seed (an unsigned 64-bit number) at ``positions``."""
-    start = _mix(torch.tensor([_signed(seed + GOLDEN)], device=device))
-    return _mix(start + torch.tensor(positions, device=device) * _signed(GOLDEN))
+    start = _mix(sent([_signed(seed + GOLDEN)], device))
+    return _mix(start + sent(positions, device) * _signed(GOLDEN))
 
 
 def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

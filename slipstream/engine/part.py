@@ -88,5 +88,5 @@ def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
     if part.quantize == "fp8":
         decoder = with_fp8(decoder)
     if part.graphs and isinstance(attention, FlashInferAttention):
-        return GraphedDecoder(decoder, attention, CudaCapture())
+        return GraphedDecoder(decoder, attention, CudaCapture(device))
     return decoder

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.engine.sending import sent
 from slipstream.messages import Sampling
 
 
@@ -64,8 +65,8 @@ class Columns:
         if self._is_plain:  # nothing to look up: the host knows, and does not wait for a device to say so
             given = np.asarray(ids, np.int64)
             inside = np.flatnonzero((given >= 0) & (given < len(self.column_of)))
-            return torch.from_numpy(given[inside]).to(self.device), torch.from_numpy(inside).to(self.device)
-        wanted = torch.from_numpy(np.asarray(ids, np.int64)).to(self.device)
+            return sent(given[inside], self.device), sent(inside, self.device)
+        wanted = sent(np.asarray(ids, np.int64), self.device)
         known = ((wanted >= 0) & (wanted < len(self.column_of))).nonzero()[:, 0]
         columns = self.column_of[wanted[known]]
         return columns[columns >= 0], known[columns >= 0]
@@ -80,7 +81,7 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
         cells += [(row, token, counts.get(token, 0) + path.count(token)) for token in dict.fromkeys(path)]
     table = np.array(cells, np.int64).reshape(-1, 3)
     where, known = columns.find(table[:, 1])
-    row_of = torch.from_numpy(table[:, 0]).to(rows.device)[known]
+    row_of = sent(table[:, 0], rows.device)[known]
     # Taken before the committed history changes them: each cell is penalised once, with its full count.
     before = rows[row_of, where]
     seen, known_history = columns.find(np.fromiter(counts.keys(), np.int64, len(counts)))
@@ -90,7 +91,7 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
 
 
 def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    count = torch.from_numpy(np.ascontiguousarray(counts)).to(values.device)[known]
+    count = sent(np.ascontiguousarray(counts), values.device)[known]
     repetition = sampling.repetition_penalty
     if repetition != 1.0:
         values = torch.where(values > 0, values / repetition, values * repetition)
@@ -100,7 +101,7 @@ def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tenso
 def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, float]]) -> None:
     """Add ``logit_bias`` to ``rows`` (float64 [r, V]) in place."""
     where, known = columns.find([token for token, _ in logit_bias])
-    amounts = torch.tensor([amount for _, amount in logit_bias], dtype=torch.float64, device=rows.device)
+    amounts = sent([amount for _, amount in logit_bias], rows.device, torch.float64)
     rows.index_add_(1, where, amounts[known].expand(len(rows), -1))
 
 
@@ -109,4 +110,4 @@ def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_o
     early = [row for row, count in enumerate(num_output) if count < sampling.min_tokens]
     if early and sampling.stop_token_ids:
         where, _ = columns.find(sampling.stop_token_ids)
-        rows[torch.tensor(early, device=rows.device)[:, None], where] = -math.inf
+        rows[sent(early, rows.device)[:, None], where] = -math.inf

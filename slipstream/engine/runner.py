@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear
+from slipstream.engine.memory import free_memory
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
+from slipstream.engine.sending import sent
 from slipstream.errors import CapacityError
 
 PROFILE_CONTEXT = 128
@@ -99,8 +101,7 @@ class ModelRunner:
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         """[M, F], the feature rows of tokens by their slots, in the model's dtype."""
         assert self.taps, "no taps are set"
-        index = torch.from_numpy(np.asarray(slots, np.int64)).to(self._features.device)
-        return self._features.index_select(0, index)
+        return self._features.index_select(0, sent(np.asarray(slots, np.int64), self._features.device))
 
     def features_from(self, slots: NDArray[np.int64]) -> int:
         """The index in ``slots`` from which on every feature row is there (their number: none is)."""
@@ -137,7 +138,7 @@ class ModelRunner:
         return cost_s, False
 
     def _time(self, slots: NDArray[np.int64], count: int) -> float:
-        self.pool.kv[:, torch.from_numpy(slots).to(self.pool.kv.device)] = 0  # memory may hold anything
+        self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
         words = [(2 << i) - 1 for i in range(count)]
         times = []
         for _ in range(PROFILE_REPEATS + 1):
@@ -166,5 +167,5 @@ def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, ma
 
 def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return free_memory(device)[0]
     return int(psutil.virtual_memory().available)

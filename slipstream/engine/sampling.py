@@ -25,6 +25,7 @@ import torch
 from slipstream.engine.filters import is_filtered, survivors
 from slipstream.engine.noise import leaders, noise, row_keys
 from slipstream.engine.penalties import Columns, TokenHistory, bias, forbid_stops, penalise
+from slipstream.engine.sending import sent
 from slipstream.messages import Sampling
 from slipstream.requests import TokenLogprob
 
@@ -68,7 +69,7 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
     parts: list[tuple[Sequence[int], torch.Tensor]] = []  # rows, and their choices where they were made
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain and best is not None:
-        parts.append((plain, torch.tensor([best[row] for row in plain], device=logits.device)))
+        parts.append((plain, sent([best[row] for row in plain], logits.device)))
     elif plain:
         parts.append((plain, _argmax(logits if len(plain) == len(logits) else _picked(logits, plain))))
     for session in sessions:
@@ -96,7 +97,7 @@ def _brought(parts: Sequence[tuple[Sequence[int], torch.Tensor]], count: int) ->
 
 
 def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, sent(rows, logits.device))
 
 
 def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,7 +167,7 @@ def logprobs(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[Toke
     """Natural-log probabilities of ``chosen`` (one a row of ``logits`` [R, V]) and of the ``top`` best tokens, before
     penalties, temperature and filters."""
     scores = torch.log_softmax(logits.to(torch.float64), 1)
-    own = scores.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0].tolist()
+    own = scores.gather(1, sent(chosen, logits.device)[:, None])[:, 0].tolist()
     if top == 0:
         return [TokenLogprob(value) for value in own]
     best, ids = scores.topk(min(top, scores.shape[1]), 1)
@@ -216,8 +217,7 @@ def _spread(rows: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor
 
 def _heat(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
     """float64 [r]: the temperature of each row."""
-    return torch.tensor([max(s.sampling.temperature, 1e-300) for s in sessions for _ in s.rows], dtype=torch.float64,
-                        device=device)
+    return sent([max(s.sampling.temperature, 1e-300) for s in sessions for _ in s.rows], device, torch.float64)
 
 
 def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:

@@ -27,6 +27,7 @@ from slipstream.engine.model import ModelConfig
 from slipstream.errors import ModelError
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+WHOLE_HEAD = "lm_head.weight"
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -39,14 +40,8 @@ def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
                    intermediate_size=config.intermediate_size // ranks)
 
 
-def part_tensors(tensors: Tensors, rank: int, ranks: int, dtype: torch.dtype,
-                 device: torch.device) -> dict[str, torch.Tensor]:
-    """A rank's part of a checkpoint's tensors, in ``dtype`` on ``device``; the head stays whole and on the CPU."""
-    return {name: (tensor if name == "lm_head.weight" else _part(name, tensor, rank, ranks).to(device, dtype))
-            for name, tensor in tensors.items() if tensor.is_floating_point()}
-
-
-def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def part_of_tensor(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's part of one of a checkpoint's tensors."""
     *_, module, kind = name.split(".")
     if module not in ALONG or tensor.shape[ALONG[module] if kind == "weight" else 0] % ranks:
         return tensor  # whole, or of a wrong shape, which the decoder names
@@ -57,7 +52,7 @@ def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tenso
 
 def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> torch.Tensor:
     """A rank's rows of the head [ceil(V / ranks), H]; those beyond the vocabulary are zeros."""
-    name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    name = "model.embed_tokens.weight" if config.tied_embeddings else WHOLE_HEAD
     head = take(tensors, name, config.vocab_size, config.hidden_size)
     width = -(-config.vocab_size // ranks)
     rows = head[rank * width : (rank + 1) * width]
@@ -69,6 +64,10 @@ def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: 
     """This rank's part of a decoder, whose logits are of its part of the vocabulary. config, tensors: of the whole
     model; attention, operations: of the part. Raises ModelError."""
     part = part_config(config, group.ranks)
-    own = part_tensors(tensors, group.rank, group.ranks, dtype, device)
-    head = part_head(config, own, group.rank, group.ranks).to(device, dtype)
-    return Decoder(part, own, halves_of(operations, group.sum), attention, head)
+    own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != WHOLE_HEAD}
+    head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype)
+
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return part_of_tensor(name, tensor, group.rank, group.ranks).to(device, dtype)
+
+    return Decoder(part, own, halves_of(operations, group.sum), attention, head, place)

@@ -103,7 +103,7 @@ def _torch_decoder(config: ModelConfig, tensors: dict[str, torch.Tensor], dtype:
                else make(halves=halves_for(kernels, config, dtype, device)))
     if quantize == "fp8":
         decoder = with_fp8(decoder)
-    return GraphedDecoder(decoder, backend, CudaCapture()) if graphs and isinstance(
+    return GraphedDecoder(decoder, backend, CudaCapture(device)) if graphs and isinstance(
         backend, FlashInferAttention) else decoder
 
 

@@ -1,0 +1,65 @@
+"""A trial of an attention over pages before it serves: does it see what torch's sees, and compute what that computes?
+
+Rules:
+1. One batch of every kind of row: a chunk of a prompt, steps, and trees, behind contexts of several lengths, on slots
+   in any order. KV that no row may read is NaN.
+2. It is asked both ways that serve: planned for one forward, and fixed as for a graph.
+3. What answers depend on must not depend on a GPU that nobody has seen: what fails here does not serve.
+
+It knows nothing about kernels, or about what takes their place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.engine.backend import PagedAttention, TorchAttention
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.pages import PageTensors, plan_pages
+
+SEGMENTS = (("chunk", 40, 9), ("step", 200, 1), ("tree", 130, 33), ("step", 1, 1), ("tree", 3, 2))  # context, rows
+SLOTS = 500
+LIMIT = 2e-2  # of a row's length: several times what 16 bits round
+
+
+@torch.inference_mode()
+def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """In words; empty: it computes what torch does. Raises what the attention raises."""
+    batch = trial_batch().build(device)
+    dice = torch.Generator().manual_seed(0)
+    q, known = (torch.randn(count, heads, config.head_dim, generator=dice).to(device, dtype)
+                for count, heads in ((batch.num_rows, config.num_heads), (2 * SLOTS, config.num_kv_heads)))
+    kv = torch.full_like(known, torch.nan).view(SLOTS, 2, config.num_kv_heads, config.head_dim)
+    kv.index_copy_(0, batch.kv_slots, known.view_as(kv).index_select(0, batch.kv_slots))
+    right = TorchAttention(config, torch.float32).plan(batch)(q.float(), kv.float())
+    for way, found in (("planned", attention.plan(batch)(q, kv)), ("fixed", _fixed(attention, config, batch, q, kv))):
+        off = (found.float() - right).norm(dim=1) / right.norm(dim=1)
+        worst = float(off.nan_to_num_(nan=torch.inf).max())
+        if worst > LIMIT:
+            return f"in a trial ({way}) a row is off by {worst:.2g} of its length, and rounding explains {LIMIT:g}"
+    return ""
+
+
+def trial_batch() -> BatchBuilder:
+    dice, builder, taken = np.random.default_rng(0), BatchBuilder(), 0
+    order = dice.permutation(SLOTS).astype(np.int64)
+    for kind, context, rows in SEGMENTS:
+        own = order[taken + context : taken + context + rows].tolist()
+        words = [1]
+        for node in range(1, rows):
+            words.append(words[int(dice.integers(node))] | 1 << node)
+        is_tree = kind == "tree"
+        builder.add([0] * rows, [0] * rows, own, order[taken : taken + context], words if is_tree else None,
+                    rows if is_tree else 0)
+        taken += context + rows
+    return builder
+
+
+def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, q: torch.Tensor,
+           kv: torch.Tensor) -> torch.Tensor:
+    plan = plan_pages(batch, config.sliding_window)
+    fixed = attention.fixed(PageTensors.empty(batch.num_rows, len(batch.mask_lens), 2 * SLOTS, kv.device))
+    fixed.write(plan)
+    return fixed(q, kv)

@@ -1,0 +1,103 @@
+"""The engine as a GPU runs it: on a device that is one in name, with FlashInfer's interface and CUDA's graphs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.engine.backend import TorchAttention
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.flashinfer import FlashInferAttention
+from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Size
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import ModelConfig, parse_config
+from slipstream.engine.pages import PageTensors, attend_pages
+from tests.pretended import GPU, Gpu, pretended
+from tests.test_flashinfer import PlainWrapper
+from tests.tiny import tiny_config, tiny_tensors
+from tests.trees import random_tree
+
+CPU, SLOTS = torch.device("cpu"), 400
+SIZES = [Size(4, 2), Size(8, 3), Size(24, 5)]
+
+
+def config() -> ModelConfig:
+    return parse_config(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64), "test")
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, PageTensors, float], torch.Tensor]
+attended: Kernel = attend_pages
+
+
+def library(gpu: Gpu, attends: Kernel = attended) -> ModuleType:
+    class Wrapper(PlainWrapper):
+        """Its kernel is a launch: what it reads, it reads when the launch is its turn."""
+
+        def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, firsts: torch.Tensor, limits: torch.Tensor,
+                words: torch.Tensor, sm_scale: float, *, out: torch.Tensor) -> torch.Tensor:
+            indptr, kv_indptr, indices, _ = self._buffers
+
+            def kernel(q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, *pages: torch.Tensor) -> None:
+                out.copy_(attends(q, kv, PageTensors(*pages), sm_scale).view(out.shape))
+
+            gpu.launch(kernel, q, paged_kv_cache[:, :, 0], out, indptr, kv_indptr, indices, firsts, limits, words)
+            return out
+
+    module = ModuleType("flashinfer")
+    module.__spec__ = ModuleSpec("flashinfer", None)
+    vars(module)["BatchPrefillWithPagedKVCacheWrapper"] = Wrapper
+    return module
+
+
+def batches(dice: np.random.Generator) -> list[BatchBuilder]:
+    """Steps, trees and a chunk, behind contexts of 1 to 90 tokens."""
+    order, found = dice.permutation(SLOTS - 24).astype(np.int64), []
+    for count in (1, 1, 2, 1, 3, 2, 4):
+        builder, taken = BatchBuilder(), 0
+        for _ in range(count):
+            tree = random_tree(dice, int(dice.integers(1, 6)))
+            rows, context = len(tree), int(dice.integers(1, 90))
+            own = order[taken + context : taken + context + rows]
+            words = tree.ancestors() if rows > 1 else None
+            builder.add(dice.integers(256, size=rows).tolist(), range(context, context + rows), own.tolist(),
+                        order[taken : taken + context], words, rows if words else 0)
+            taken += context + rows
+        found.append(builder)
+    return found
+
+
+def kv_of(config: ModelConfig) -> torch.Tensor:
+    shape = (config.num_layers, SLOTS, 2, config.num_kv_heads, config.head_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+
+def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, dice = config(), np.random.default_rng(5)
+    tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
+    right = Decoder.from_tensors(shape, tensors, torch.bfloat16, CPU, attention=TorchAttention(shape, torch.bfloat16))
+    pool = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
+    pool.kv.copy_(kv_of(shape))
+    with pretended() as gpu:
+        monkeypatch.setitem(sys.modules, "flashinfer", library(gpu))
+        attention = FlashInferAttention(shape, torch.bfloat16, GPU)
+        decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
+        model = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
+        far = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
+        assert model.warm(far, 3) == len(gpu.graphs) == len(SIZES)
+        far.kv.copy_(kv_of(shape))
+        for turn, builder in enumerate(batches(dice)):
+            gpu.waits.clear()
+            found, tapped = model.forward(builder.build(GPU), far, (0, 2))
+            assert not gpu.waits or len(gpu.graphs) > len(SIZES), gpu.waits
+            logits = model.logits(found).cpu()
+            expected, taps = right.forward(builder.build(), pool, (0, 2))
+            assert tapped is not None and taps is not None
+            difference = (logits - right.logits(expected)).abs().max()
+            assert float(difference) < 0.05 * float(right.logits(expected).abs().max()), turn
