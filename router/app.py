@@ -41,6 +41,10 @@ from slipstream.spans import HEADER, well_formed
 BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions"}
+ADVICE = {
+    404: f"no such page; here are POST {CHAT}, POST {COMPLETIONS}, GET /v1/models and GET /health",
+    405: f"this page does not take that method; {CHAT} and {COMPLETIONS} take POST, all others GET",
+}
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -111,7 +115,7 @@ class Surface:
 
     async def no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        advice = "no such page" if error.status_code == 404 else str(error.detail)
+        advice = ADVICE.get(error.status_code, str(error.detail))
         response = problem_response(http_problem(error.status_code, advice))
         response.headers.update(error.headers or {})
         return response

@@ -181,6 +181,13 @@ class Balancer:
     def moved(self, target: Target) -> None:
         self._metrics.retried(target.name)
 
+    def lost(self, target: Target, error: Unavailable, begun: bool) -> Unavailable:
+        """What the client is told of ``error``, for which no target is left: nothing of addresses inside."""
+        if not begun:
+            return Unavailable("the target did not take the request; try again soon")
+        self._log.warning("answer lost", target=target.name, problem=str(error))
+        return Unavailable("the target was lost before the answer's end; ask again")
+
 
 class RoutedAnswer:
     """An answer that finds its target, and another one when that cannot finish it."""
@@ -254,7 +261,7 @@ class RoutedAnswer:
             target.awaited.discard(limit)
 
     async def _failed(self, error: SlipstreamError) -> None:
-        """Leave the target; raises ``error`` unless the request may move on."""
+        """Leave the target; raises what the client is told unless the request may move on."""
         target = self._target
         await self._leave()
         if target is not None:
@@ -265,6 +272,9 @@ class RoutedAnswer:
             if self._balancer.may_move(self._request, self._tried, error):
                 self._balancer.moved(target)
                 return
+            if isinstance(error, Unavailable):
+                self._finished = True
+                raise self._balancer.lost(target, error, bool(self._emitted)) from error
         self._finished = True
         raise error
 

@@ -17,6 +17,7 @@ import difflib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -43,6 +44,16 @@ INERT = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "sa
                    "store", "user"})
 MESSAGE_UNSUPPORTED = {"name": (), "refusal": ("",), "audio": (), "tool_calls": ([],), "function_call": (),
                        "tool_call_id": (), "annotations": ([],)}
+
+# The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
+TOLD: Mapping[str, str] = MappingProxyType({
+    "string_type": "must be a string", "list_type": "must be a list", "dict_type": "must be an object",
+    "int_type": "must be a whole number", "float_type": "must be a number", "bool_type": "must be true or false",
+    "too_short": "must have at least {min_length} item(s)", "too_long": "must have at most {max_length} items",
+    "string_too_long": "must have at most {max_length} characters", "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+})
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +236,7 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _refusal(error: ValidationError, known: tuple[str, ...]) -> InvalidRequest:
-    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    problem = error.errors(include_url=False, include_input=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     where = where[:200] or "body"
     if problem["type"] == "extra_forbidden":
@@ -234,7 +245,9 @@ def _refusal(error: ValidationError, known: tuple[str, ...]) -> InvalidRequest:
         return InvalidRequest(where, f"is not a known field{hint}", "unknown_parameter")
     if problem["type"] == "missing":
         return InvalidRequest(where, "is required", "missing_required_parameter")
-    return InvalidRequest(where, problem["msg"][:1].lower() + problem["msg"][1:])
+    words = TOLD.get(problem["type"])
+    told = problem["msg"][:1].lower() + problem["msg"][1:] if words is None else words.format(**problem.get("ctx", {}))
+    return InvalidRequest(where, told)
 
 
 T = TypeVar("T", int, float)

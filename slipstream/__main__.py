@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slipstream import __version__
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.options import ConfigFile, Overrides
@@ -29,6 +30,19 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="Prepare and list models.\n\nExample: `slipstream models list`")
 app.add_typer(models_app, name="models")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """What every command takes."""
 
 
 @app.command()
@@ -134,7 +148,8 @@ def chat(
         try:
             model = client.models()[0]
         except Unavailable as error:
-            raise Unavailable(f"no router answers at {address}\nstart one with: slipstream run\n({error})") from error
+            raise Unavailable(f"no router answers over gRPC at {address}\nstart one with: slipstream run\nor give the "
+                              f"address that its router.grpc_listen says, with --address\n({error})") from error
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         Conversation(Console(), client, model, ask, options).run()
 

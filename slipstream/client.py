@@ -85,16 +85,26 @@ class AsyncClient:
 def _messages(conversation: Conversation) -> tuple[Message, ...]:
     if isinstance(conversation, str):
         return (Message("user", conversation),)
-    return tuple(turn if isinstance(turn, Message) else Message(turn["role"], turn["content"]) for turn in conversation)
+    if not isinstance(conversation, Sequence):
+        raise InvalidRequest("messages", "must be a string or a list of messages")
+    return tuple(_message(f"messages[{number}]", turn) for number, turn in enumerate(conversation))
+
+
+def _message(where: str, turn: Message | Mapping[str, str]) -> Message:
+    if isinstance(turn, Message):
+        return turn
+    if (not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}
+            or not all(isinstance(value, str) for value in turn.values())):
+        raise InvalidRequest(where, "must have role and content, both text, and nothing else")
+    return Message(turn["role"], turn["content"])
 
 
 def _options(options: dict[str, Any]) -> ChatOptions:
+    known = ChatOptions.__dataclass_fields__
+    for name in options.keys() - known.keys():
+        raise InvalidRequest(name, f"is not a known option; known: {', '.join(known)}")
     if isinstance(options.get("stop"), str):
         options["stop"] = (options["stop"],)
     if isinstance(options.get("logit_bias"), Mapping):
         options["logit_bias"] = tuple(sorted((int(token), bias) for token, bias in options["logit_bias"].items()))
-    try:
-        return ChatOptions(**options)
-    except TypeError as error:
-        known = ", ".join(ChatOptions.__dataclass_fields__)
-        raise InvalidRequest("options", f"unknown option; known: {known}") from error
+    return ChatOptions(**options)

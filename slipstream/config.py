@@ -10,19 +10,22 @@ It knows nothing about how a value is used.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from slipstream.address import dialled, listening
 from slipstream.errors import ConfigError
+from slipstream.mistakes import explained
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "torch", "flashinfer"]
 Kernels = Literal["auto", "native", "torch"]
 Quantize = Literal["none", "fp8", "int8"]
+Listen = Annotated[str, BeforeValidator(listening)]  # host:port
+Peers = Annotated[tuple[str, ...], BeforeValidator(dialled)]  # host:port or kubernetes:///SERVICE.NAMESPACE:PORT
 
 
 class Section(BaseModel):
@@ -77,8 +80,8 @@ class GrowthSection(Section):
 
 
 class DraftSection(Section):
-    listen: str = "127.0.0.1:50052"
-    metrics_listen: str = "127.0.0.1:9102"
+    listen: Listen = "127.0.0.1:50052"
+    metrics_listen: Listen = "127.0.0.1:9102"
     drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
         "auto", description="auto: the head that is shipped for this model, with n-grams beside it, else ngram")
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
@@ -109,7 +112,7 @@ class DraftSection(Section):
 
 
 class PolicySection(Section):
-    """When speculation pays. See ``policy.py``."""
+    """When speculation pays, and when it is given up."""
 
     enabled: bool = True
     max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted")
@@ -135,9 +138,9 @@ class PolicySection(Section):
 
 
 class TargetSection(Section):
-    listen: str = "127.0.0.1:50051"
-    metrics_listen: str = "127.0.0.1:9101"
-    drafts: tuple[str, ...] = Field(("127.0.0.1:50052",),
+    listen: Listen = "127.0.0.1:50051"
+    metrics_listen: Listen = "127.0.0.1:9101"
+    drafts: Peers = Field(("127.0.0.1:50052",),
                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     canary_drafter: str = Field("", description="name of a drafter on trial, as its handshake says; empty: none")
     canary_share: float = Field(0.05, ge=0, le=1, description="of answers that it follows where others "
@@ -162,18 +165,18 @@ class TargetSection(Section):
 
 
 class RouterSection(Section):
-    listen: str = "127.0.0.1:8000"
-    grpc_listen: str = "127.0.0.1:8001"
-    metrics_listen: str = "127.0.0.1:9100"
-    targets: tuple[str, ...] = Field(("127.0.0.1:50051",),
+    listen: Listen = "127.0.0.1:8000"
+    grpc_listen: Listen = "127.0.0.1:8001"
+    metrics_listen: Listen = "127.0.0.1:9100"
+    targets: Peers = Field(("127.0.0.1:50051",),
                                      description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
     api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
-    max_in_flight: int = Field(128, ge=1)
-    max_queue: int = Field(256, ge=0)
-    max_n: int = Field(8, ge=1)
-    max_body_bytes: int = Field(2 << 20, ge=1024)
-    request_timeout_s: float = Field(600.0, gt=0)
+    max_in_flight: int = Field(128, ge=1, description="answers that run at the same time")
+    max_queue: int = Field(256, ge=0, description="answers that wait for room; one more is refused with 429")
+    max_n: int = Field(8, ge=1, description="answers that one request may ask for with n")
+    max_body_bytes: int = Field(2 << 20, ge=1024, description="of one HTTP request; a larger one is refused with 413")
+    request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
 
@@ -200,9 +203,9 @@ class TlsSection(Section):
 
 
 class WireSection(Section):
-    max_message_bytes: int = Field(4 << 20, ge=64 << 10)
-    keepalive_s: float = Field(10.0, gt=0)
-    connect_backoff_max_s: float = Field(2.0, gt=0)
+    max_message_bytes: int = Field(4 << 20, ge=64 << 10, description="of one gRPC message; frames are split below it")
+    keepalive_s: float = Field(10.0, gt=0, description="between pings; a peer silent for 1.5 times as long is lost")
+    connect_backoff_max_s: float = Field(2.0, gt=0, description="longest wait before a lost peer is dialled again")
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
     reflection: bool = False
     kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
@@ -243,9 +246,11 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from error
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: expected sections like 'target:', found {type(tree).__name__}")
     for override in overrides:
@@ -253,7 +258,7 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explained(error, Config)) from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -267,31 +272,6 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"--set {override}: {section} is a value, not a section")
         tree = below
     try:
-        tree[last] = yaml.safe_load(value)
+        tree[last] = yaml.safe_load(value) if value else ""
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override}: not a YAML value") from error
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "extra_forbidden":
-            known = _keys_at([str(part) for part in problem["loc"][:-1]])
-            near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-            message = f"unknown key; did you mean '{near[0]}'?" if near else f"unknown key; known: {', '.join(known)}"
-        lines.append(f"{where}: {message}")
-    return "\n".join(lines)
-
-
-def _keys_at(sections: list[str]) -> list[str]:
-    kind: type[BaseModel] = Config
-    for section in sections:
-        annotation = kind.model_fields[section].annotation if section in kind.model_fields else None
-        candidates = [a for a in (annotation, *get_args(annotation))
-                      if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not candidates:
-            return []
-        kind = candidates[0]
-    return list(kind.model_fields)

@@ -12,6 +12,7 @@ It knows nothing about what the services do.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import signal
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import yaml
 
+from slipstream.address import host_port
 from slipstream.config import Config
 from slipstream.errors import ConfigError, Unavailable
 
@@ -106,15 +108,21 @@ def places(config: Config) -> tuple[Place, ...]:
 def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
     wanted = places(config)
-    taken = [place for place in wanted if not _is_free(place.address)]
     ports = {_split(place.address)[1] for place in wanted}
     lines = []
-    for place in taken:
+    for place in wanted:
+        problem = _refused(place.address)
+        if problem is None:
+            continue
         host, port = _split(place.address)
-        other = next(p for p in _other_ports(port) if p not in ports and _is_free(f"{host}:{p}"))
+        if problem.errno != errno.EADDRINUSE:
+            lines.append(f"{place.key}: cannot listen on {place.address}: {problem.strerror or problem}; "
+                         f"choose another address with --set {place.key}=HOST:PORT")
+            continue
+        other = next(p for p in _other_ports(port) if p not in ports and _refused(f"{host}:{p}") is None)
         ports.add(other)
         lines.append(f"{place.key}: port {port} is taken; stop what uses it, or add --set {place.key}={host}:{other}")
-    if len(lines) > 1:
+    if sum(" is taken; " in line for line in lines) > 1:
         lines.append("is Slipstream running already? `slipstream chat` talks to it")
     if lines:
         raise ConfigError("\n".join(lines))
@@ -231,13 +239,17 @@ def answers(listen: str, path: str) -> bool:
 
 
 def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"{address!r} is not host:port, such as 127.0.0.1:8000")
-    return host.strip("[]"), int(port)
+    try:
+        host, port = host_port(address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if port == 0:
+        raise ConfigError(f"{address!r} leaves the port open: the services have to find each other")
+    return host, port
 
 
-def _is_free(address: str) -> bool:
+def _refused(address: str) -> OSError | None:
+    """Why nothing can listen there; None if something can."""
     host, port = _split(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -245,9 +257,9 @@ def _is_free(address: str) -> bool:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def _other_ports(port: int) -> Iterator[int]:

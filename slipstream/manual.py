@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from slipstream.config import Config
-from slipstream.errors import STATUS
+from slipstream.errors import STATUS, ConfigError
 from slipstream.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
 from slipstream.session import DRAFT_TABLE, TARGET_TABLE
 from slipstream.tree import MAX_HELD, MAX_NODES
@@ -46,8 +46,10 @@ names the nearest known one. This page is printed by `slipstream docs`; `slipstr
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """The pages below ``root`` that the code prints, as they should be."""
+    """The pages below ``root`` that the code prints, as they should be. Raises ConfigError where there are none."""
     docs = root / "docs"
+    if not docs.is_dir():
+        raise ConfigError(f"{docs.absolute()} is no folder; run it in a checkout, or name one with --root")
     fresh = {"map": module_map(root), **tables()}
     written = {page: with_tables(page.read_text(encoding="utf-8"), fresh)
                for page in (docs / "ARCHITECTURE.md", docs / "PROTOCOL.md")}
@@ -101,7 +103,7 @@ def _section(section: BaseModel, depth: int) -> Iterable[str]:
             continue
         if depth == 0 and name != "model":
             yield ""
-        meaning = (type(value).__doc__ or "").strip().partition("\n")[0]
+        meaning = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
         yield f"{indent}{name}:" + (f"  # {meaning}" if meaning else "")
         yield from _section(value, depth + 1)
 

@@ -67,4 +67,6 @@ def answer(path: str, accept: str, registry: Registry, ready: Callable[[], bool]
         return 200, *registry.page(accept)
     if path == "/live" or (path == "/ready" and ready()):
         return 200, "text/plain", b"ok\n"
-    return (503 if path == "/ready" else 404), "text/plain", b"no\n"
+    if path == "/ready":
+        return 503, "text/plain", b"no\n"
+    return 404, "text/plain", b"here are /metrics, /live and /ready\n"

@@ -193,6 +193,17 @@ async def test_an_answer_that_ends_without_finish_is_an_error() -> None:
         await waiting
 
 
+async def test_what_was_lost_is_logged_and_a_client_hears_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    b = balancer(EchoTarget(fail_after=2, error=Unavailable("10.0.0.1:50051: gone")))
+    await b.poll()
+    with pytest.raises(Unavailable) as caught:
+        await read(b.submit(request()))
+    assert "10.0.0.1" not in str(caught.value) and "ask again" in str(caught.value)
+    said = capsys.readouterr()
+    line = next(line for line in (said.out + said.err).splitlines() if "answer lost" in line)
+    assert "10.0.0.1:50051: gone" in line
+
+
 async def test_a_silent_target_loses_what_waits_for_its_first_piece() -> None:
     silent, good = EchoTarget(hang=True), EchoTarget()
     good.waiting = 10

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream import colocated
+from slipstream import __version__, colocated
 from slipstream.__main__ import app, models_app
 from slipstream.chat import Delta, Message, TextToken, Usage
 from slipstream.client import AsyncClient
@@ -65,6 +65,20 @@ def test_help_names_all_commands() -> None:
     assert result.exit_code == 0
     assert not [name for name in ("run", "serve", "draft", "target", "router", "chat", "doctor", "config", "models")
                 if name not in result.output]
+
+
+def test_the_version_is_printed() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"slipstream {__version__}\n"
+
+
+def test_a_chat_that_finds_no_router_says_which_address_it_needs() -> None:
+    result = CliRunner().invoke(app, ["chat", "--address", f"127.0.0.1:{free_ports(1)[0]}"])
+    assert isinstance(result.exception, Unavailable) and "router.grpc_listen" in str(result.exception)
+
+
+def test_the_tables_of_docs_need_a_checkout(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["docs", "--root", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError) and "--root" in str(result.exception)
 
 
 def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
@@ -162,6 +176,13 @@ def test_a_taken_port_is_named_with_a_flag_that_helps() -> None:
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="'8000' is not host:port"):
         require_free(load(None, ("router.listen='8000'",)))
+
+
+def test_an_address_of_another_machine_is_not_called_taken() -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_free(load(None, (*on_free_ports(), "target.listen=192.0.2.1:50051")))
+    assert str(caught.value).startswith("target.listen: cannot listen on 192.0.2.1:50051: ")
+    assert "taken" not in str(caught.value) and "--set target.listen=HOST:PORT" in str(caught.value)
 
 
 def test_services_of_a_launch_find_each_other() -> None:

@@ -6,6 +6,7 @@ import torch
 from bench.shapes import LLAMA_8B, config_of
 from slipstream.engine.memory import Memory, slot_bytes, step_bytes
 from slipstream.errors import ConfigError
+from slipstream.log import refuse_private
 
 CONFIG = config_of(LLAMA_8B)
 GB = 10**9
@@ -35,7 +36,8 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
 
 def test_the_report_adds_up() -> None:
     found = Memory(80 * GB, 60 * GB, 150_000, 2 * GB).report(100_000)
-    assert found == {"total": 80.0, "free_beside_model": 60.0, "tokens": 15.0, "largest_step": 2.0, "left": 43.0}
+    assert found == {"total": 80.0, "free_beside_model": 60.0, "slots": 15.0, "largest_step": 2.0, "left": 43.0}
+    assert refuse_private(None, "info", {"gb": found}) == {"gb": found}, "no word of it may be a word for texts"
 
 
 def test_this_machine_has_memory() -> None:

@@ -64,7 +64,9 @@ async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
 
 async def test_targets_that_fail(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget(fail_after=0, error=Unavailable("gone"))) as r:
-        assert (await r.post(CHAT, messages=HELLO, stream=True)).status_code == 503, "before the first token: a status"
+        refused = await r.post(CHAT, messages=HELLO, stream=True)
+        assert refused.status_code == 503, "before the first token: a status"
+        assert refused.json()["error"]["message"] == "the target did not take the request; try again soon"
     async with routing(tiny_folder, EchoTarget(fail_after=0, error=CapacityError("full", 7.2))) as r:
         assert (await r.post(CHAT, messages=HELLO)).headers["retry-after"] == "8"
     async with routing(tiny_folder, EchoTarget(fail_after=0, error=InvalidRequest("tokens", "no"))) as r:
@@ -73,6 +75,7 @@ async def test_targets_that_fail(tiny_folder: Path) -> None:
         assert (await r.post(CHAT, messages=HELLO)).status_code == 503
         broken = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
         assert broken[-1]["error"]["type"] == "service_unavailable", "after it: an event, then [DONE]"
+        assert broken[-1]["error"]["message"] == "the target was lost before the answer's end; ask again"
         with pytest.raises(openai.APIError):
             stream = await r.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
             _ = [chunk async for chunk in stream]

@@ -57,7 +57,7 @@ class Memory:
 
     def report(self, slots: int) -> dict[str, float]:
         """Gigabytes, for the log."""
-        return {"total": _gb(self.total), "free_beside_model": _gb(self.free), "tokens": _gb(slots * self.slot),
+        return {"total": _gb(self.total), "free_beside_model": _gb(self.free), "slots": _gb(slots * self.slot),
                 "largest_step": _gb(self.step), "left": _gb(self.free - slots * self.slot - self.step)}
 
 

@@ -1,0 +1,34 @@
+"""Addresses as people write them, host:port, and lists of them.
+
+Rule: what is none is refused where the configuration is read, with an example, before anything listens or dials.
+
+It knows nothing about sockets, gRPC or Kubernetes.
+"""
+
+from __future__ import annotations
+
+DISCOVERED = "kubernetes:///"  # what follows is a service, whose pods discovery knows
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """The two parts of ``address``, an IPv6 host without its brackets. Raises ValueError with an example."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) >= 1 << 16:
+        raise ValueError(f"{address!r} is not host:port, such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+def listening(value: object) -> str:
+    """``value`` as an address to listen on. Raises ValueError."""
+    host_port(str(value))
+    return str(value)
+
+
+def dialled(value: object) -> object:
+    """``value`` as a list of addresses to dial: host:port, or a service for discovery. Raises ValueError."""
+    if not isinstance(value, list | tuple):
+        raise ValueError("write a list, as in [127.0.0.1:50051]; [] for none")
+    for address in value:
+        if not str(address).startswith(DISCOVERED):
+            host_port(str(address))
+    return value

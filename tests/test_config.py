@@ -1,0 +1,87 @@
+"""The configuration: mistakes in a file or a flag are told in words, with the key and what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.address import host_port
+from slipstream.config import Config, load
+from slipstream.errors import ConfigError
+from slipstream.manual import config_yaml
+
+
+@pytest.mark.parametrize(("override", "told"), [
+    ("router.max_m=3", "router.max_m: unknown key; did you mean 'max_n'?"),
+    ("nothing=3", "nothing: unknown key; known: model, target, draft, router, wire, log"),
+    ("target.max_sessions=three", "target.max_sessions: 'three' is not a whole number"),
+    ("target.max_sessions=1.5", "target.max_sessions: '1.5' is not a whole number"),
+    ("target.max_sessions=", "target.max_sessions: '' is not a whole number"),
+    ("target.max_sessions=0", "target.max_sessions: must be at least 1"),
+    ("draft.growth.topk=17", "draft.growth.topk: must be at most 16"),
+    ("draft.lease_s=0", "draft.lease_s: must be above 0"),
+    ("draft.lease_s=soon", "draft.lease_s: 'soon' is not a number"),
+    ("model.compile=perhaps", "model.compile: 'perhaps' is neither true nor false"),
+    ("model.dtype=fp16", "model.dtype: 'fp16' is not known; write 'float64', 'float32', 'bfloat16' or 'float16'"),
+    ("model.path=8", "model.path: 8 is not text; YAML takes it as such in quotes: '8'"),
+    ("target.policy=3", "target.policy: is a section: write its settings below it, one a line, or "
+                        "--set target.policy.NAME=VALUE"),
+    ("router.listen=8000", "router.listen: '8000' is not host:port, such as 127.0.0.1:8000"),
+    ("draft.metrics_listen=here:99999",
+     "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
+    ("target.drafts=127.0.0.1:50052", "target.drafts: write a list, as in [127.0.0.1:50051]; [] for none"),
+    ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
+    ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
+    ("router", "--set router: write section.key=value"),
+])
+def test_a_mistake_names_its_key_and_what_to_write(override: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, (override,))
+    assert str(caught.value) == told
+
+
+def test_every_mistake_has_a_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, ("router.max_n=0", "draft.slots=-1", "log.level=loud"))
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
+        "draft.slots", "router.max_n", "log.level"]
+
+
+@pytest.mark.parametrize("override", ["draft.model=", "draft.model=''"])
+def test_an_empty_text_can_be_said(override: str) -> None:
+    assert load(None, ("draft.model=head", override)).draft.model == ""
+
+
+@pytest.mark.parametrize("addresses", ["[]", "[10.0.0.1:1, '[::1]:2']", "['kubernetes:///target.llm:50051']"])
+def test_addresses_that_can_be_dialled(addresses: str) -> None:
+    assert isinstance(load(None, (f"router.targets={addresses}",)).router.targets, tuple)
+
+
+@pytest.mark.parametrize(("content", "told"), [
+    (b"target: [", " is not YAML: "), (b"\xff\xfe", " is not YAML: "),
+    (b"- target", "expected sections like 'target:'"),
+])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "slipstream.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert str(file) in str(caught.value) and told in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "none.yaml")
+    assert str(caught.value) == f"cannot read {tmp_path / 'none.yaml'}: No such file or directory"
+
+
+def test_an_ipv6_address_loses_its_brackets() -> None:
+    assert host_port("[::1]:80") == ("::1", 80) and host_port("localhost:0") == ("localhost", 0)
+
+
+def test_a_section_is_explained_in_whole_sentences() -> None:
+    """A comment is the section's docstring, which may take two lines in the code."""
+    heads = [line for line in config_yaml(Config()).splitlines() if line.partition("  # ")[0].endswith(":")]
+    explained = [line.partition("  # ")[2] for line in heads if "  # " in line]
+    assert explained and not [text for text in explained if not text.endswith(".") or "``" in text]
