@@ -15,7 +15,7 @@ from rich.console import Console
 from slipstream import __version__
 from slipstream.config import Config, load
 from slipstream.errors import SlipstreamError, Unavailable
-from slipstream.options import ConfigFile, Overrides
+from slipstream.options import ConfigFile, Overrides, key_in
 from slipstream.shipped import settled
 from slipstream.terminal import ask, checks_table, complain, plain_table
 from slipstream.train_head import train_head
@@ -144,7 +144,7 @@ def chat(
     from slipstream.client import Client
     from slipstream.conversation import Conversation
 
-    with Client(address, api_key=_key(api_key_file)) as client:
+    with Client(address, api_key=key_in(api_key_file)) as client:
         try:
             model = client.models()[0]
         except Unavailable as error:
@@ -275,23 +275,16 @@ def _settings(config: Path | None, overrides: list[str] | None) -> Config:
     return settled(load(config, tuple(overrides or ())))
 
 
-def _key(file: Path | None) -> str:
-    if file is None:
-        return ""
-    try:
-        return file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except OSError as error:
-        raise Unavailable(f"cannot read the key: {error}") from error
-
-
 def _foreground(module: str, config: Config) -> None:
     """Run the ``serve`` of ``module`` in this process until a signal drains it."""
     import asyncio
     from importlib import import_module
 
+    from slipstream.launch import let_wait
     from slipstream.log import configure
     from slipstream.process import until_signalled
 
+    let_wait()
     configure(config.log)
     asyncio.run(until_signalled(config, import_module(module).serve))
 

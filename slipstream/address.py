@@ -7,7 +7,11 @@ It knows nothing about sockets, gRPC or Kubernetes.
 
 from __future__ import annotations
 
-DISCOVERED = "kubernetes:///"  # what follows is a service, whose pods discovery knows
+import re
+
+SCHEME = "kubernetes:"
+LABEL = "[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+SERVICE = re.compile(rf"kubernetes:///({LABEL})\.({LABEL})(?:\.svc)?:({LABEL})")  # whose pods discovery knows
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -29,6 +33,8 @@ def dialled(value: object) -> object:
     if not isinstance(value, list | tuple):
         raise ValueError("write a list, as in [127.0.0.1:50051]; [] for none")
     for address in value:
-        if not str(address).startswith(DISCOVERED):
+        if not str(address).startswith(SCHEME):
             host_port(str(address))
+        elif SERVICE.fullmatch(str(address)) is None:
+            raise ValueError(f"{address!r} is not kubernetes:///SERVICE.NAMESPACE:PORT")
     return value

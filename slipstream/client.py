@@ -90,7 +90,7 @@ def _messages(conversation: Conversation) -> tuple[Message, ...]:
     return tuple(_message(f"messages[{number}]", turn) for number, turn in enumerate(conversation))
 
 
-def _message(where: str, turn: Message | Mapping[str, str]) -> Message:
+def _message(where: str, turn: object) -> Message:
     if isinstance(turn, Message):
         return turn
     if (not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}

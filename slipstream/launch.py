@@ -84,6 +84,12 @@ class Service:
             return ""
 
 
+def let_wait() -> None:
+    """Set for this process what ``SHARED_CORES`` says; before torch and gRPC are loaded, which read it then."""
+    for name, value in SHARED_CORES.items():
+        os.environ.setdefault(name, value)
+
+
 def joined(config: Config) -> Config:
     """The configuration in which the three services find each other and live on one machine: a target's drafts and a
     router's targets follow the addresses of this launch, unless they were set."""

@@ -24,7 +24,7 @@ from slipstream.client import AsyncClient
 from slipstream.config import Config, load
 from slipstream.conversation import Conversation
 from slipstream.errors import ConfigError, Unavailable
-from slipstream.launch import Launch, joined, places, require_free
+from slipstream.launch import SHARED_CORES, Launch, joined, places, require_free
 from slipstream.terminal import Told, complain, show_answer, summary
 
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
@@ -183,6 +183,16 @@ def test_an_address_of_another_machine_is_not_called_taken() -> None:
         require_free(load(None, (*on_free_ports(), "target.listen=192.0.2.1:50051")))
     assert str(caught.value).startswith("target.listen: cannot listen on 192.0.2.1:50051: ")
     assert "taken" not in str(caught.value) and "--set target.listen=HOST:PORT" in str(caught.value)
+
+
+def test_a_service_by_hand_waits_as_a_launched_one_does() -> None:
+    """What torch and gRPC read when they are loaded is set before: here the service is refused right after that."""
+    code = ("import os, sys; from slipstream.__main__ import app; from slipstream.errors import ConfigError\n"
+            "try: app(['draft', '--set', 'draft.drafter=ngram', '--set', 'draft.listen=0.0.0.0:1'])\n"
+            "except ConfigError: print(os.environ['GOMP_SPINCOUNT'], 'grpc' in sys.modules)")
+    environment = {name: value for name, value in os.environ.items() if name not in SHARED_CORES}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.splitlines()[-1:] == ["0 True"], done.stderr
 
 
 def test_services_of_a_launch_find_each_other() -> None:

@@ -32,6 +32,8 @@ from slipstream.manual import config_yaml
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=127.0.0.1:50052", "target.drafts: write a list, as in [127.0.0.1:50051]; [] for none"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
+    ("router.targets=['kubernetes:///target:50051']",
+     "router.targets: 'kubernetes:///target:50051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
 ])

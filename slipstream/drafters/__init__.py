@@ -33,7 +33,7 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
 
         return load_mtp(section, model)
     if not section.model:
-        raise ConfigError(f"draft.model: a {section.drafter} drafter needs a draft model: a name or a folder")
+        raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
     if section.drafter == "standalone":
         from slipstream.drafters.loading import load_standalone
 

@@ -14,18 +14,14 @@ It knows nothing about API servers. Format: EndpointSlice of ``discovery.k8s.io`
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.address import SCHEME, SERVICE
 from slipstream.errors import ConfigError, RemoteProtocolError
 
-SCHEME = "kubernetes:"
 MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
-
-_LABEL = "[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
-_ADDRESS = re.compile(rf"kubernetes:///({_LABEL})\.({_LABEL})(?:\.svc)?:({_LABEL})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ def service_address(address: str) -> ServiceAddress | None:
     """The service that ``kubernetes:///SERVICE.NAMESPACE:PORT`` names; None for a plain host:port. ConfigError."""
     if not address.startswith(SCHEME):
         return None
-    found = _ADDRESS.fullmatch(address)
+    found = SERVICE.fullmatch(address)
     if found is None:
         raise ConfigError(f"{address!r} is not kubernetes:///SERVICE.NAMESPACE:PORT")
     return ServiceAddress(*found.groups())
