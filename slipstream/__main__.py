@@ -14,7 +14,7 @@ from rich.console import Console
 
 from slipstream import __version__
 from slipstream.config import Config, load
-from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.errors import InvalidRequest, SlipstreamError, Unavailable
 from slipstream.options import ConfigFile, Overrides, key_in
 from slipstream.shipped import settled
 from slipstream.terminal import ask, checks_table, complain, plain_table
@@ -150,6 +150,9 @@ def chat(
         except Unavailable as error:
             raise Unavailable(f"no router answers over gRPC at {address}\nstart one with: slipstream run\nor give the "
                               f"address that its router.grpc_listen says, with --address\n({error})") from error
+        except InvalidRequest as error:
+            raise Unavailable(f"{address} asks for an API key; give the file that has it with --api-key-file FILE\n"
+                              f"({error})") from error
         options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         Conversation(Console(), client, model, ask, options).run()
 

@@ -244,19 +244,23 @@ def test_a_launch_answers_restarts_and_drains(tiny_folder: Path, tmp_path: Path)
     assert "stopped" in (tmp_path / "target.log").read_text()
 
 
-async def test_one_process_gives_the_answers_of_plain_decoding(tiny_folder: Path) -> None:
+async def test_one_process_gives_the_answers_of_plain_decoding(tiny_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("open-sesame\n")
     config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float64",
-                         "draft.ngram.min_match=1"))
+                         "draft.ngram.min_match=1", f"router.api_keys_file={keys}"))
     stop, up = asyncio.Event(), asyncio.Event()
     serving = asyncio.create_task(colocated.serve(config, stop, up.set))
     try:
         await asyncio.wait([serving, asyncio.create_task(up.wait())], return_when=asyncio.FIRST_COMPLETED)
-        async with AsyncClient(config.router.grpc_listen) as client:
+        keyless = await asyncio.to_thread(CliRunner().invoke, app, ["chat", "--address", config.router.grpc_listen])
+        async with AsyncClient(config.router.grpc_listen, api_key="open-sesame") as client:
             drafted = [delta async for delta in client.chat("abcabcabc", max_tokens=64, temperature=0.0)]
             plain = [delta async for delta in client.chat("abcabcabc", max_tokens=64, temperature=0.0, speculate=False)]
     finally:
         stop.set()
         await serving
+    assert "--api-key-file" in str(keyless.exception), "a chat without a key says how to give one"
     assert "".join(delta.text for delta in drafted) == "".join(delta.text for delta in plain)
     usage, alone = drafted[-1].usage, plain[-1].usage
     assert usage is not None and usage.accepted_prediction_tokens + usage.rejected_prediction_tokens > 0

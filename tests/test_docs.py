@@ -59,3 +59,28 @@ def test_readme_commands_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", readme, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"README names `make {target}`"
+
+
+def _anchors(page: Path) -> set[str]:
+    heads = [line.lstrip("#").strip().lower() for line in page.read_text(encoding="utf-8").splitlines()
+             if re.match("#{1,6} ", line)]
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", head)).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]*?)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    missing = [f"{file}#{anchor}" for file, anchor in links
+               if "://" not in file and anchor not in _anchors(page.parent / file if file else page)]
+    assert not missing
+
+
+def test_services_by_hand_find_each_other_with_the_file_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "MACHINES.md").read_text(encoding="utf-8")
+    found = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert found is not None
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(found[1])
+    config = load(file)
+    assert config.target.drafts == (config.draft.listen,) and config.router.targets == (config.target.listen,)
+    assert set(re.findall(r"^slipstream (\w+) --config", page, re.MULTILINE)) == {"draft", "target", "router"}
