@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.completion import TextDelta
 from router.events import DONE, EventStream, Presence, event, framed
-from router.gate import Gate, problem_response
+from router.gate import REQUEST_ID, Gate, problem_response
 from router.gateway import Gateway, Job, Run
 from router.keys import ApiKeys
 from router.outlet import outlet_of
@@ -156,7 +156,8 @@ class Surface:
         reply = kind(run.id, run.created, job.model, self._gateway.codec, job.options.top_logprobs is not None)
         headers = {"x-slipstream-mode": run.mode}
         if body.stream:
-            return EventStream(self._events(run, reply, deltas, first, body.include_usage), client, run.aclose, headers)
+            events = self._events(run, reply, deltas, first, body.include_usage, request.scope[REQUEST_ID])
+            return EventStream(events, client, run.aclose, headers)
         try:
             with client:
                 answers = await _collected(run, deltas, first)
@@ -165,7 +166,7 @@ class Surface:
         return json_response(reply.whole(answers, run.usage()), headers=headers)
 
     async def _events(self, run: Run, reply: Reply, deltas: Deltas, first: Numbered,
-                      include_usage: bool) -> AsyncGenerator[bytes, None]:
+                      include_usage: bool, request_id: str) -> AsyncGenerator[bytes, None]:
         try:
             openings = [event(opening) for number in range(run.job.num_answers) if (opening := reply.opening(number))]
             data = reply.written(*first)
@@ -177,7 +178,7 @@ class Surface:
             if include_usage:
                 yield event(reply.usage_chunk(run.usage()))
         except Exception as error:
-            self._log.warning("stream broken", request=run.id, error=type(error).__name__)
+            self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
             self._gateway.failed(run.job.endpoint, error)
             yield event(problem_of(error).body())
         finally:

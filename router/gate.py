@@ -24,6 +24,7 @@ from router.problems import Problem, http_problem, problem_of
 from slipstream.log import logger
 
 OPEN_PATHS = frozenset({"/live", "/health"})
+REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -42,6 +43,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
+        scope[REQUEST_ID] = request_id.decode()
         started = False
 
         async def answer(message: Message) -> None:

@@ -24,9 +24,8 @@ from typing import Literal
 from slipstream.config import Config
 from slipstream.errors import ModelError, SlipstreamError
 from slipstream.lenient import Thresholds
-from slipstream.models import KNOWN, default_root, load_tokenizer, resolve
+from slipstream.models import KNOWN, default_root, resolve
 from slipstream.pairing import SUSPECT_ROUNDS, Agreement
-from slipstream.questions import QUESTIONS
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -210,15 +209,16 @@ def _pairing(config: Config) -> list[Check]:
         return [Check("pairing", "ok", "an ngram drafter fits every target")]
     if importlib.util.find_spec("torch") is None:
         return [Check("pairing", "fail", "needs torch", "run: pip install 'slipstream[engine]'")]
+    from router.tokens import TextCodec
     from slipstream.drafters import create
     from slipstream.engine.runner import ModelRunner
     from slipstream.engine.weights import load_model
     from slipstream.rounds import Rounds, Tally, slots_needed
+    from slipstream.tuning import prompts_of
 
     try:
         folder = resolve(model.path)
-        tokenizer = load_tokenizer(folder)
-        prompts = [tokenizer.encode(question).ids for question in QUESTIONS]
+        prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
         slots = slots_needed(prompts, CHECK_TOKENS)
         drafter = create(draft.model_copy(update={"slots": 2 * slots, "compile": False}), model)
         runner = ModelRunner(load_model(folder, model.dtype, model.device, model.engine, quantize=model.quantize,

@@ -224,7 +224,8 @@ class Launch:
             return
         if service.restart_at_s == 0.0:
             service.restart_at_s = now_s + service.pause_s
-            report(f"the {service.name} service ended ({_ending(code)}); it starts again in {service.pause_s:.0f} s")
+            report(f"the {service.name} service ended ({_ending(code)}); it starts again in {service.pause_s:.0f} s; "
+                   f"its log is {service.log}")
             service.pause_s = min(2 * service.pause_s, RESTART_MAX_S)
         elif now_s >= service.restart_at_s:
             self._spawn(service)

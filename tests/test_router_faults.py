@@ -62,6 +62,17 @@ async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
         await until(lambda: admission.in_flight == 0 and admission.queued == 0, asyncio.sleep)
 
 
+async def test_a_broken_stream_is_logged_under_the_request_s_id(tiny_folder: Path,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    async with routing(tiny_folder, EchoTarget(fail_after=2, error=Unavailable("gone"))) as r:
+        answer = await r.http.post(CHAT, json={"model": "tiny", "messages": HELLO, "stream": True},
+                                   headers={"x-request-id": "mine-7"})
+    assert answer.headers["x-request-id"] == "mine-7"
+    said = capsys.readouterr()
+    line = next(line for line in (said.out + said.err).splitlines() if "stream broken" in line)
+    assert "mine-7" in line and events(answer.text)[0]["id"].removeprefix("chatcmpl-") in line
+
+
 async def test_targets_that_fail(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget(fail_after=0, error=Unavailable("gone"))) as r:
         refused = await r.post(CHAT, messages=HELLO, stream=True)
