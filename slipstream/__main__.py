@@ -91,7 +91,7 @@ def serve(
     settings, console = _settings(config, overrides), Console()
     require_model(settings)
     if colocated:
-        _foreground("slipstream.colocated", settings)
+        _foreground("slipstream.colocated", settings.on_one_machine())
         return
     with launched(settings, logs, console) as launch:
         show_places(launch, console)
@@ -283,11 +283,11 @@ def _foreground(module: str, config: Config) -> None:
     import asyncio
     from importlib import import_module
 
-    from slipstream.launch import let_wait
+    from slipstream.launch import prepare_libraries
     from slipstream.log import configure
     from slipstream.process import until_signalled
 
-    let_wait()
+    prepare_libraries(config)
     configure(config.log)
     asyncio.run(until_signalled(config, import_module(module).serve))
 

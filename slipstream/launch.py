@@ -36,13 +36,12 @@ RESTART_S = 2.0  # doubles with every death of the same service
 RESTART_MAX_S = 32.0
 TAIL_LINES = 12
 
-# What libraries read when they are loaded. Threads of the model wait without spinning: services share the cores, and a
-# thread that spins while another service has its core makes a step ten times slower. gRPC's core reads messages on the
-# thread that waits for them: its newer engine hands them from thread to thread, each asleep until then.
-SHARED_CORES = {
-    "GOMP_SPINCOUNT": "0",
-    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints",
-}
+# What libraries read when they are loaded. gRPC's core reads messages on the thread that waits for them: its newer
+# engine hands them from thread to thread, each asleep until then. Threads of the model wait without spinning where
+# services share the cores: a thread that spins while another service has its core makes a step ten times slower.
+ENGINES = ("client", "listener", "for_all_other_endpoints")
+GRPC = {"GRPC_EXPERIMENTS": ",".join(f"-event_engine_{engine}" for engine in ENGINES)}
+SHARED_CORES = {"GOMP_SPINCOUNT": "0", **GRPC}
 
 Report = Callable[[str], None]
 
@@ -84,9 +83,9 @@ class Service:
             return ""
 
 
-def let_wait() -> None:
-    """Set for this process what ``SHARED_CORES`` says; before torch and gRPC are loaded, which read it then."""
-    for name, value in SHARED_CORES.items():
+def prepare_libraries(config: Config) -> None:
+    """Say to this process what a launch says to those that it starts; before torch and gRPC are loaded."""
+    for name, value in (SHARED_CORES if config.target.shared_cores else GRPC).items():
         os.environ.setdefault(name, value)
 
 

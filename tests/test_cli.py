@@ -185,14 +185,17 @@ def test_an_address_of_another_machine_is_not_called_taken() -> None:
     assert "taken" not in str(caught.value) and "--set target.listen=HOST:PORT" in str(caught.value)
 
 
-def test_a_service_by_hand_waits_as_a_launched_one_does() -> None:
+@pytest.mark.parametrize(("shared", "spins"), [("true", "0"), ("false", None)])
+def test_a_service_by_hand_waits_as_a_launched_one_does(shared: str, spins: str | None) -> None:
     """What torch and gRPC read when they are loaded is set before: here the service is refused right after that."""
     code = ("import os, sys; from slipstream.__main__ import app; from slipstream.errors import ConfigError\n"
-            "try: app(['draft', '--set', 'draft.drafter=ngram', '--set', 'draft.listen=0.0.0.0:1'])\n"
-            "except ConfigError: print(os.environ['GOMP_SPINCOUNT'], 'grpc' in sys.modules)")
+            "try: app(['draft', '--set', 'draft.drafter=ngram', '--set', 'draft.listen=0.0.0.0:1', '--set', "
+            f"'target.shared_cores={shared}'])\n"
+            "except ConfigError: print([*map(os.environ.get, ('GOMP_SPINCOUNT', 'GRPC_EXPERIMENTS')), "
+            "'grpc' in sys.modules])")
     environment = {name: value for name, value in os.environ.items() if name not in SHARED_CORES}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
-    assert done.stdout.splitlines()[-1:] == ["0 True"], done.stderr
+    assert done.stdout.splitlines()[-1:] == [str([spins, SHARED_CORES["GRPC_EXPERIMENTS"], True])], done.stderr
 
 
 def test_services_of_a_launch_find_each_other() -> None:
