@@ -232,8 +232,12 @@ class Run:
             while True:
                 with limit:
                     number, delta = (0, await anext(alone)) if many is None else await anext(many)
-                self._time(number, delta)
-                yield number, delta
+                now_s = self._gateway.clock()
+                self._mode = self._mode or self._present_mode()
+                try:
+                    yield number, delta
+                finally:
+                    self._time(now_s, number, delta)  # when it is on its way
         except StopAsyncIteration:
             return
         except Exception:
@@ -271,12 +275,11 @@ class Run:
             used = self.usage()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
-    def _time(self, number: int, delta: TextDelta) -> None:
-        now_s, metrics = self._gateway.clock(), self._gateway.metrics
+    def _time(self, now_s: float, number: int, delta: TextDelta) -> None:
+        metrics = self._gateway.metrics
         before_s = self._commits_s.get(number)
         if before_s is None:
-            self._mode = self._mode or self._present_mode()
-            metrics.first_token(now_s - self._arrived_s, self.mode)
+            metrics.first_token(now_s - self._arrived_s, self._mode)
         else:
             metrics.commit(now_s - before_s, delta.num_tokens, self._mode)
         self._commits_s[number] = now_s

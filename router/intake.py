@@ -53,6 +53,7 @@ class Intake:
         self._again = False  # a head is being read that has been heard already
         self._over = False  # nothing more is taken from this client
         self._head_bytes = 0  # of the head that is being read, as far as it is understood
+        self._version = ""  # of the head that was read last
         self._unheard = 0  # bytes since the last that a request was furthered by
         self._timer: asyncio.TimerHandle | None = None
 
@@ -85,7 +86,7 @@ class Intake:
         return self._parser.get_method()
 
     def get_http_version(self) -> str:
-        return self._parser.get_http_version()
+        return self._version
 
     def should_keep_alive(self) -> bool:
         return self._parser.should_keep_alive()
@@ -120,7 +121,7 @@ class Intake:
         self.close()
         self._http.on_headers_complete()
         self._in_head, self._in_body = False, True
-        if self._parser.get_http_version() == "1.0":
+        if self._version == "1.0":
             cycle = self._http.cycle
             cycle.waiting_for_100_continue = False
             cycle.transport = Unchunked(self._http.transport)  # type: ignore[assignment]
@@ -154,7 +155,7 @@ class Intake:
             raise Refused(431, "the headers are too large")
 
     def _check(self) -> None:
-        version = self._parser.get_http_version()
+        self._version = version = self._parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise Refused(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
         hosts = 0

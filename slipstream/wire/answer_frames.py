@@ -17,7 +17,7 @@ from slipstream.errors import InvalidRequest, RemoteProtocolError, SlipstreamErr
 from slipstream.requests import Piece, Request
 from slipstream.spans import well_formed
 from slipstream.v1 import target_pb2
-from slipstream.wire.answers import message_of, mode_of, piece_of, request_of, speculates, start_of
+from slipstream.wire.answers import fill_start, message_of, mode_of, piece_of, request_of, speculates
 from slipstream.wire.fields import parse, require
 from slipstream.wire.status import Reported
 
@@ -42,15 +42,16 @@ Told = Taken | Piece | Reported
 
 
 def encode_asked(answer: int, content: Request | bool | Flow) -> bytes:
-    item = target_pb2.AnswerRequest(answer=answer)
+    frame = target_pb2.GenerateManyRequest()
+    item = frame.items.add(answer=answer)
     if isinstance(content, Request):
-        item.start.CopyFrom(start_of(content))
+        fill_start(item.start, content)
         item.traceparent = content.trace
     elif isinstance(content, Flow):
         item.flow = target_pb2.AnswerFlow.ValueType(content.value)
     else:
         item.control.mode = mode_of(content)
-    return target_pb2.GenerateManyRequest(items=(item,)).SerializeToString()
+    return frame.SerializeToString()
 
 
 def decode_asked(data: bytes, vocab_size: int, max_context: int) -> Iterator[tuple[int, Asked]]:

@@ -16,10 +16,9 @@ from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     INT32_MAX,
     decode_sampling,
-    encode_sampling,
     few_int_bytes,
     few_ints_of,
-    int_bytes,
+    fill_sampling,
     ints_of,
     microseconds,
     name_of,
@@ -43,14 +42,18 @@ STATE_NUMBERS = {name: target_pb2.SpeculationState.ValueType(number) for number,
 
 def encode_start(request: Request) -> bytes:
     """The first message of a Generate call."""
-    return target_pb2.GenerateRequest(start=start_of(request)).SerializeToString()
+    message = target_pb2.GenerateRequest()
+    fill_start(message.start, request)
+    return message.SerializeToString()
 
 
-def start_of(request: Request) -> target_pb2.GenerateStart:
-    return target_pb2.GenerateStart(
-        request_id=request.request_id, tokens=int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
-        max_tokens=request.max_tokens, top_logprobs=request.top_logprobs, mode=mode_of(request.speculate),
-        answered=request.answered)
+def fill_start(wire: target_pb2.GenerateStart, request: Request) -> None:
+    """Write ``request`` into ``wire``, which is empty."""
+    wire.request_id, wire.tokens = request.request_id, few_int_bytes(request.tokens)
+    fill_sampling(wire.sampling, request.sampling)
+    wire.max_tokens, wire.mode, wire.answered = request.max_tokens, mode_of(request.speculate), request.answered
+    if request.top_logprobs is not None:
+        wire.top_logprobs = request.top_logprobs
 
 
 def encode_control(speculate: bool) -> bytes:
