@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.chat import Delta, Message
-from slipstream.errors import SlipstreamError
+from slipstream.errors import InvalidRequest, SlipstreamError
 from slipstream.terminal import clean, complain, legend, show_answer, summary
 
 HELP = "/plain switches drafts off and on · /new forgets the conversation · /quit ends"
@@ -81,6 +81,8 @@ class Conversation:
             return
         except SlipstreamError as error:
             complain(error)
+            if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
+                self._say("/new forgets the conversation, which makes room")
             return
         self._messages = [*asked, Message("assistant", told.text)]
         self._say(summary(told))

@@ -23,7 +23,7 @@ from slipstream.chat import Delta, Message, TextToken, Usage
 from slipstream.client import AsyncClient
 from slipstream.config import Config, load
 from slipstream.conversation import Conversation
-from slipstream.errors import ConfigError, Unavailable
+from slipstream.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.launch import SHARED_CORES, Launch, joined, places, require_free
 from slipstream.terminal import Told, complain, show_answer, summary
 
@@ -136,6 +136,8 @@ class Chatter:
         self.asked.append(([message.content for message in messages], options["speculate"]))
         if messages[-1].content == "fail":
             raise Unavailable("no target is ready; try again soon")
+        if messages[-1].content == "long":
+            raise InvalidRequest("messages", "the context holds 8 tokens", "context_length_exceeded")
         yield from ANSWER
 
 
@@ -152,6 +154,10 @@ def test_a_conversation_remembers_and_forgets(capsys: pytest.CaptureFixture[str]
     assert [contents for contents, _ in asked] == [
         ["one"], ["one", answer, "fail"], ["one", answer, "two"], ["three"]]
     assert "no target is ready" in capsys.readouterr().err
+
+
+def test_a_conversation_that_is_too_long_is_told_how_to_go_on() -> None:
+    assert "/new forgets the conversation, which makes room" in converse("long", "/quit")[1]
 
 
 def test_plain_switches_drafts_off_and_on() -> None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slipstream.config import Config, load
 from slipstream.manual import config_yaml, markdown, pages, tables, with_tables
@@ -84,3 +85,27 @@ def test_services_by_hand_find_each_other_with_the_file_of_the_page(tmp_path: Pa
     config = load(file)
     assert config.target.drafts == (config.draft.listen,) and config.router.targets == (config.target.listen,)
     assert set(re.findall(r"^slipstream (\w+) --config", page, re.MULTILINE)) == {"draft", "target", "router"}
+
+
+def test_the_page_says_what_the_pods_of_the_small_profile_ask_for() -> None:
+    helm = ROOT / "deploy" / "helm"
+    values = yaml.safe_load((helm / "slipstream" / "values.yaml").read_text(encoding="utf-8"))
+    profile = yaml.safe_load((helm / "values-cpu.yaml").read_text(encoding="utf-8"))
+    cpus = asked = most = 0.0
+    for role in ("router", "target", "draft"):
+        section = values[role] | profile.get(role, {})
+        wanted, count = section["resources"], section["replicas"]
+        cpus += count * _amount(wanted["requests"]["cpu"])
+        asked += count * _amount(wanted["requests"]["memory"])
+        most += count * _amount(wanted["limits"]["memory"])
+    told = f"ask for {cpus:g} CPUs and {asked / 2**30:.1f} GiB"
+    assert f"{told}, and may take {most / 2**30:.1f} GiB" in (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
+    assert told in (helm / "values-cpu.yaml").read_text(encoding="utf-8")
+
+
+def _amount(quantity: str) -> float:
+    """A quantity as Kubernetes writes it."""
+    for unit, factor in (("Mi", 2.0**20), ("Gi", 2.0**30), ("m", 1e-3)):
+        if quantity.endswith(unit):
+            return float(quantity.removesuffix(unit)) * factor
+    return float(quantity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +312,17 @@ async def test_many_at_once_all_end(tiny_folder: Path) -> None:
             r.post(COMPLETIONS, prompt=PROMPT, seed=i, max_tokens=20, stream=i % 2 == 0) for i in range(40)))
         assert [a.status_code for a in answers] == [200] * 40
         assert r.service.gateway.admission.in_flight == 0 and not any(t.running for t in targets)
+
+
+async def test_the_pages_that_the_documents_name_are_there(tiny_folder: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "API.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`GET [^|]*) \|", page, re.MULTILINE)
+    paths = [path.removeprefix("GET ") for row in rows for path in re.findall(r"`([^`]+)`", row)]
+    assert {"/v1/models", "/health", "/live"} <= set(paths)
+    async with routing(tiny_folder, EchoTarget()) as r:
+        codes = {path: (await r.http.get(path.replace("NAME", "tiny"))).status_code for path in paths}
+        lost = await r.http.get("/v1/chat")
+        assert lost.status_code == 404 and CHAT in lost.json()["error"]["message"]
+        wrong = await r.http.get(CHAT)
+        assert wrong.status_code == 405 and "POST" in wrong.json()["error"]["message"]
+    assert set(codes.values()) == {200}, codes
