@@ -24,6 +24,7 @@ from bench.stage import Finding, Given, free
 from router.tokens import TextCodec
 from slipstream.config import DraftSection, Dtype, ModelSection
 from slipstream.drafters import create
+from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
 from slipstream.questions import QUESTIONS
@@ -74,11 +75,12 @@ def answers_stage(given: Given) -> Iterator[Finding]:
 
 def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
     slots = max(slots_needed([prompt], subject.max_tokens) for prompt in subject.prompts)
-    runner = ModelRunner(load_model(subject.folder, dtype, device), slots)
+    runner = _runner(subject.folder, dtype, device, slots)
     model = ModelSection(path=str(subject.folder), dtype=dtype, device=device)
     for mode, temperature in TEMPERATURES.items():
         plain = Rounds(runner, None, subject.max_tokens, temperature)
         plain.answer(subject.prompts[:1], 0, Tally())
+        _warm(runner)
         right, plain_rate = _asked(plain, subject.prompts, 0, Tally())
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
         for name, fields in subject.drafters:
@@ -86,6 +88,7 @@ def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
             rounds, tally = Rounds(runner, create(section, model), subject.max_tokens, temperature), Tally()
             nodes = section.growth.num_draft_tokens
             rounds.answer(subject.prompts[:1], nodes, Tally())
+            _warm(runner)  # a drafter that reads states has graphs of its own
             found, rate = _asked(rounds, subject.prompts, nodes, tally)
             what = f"{dtype} {mode}, {name}"
             same = sum(_alike(a, b) for a, b in zip(right, found, strict=True))
@@ -94,6 +97,17 @@ def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
             yield Finding(f"{what}: acceptance length", tally.acceptance.length, "tokens")
             yield Finding(f"{what}: speed", rate, "tokens/s")
             yield Finding(f"{what}: by plain", rate / plain_rate, "ratio")
+
+
+def _runner(folder: Path, dtype: Dtype, device: str, slots: int) -> ModelRunner:
+    """As a target has it: with graphs where they can be."""
+    model = load_model(folder, dtype, device, graphs=True)
+    return ModelRunner(model, slots, model.spare_slots if isinstance(model, GraphedDecoder) else 0)
+
+
+def _warm(runner: ModelRunner) -> None:
+    if isinstance(runner.model, GraphedDecoder):
+        runner.model.warm(runner.pool, 1, runner.taps)
 
 
 def _alike(a: Sequence[int], b: Sequence[int]) -> bool:

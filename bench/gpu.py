@@ -36,7 +36,7 @@ from slipstream.engine.model import device_of
 Stage = Callable[[Given], Iterator[Finding]]
 
 DEVICE_TESTS = ("tests/test_attention.py", "tests/test_sampling.py")
-PACKAGES = ("transformers", "tokenizers", "safetensors", "triton", "flashinfer-python")
+PACKAGES = ("numpy", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python")
 SUITE_S = 180
 LIMIT_S = 500.0
 

@@ -3,7 +3,7 @@
 Rules:
 1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
    are unpacked below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``.
-2. Everything else is expected there: torch, numpy, safetensors, tokenizers, psutil, PyYAML, rich, jinja2, pytest,
+2. Everything else is expected there: torch, numpy 2, safetensors, tokenizers, psutil, PyYAML, rich, jinja2, pytest,
    scipy.
 3. The default model is 98 MB. ``--model`` cuts it into parts that can travel one by one; ``--join`` puts them together
    there and prepares the model.
@@ -92,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shutil.rmtree(wheels, ignore_errors=True)
     fetch(pinned(Path("requirements.lock").read_text(encoding="utf-8"), PACKAGES), wheels)
     if options.flashinfer:
-        from bench.gpu_kernels import TVM, build
+        from bench.gpu_kernels import NVML, TVM, build
 
-        fetch([TVM], wheels)
+        fetch([TVM, NVML], wheels)
         build(FOLDER)
     unpack(wheels, FOLDER / "site")
     if options.model:

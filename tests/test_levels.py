@@ -14,10 +14,12 @@ from slipstream.drafters.at_once import AtOnce, spare_slots
 from slipstream.drafters.checkpoint import EagleHead, read_head
 from slipstream.drafters.eagle import EagleNetwork
 from slipstream.drafters.neural import NeuralDrafter
-from slipstream.engine.backend import TorchPages
-from slipstream.engine.graphs import Capture, Replay, capture_eager
+from slipstream.engine.backend import PagedAttention, TorchPages
+from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
 from slipstream.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import write_eagle_folder
+from tests.pretended import GPU, pretended
+from tests.test_pretended import LaunchedPages
 from tests.tiny import VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -35,12 +37,12 @@ class Both:
     """A drafter that grows at once, another that does not, told and asked the same."""
 
     def __init__(self, head: EagleHead, topk: int, steps: int, capture: Capture = capture_eager,
-                 slots: int = 900) -> None:
+                 slots: int = 900, pages: PagedAttention | None = None, device: torch.device = CPU) -> None:
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
-        networks = [EagleNetwork(head, "float64", CPU, slots, spare_slots=spare)
+        networks = [EagleNetwork(head, "float64", device, slots, spare_slots=spare)
                     for spare in (spare_slots(topk, steps - 1), 0)]
-        self.at_once = AtOnce(networks[0], TorchPages(head.config, CPU), topk, steps - 1, capture, networks[0].slots,
-                              networks[0].max_context)
+        self.at_once = AtOnce(networks[0], pages or TorchPages(head.config, CPU), topk, steps - 1, capture,
+                              networks[0].slots, networks[0].max_context)
         self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, at_once=self.at_once),
                          NeuralDrafter("eagle3", networks[1], growth, 20)]
         self.width = networks[0].features.width
@@ -178,3 +180,17 @@ def test_loops_are_made_at_the_start_for_a_few_numbers_of_sessions(head: EagleHe
 
 def test_a_tree_that_no_word_holds_has_no_loop() -> None:
     assert spare_slots(8, 9) == 0 == spare_slots(4, 0) and spare_slots(4, 2) == 8 * 4 * 2
+
+
+def test_trees_at_once_on_a_gpu_in_name(head: EagleHead) -> None:
+    """A captured tree is replayed as it was recorded: nothing of it is Python's to decide again."""
+    with pretended() as gpu:
+        both = Both(head, 3, 4, CudaCapture(GPU), pages=LaunchedPages(head.config, gpu), device=GPU)
+        assert both.at_once.warm() == len(gpu.graphs) > 1
+        for session, length in enumerate((9, 30, 2), start=1):
+            both.open(session, length)
+        for turn in range(3):
+            growths = both.grow([1, 2, 3][: 1 + turn])
+            for session, growth in enumerate(growths, start=1):
+                both.commit(session, [*growth.tokens[:1].tolist(), 7])
+        both.close()

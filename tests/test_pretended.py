@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.backend import TorchAttention
-from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.backend import Attend, TorchAttention, write_pages
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Size
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PageTensors, attend_pages
+from slipstream.engine.pages import PagePlan, PageTensors, attend_pages
 from tests.pretended import GPU, Gpu, pretended
 from tests.test_flashinfer import PlainWrapper
 from tests.tiny import tiny_config, tiny_tensors
@@ -54,6 +54,40 @@ def library(gpu: Gpu, attends: Kernel = attended) -> ModuleType:
     module.__spec__ = ModuleSpec("flashinfer", None)
     vars(module)["BatchPrefillWithPagedKVCacheWrapper"] = Wrapper
     return module
+
+
+class LaunchedPages:
+    """Torch's attention over pages as a kernel; see ``backend.PagedAttention``."""
+
+    def __init__(self, config: ModelConfig, gpu: Gpu) -> None:
+        self._scale, self._gpu = config.head_dim**-0.5, gpu
+
+    def plan(self, batch: ForwardBatch) -> Attend:
+        raise AssertionError("fixed ones only")
+
+    def fixed(self, pages: PageTensors, apart: bool = False) -> FixedLaunchedPages:
+        assert apart, "several are planned before one runs"
+        return FixedLaunchedPages(pages, self._scale, self._gpu)
+
+
+class FixedLaunchedPages:
+    def __init__(self, pages: PageTensors, scale: float, gpu: Gpu) -> None:
+        self._pages, self._scale, self._gpu = pages, scale, gpu
+
+    def write(self, plan: PagePlan) -> bool:
+        write_pages(self._pages, plan)
+        return True
+
+    def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        def kernel(q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, *pages: torch.Tensor) -> None:
+            out.copy_(attend_pages(q, kv, PageTensors(*pages), self._scale))
+
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        self._gpu.launch(kernel, q, kv, out, *self._pages)
+        return out
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        yield from self._pages
 
 
 def batches(dice: np.random.Generator) -> list[BatchBuilder]:

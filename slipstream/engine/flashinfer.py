@@ -130,16 +130,16 @@ def _settled(device: torch.device) -> None:
 
 
 class FlashInferAttention:
-    """See ``backend.PagedAttention``."""
+    """See ``backend.PagedAttention``. ``workspace``: bytes in which plans lie."""
 
-    __slots__ = ("_config", "_device", "_dtype", "_float", "_int", "_planner", "_wrapper_type")
+    __slots__ = ("_config", "_device", "_dtype", "_float", "_planner", "_wrapper_type", "workspace")
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config, self._dtype, self._device = config, dtype, device
         self._wrapper_type: Any = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
         self._float = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._int = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._planner = self._make(self._int)
+        self.workspace = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._planner = self._make(self.workspace)
 
     def plan(self, batch: ForwardBatch) -> Attend:
         plan = plan_pages(batch, self._config.sliding_window)
@@ -149,7 +149,7 @@ class FlashInferAttention:
 
     def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
         last = torch.ones(len(pages.q_indptr) - 1, dtype=torch.int32, device=self._device)
-        plans = torch.empty_like(self._int) if apart else self._int
+        plans = torch.empty_like(self.workspace) if apart else self.workspace
         return FixedFlashInfer(self._make(plans, use_cuda_graph=True, qo_indptr_buf=pages.q_indptr,
                                           paged_kv_indptr_buf=pages.kv_indptr, paged_kv_indices_buf=pages.indices,
                                           paged_kv_last_page_len_buf=last), pages, last)
@@ -196,13 +196,14 @@ class Planner:
 
 
 class FixedFlashInfer:
-    """See ``backend.FixedAttention``. Its buffers are the wrapper's own and three of rows; ``write`` writes all."""
+    """See ``backend.FixedAttention``. Its buffers are the wrapper's own and three of rows; ``write`` writes all.
+    ``launch``: what FlashInfer says of the captured one."""
 
-    __slots__ = ("_last", "_launch", "_pages", "_planner")
+    __slots__ = ("_last", "_pages", "_planner", "launch")
 
     def __init__(self, planner: Planner, pages: PageTensors, last: torch.Tensor) -> None:
         self._planner, self._pages, self._last = planner, pages, last
-        self._launch: tuple[int, ...] = ()
+        self.launch: tuple[int, ...] = ()
 
     def write(self, plan: PagePlan) -> bool:
         indices = torch.from_numpy(plan.indices).to(self._last.device, non_blocking=True)
@@ -212,8 +213,8 @@ class FixedFlashInfer:
                                (self._pages.words, plan.words)):
             tensor.copy_(torch.from_numpy(values), non_blocking=True)
         # A captured launch has the grid of its first plan; one that would need another must not be replayed.
-        self._launch = self._launch or launch
-        return launch == self._launch
+        self.launch = self.launch or launch
+        return launch == self.launch
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return self._planner.run(self._pages, q, kv)

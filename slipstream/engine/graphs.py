@@ -189,14 +189,15 @@ class GraphedDecoder:
         return self._model.embed(tokens)
 
     @torch.inference_mode()
-    def warm(self, pool: KVPool, most_segments: int) -> int:
+    def warm(self, pool: KVPool, most_segments: int, taps: tuple[int, ...] = ()) -> int:
         """Capture every size that steps of so many segments may need. Returns how many there are."""
-        self._serve(pool)
+        if pool is not self._pool:
+            self._serve(pool)
         enough = min((size.segments for size in self._sizes if size.segments > most_segments),
                      default=max(size.segments for size in self._sizes))
         for size in reversed(self._sizes):  # the largest first: the scratch memory of the others is part of its own
             if size.segments <= enough:
-                self._captured(size, ())
+                self._captured(size, taps)
         for (size, _), step in self._steps.items():
             if reason := self._disagrees(size, step, pool):
                 self._steps.clear()
@@ -238,6 +239,7 @@ class GraphedDecoder:
 
     def _serve(self, pool: KVPool) -> None:
         self._pool = pool
+        self._steps.clear()
         # Contexts that answers share are listed once for each of them.
         self._pages = PageTensors.empty(self.spare_slots, max(size.segments for size in self._sizes),
                                         2 * pool.num_slots, self._model.device)
