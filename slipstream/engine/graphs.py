@@ -190,7 +190,8 @@ class GraphedDecoder:
 
     @torch.inference_mode()
     def warm(self, pool: KVPool, most_segments: int, taps: tuple[int, ...] = ()) -> int:
-        """Capture every size that steps of so many segments may need. Returns how many there are."""
+        """Capture every size that steps of so many segments may need, while nobody has slots. Returns how many there
+        are."""
         if pool is not self._pool:
             self._serve(pool)
         enough = min((size.segments for size in self._sizes if size.segments > most_segments),
