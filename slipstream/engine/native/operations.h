@@ -249,6 +249,11 @@ void attend_heads(const Op& op, const Frame& frame, int64_t row, int head, std::
         Floats sums[H][LANES];
         for (int i = 0; i < LANES; i++) {  // beyond the last entry: that one again
             const bf16* key = keys + seen[std::min(first + i, seen.count - 1)] * slot_stride;
+            const bf16* coming = keys + seen[std::min(first + i + LANES, seen.count - 1)] * slot_stride;
+            for (int j = 0; j < size; j += GROUP) {  // KV of many answers is in no cache: entries lie anywhere
+                __builtin_prefetch(coming + j, 0, 3);
+                __builtin_prefetch(coming + op.kv_heads * size + j, 0, 2);
+            }
             Floats sum[H] = {};
             for (int j = 0; j < size; j += GROUP)
                 for (int h = 0; h < H; h++) sum[h] = pairs(sum[h], words_at(query + h * size + j), words_at(key + j));
