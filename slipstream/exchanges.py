@@ -19,27 +19,28 @@ TOGETHER = 3
 
 
 class Tries:
-    """Waits that should not pay and are made to hear news: ``together`` in a row, as one alone says little. They are
-    due once they are below TRY_SHARE of the time since the last wait."""
+    """Waits that should not pay and are made to hear news: ``together`` in a row, as one alone says little. Saved for
+    with TRY_SHARE of all time; what a row leaves is not kept."""
 
-    __slots__ = ("_left", "_since_s", "_together")
+    __slots__ = ("_left", "_saved_s", "_together")
 
     def __init__(self, together: int) -> None:
-        self._together = together
-        self._left, self._since_s = 0, 0.0
+        self._left = self._together = together
+        self._saved_s = 0.0
 
-    def add(self, seconds: float, waited: bool) -> None:
-        """A round is over."""
-        self._since_s += seconds
-        if waited:
-            self._left = max(0, self._left - 1)
-            self._since_s = self._since_s if self._left else 0.0
+    def add(self, seconds: float) -> None:
+        """A round took so long."""
+        self._saved_s += TRY_SHARE * seconds
 
-    def due(self, seconds: float) -> bool:
-        """Whether one that costs ``seconds`` is. Once it is, so are the others."""
-        if not self._left and TRY_SHARE * self._since_s >= self._together * seconds:
-            self._left = self._together
-        return self._left > 0
+    def take(self, seconds: float) -> bool:
+        """Whether a try that costs ``seconds`` and those left of its row are affordable. It is paid for then."""
+        if self._saved_s < self._left * seconds:
+            return False
+        self._left -= 1
+        self._saved_s -= seconds
+        if not self._left:
+            self._left, self._saved_s = self._together, 0.0
+        return True
 
 
 class ExchangeTimes:

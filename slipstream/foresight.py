@@ -27,13 +27,14 @@ FADE = 0.97  # of what was seen, for each token more
 class Foresight:
     """Of one answer."""
 
-    __slots__ = ("_index", "_right", "_wrong")
+    __slots__ = ("_index", "_match", "_right", "_wrong")
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """tokens: prompt and answer so far."""
         self._index = SuffixIndex(ORDERS, LONGEST, KEEP)
         self._right, self._wrong = PRIOR, PRIOR * DOUBT
         self._index.extend(tokens)
+        self._match = self._index.longest(ORDERS[0])
 
     @property
     def doubt(self) -> float:
@@ -41,7 +42,7 @@ class Foresight:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """``tokens`` came."""
-        match = self._index.longest(ORDERS[0])
+        match = self._match
         if match is not None:
             for ahead, token in enumerate(tokens):
                 right = self._index.following(match.end, ahead) == token
@@ -50,10 +51,11 @@ class Foresight:
                 if not right:
                     break
         self._index.extend(tokens)
+        self._match = self._index.longest(ORDERS[0])
 
     def chain(self, most: int) -> tuple[list[int], list[float]]:
         """What should come next: at most ``most`` tokens, and for each the chance that all up to it come."""
-        match = self._index.longest(ORDERS[0])
+        match = self._match
         if match is None:
             return [], []
         doubt, chance, chances = self.doubt, 1.0, []

@@ -58,6 +58,7 @@ class Goodput:
         self._told_others: int | None = None  # by the caller, since the last round
         self._share = 1.0  # of waits and trees that had something to verify
         self._tries = exchange.tries()
+        self._trying = False  # the coming exchange is a try
         self._nodes: int | None = None  # asked for several times a round, searched for once
 
     def tell_others(self, rows: int) -> None:
@@ -84,7 +85,8 @@ class Goodput:
         self._acceptance.observe(round_.drafted, round_.accepted, round_.depth)
         self._experience.observe(round_.drafted, round_.accepted, round_.depth)
         self._nodes = None
-        self._tries.add(spent_s, round_.wait_s > 0 and not round_.first)
+        self._tries.add(spent_s)
+        self._trying = self._trying and round_.first  # which teaches nothing
         self._learn_exchange(round_)
         return earned_s, spent_s
 
@@ -154,6 +156,8 @@ class Goodput:
             step_s = plain_s + rows * (self._costs.cost(rows + nodes) - plain_s)
             took_s = step_s + wait_s + self._exchange.toll_s(plain_s)
             best_rate = max(best_rate, (1 + self._share * self._acceptance.tokens(nodes)) / took_s)
+        if (1 + sum(chances)) / (plain_s + rows * (self._costs.cost(rows + 1) - plain_s)) <= best_rate:
+            return 0  # quickly, as a full house asks often
         for count, chance in enumerate(chances, start=1):
             tokens += chance
             rate = tokens / (plain_s + rows * (self._costs.cost(rows + count) - plain_s))
@@ -198,13 +202,14 @@ class Goodput:
         return self.pays(self._config.leave_gain)
 
     def pays(self, gain: float) -> bool:
-        """Whether a round with its wait reaches ``gain``, or is still tried."""
+        """Whether a round with its wait reaches ``gain``, or is tried: then it is until it is over."""
         exchange, toll_s = self._exchange, self._exchange.toll_s(self.plain_s)
-        if exchange.mean_s is None and not toll_s:
-            return True
-        if self._tries.due(exchange.try_s(self.usual_wait_s) + toll_s):
+        if self._trying or (exchange.mean_s is None and not toll_s):
             return True
         rows, nodes = self._others + 1, self.nodes
         step_s = self.plain_s + self._costs.cost(rows + nodes) - self._costs.cost(rows)
         won = 1 + self._share * self._acceptance.tokens(nodes)
-        return won * self.plain_s >= gain * (step_s + (exchange.mean_s or 0.0) + toll_s)
+        if won * self.plain_s >= gain * (step_s + (exchange.mean_s or 0.0) + toll_s):
+            return True
+        self._trying = self._tries.take(exchange.try_s(self.usual_wait_s) + toll_s)
+        return self._trying

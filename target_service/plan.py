@@ -34,9 +34,12 @@ class Plan:
         return decide(facts, [Facts(one.number, 0, one.side.base - 1, 1, False) for one in first], free_slots,
                       limits)
 
-    def hold_s(self, decision: Decision, running: Sequence[Running], now_s: float) -> float:
-        """Seconds to hold the step for answers whose growth should be here soon; 0: go."""
+    def hold_s(self, decision: Decision, running: Sequence[Running], now_s: float) -> float | None:
+        """Seconds to hold the step for answers whose growth should be here soon; 0: go. With nothing to do: until the
+        first of them gives up waiting; None: until something comes."""
         waiting = [one for one in running if one.waits(now_s)]
+        if decision.empty:
+            return max(1e-4, min(one.wait_until_s for one in waiting) - now_s) if waiting else None
         if not waiting or decision.prefill or decision.admit or decision.put_back:
             return 0.0
         due_s, coming = self._answers.coming(waiting)

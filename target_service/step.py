@@ -11,7 +11,7 @@ It knows nothing about drafters, schedules or clients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,8 +69,10 @@ class Step:
 
 
 def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
-             trees: Sequence[tuple[Running, DraftTree]], thresholds: Thresholds) -> list[Verified]:
+             trees: Sequence[tuple[Running, DraftTree]], thresholds: Thresholds,
+             meanwhile: Callable[[], None]) -> list[Verified]:
     """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
+    ``meanwhile`` is called when all is ready: what it wakes other threads for, they do while the device computes.
 
     Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
     """
@@ -86,7 +88,9 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
         sessions.append(_choice_rows(running, tree, levels, first))
         first += len(tree)
     try:
-        logits, best = runner.scored(builder.build(runner.model.device))
+        batch = builder.build(runner.model.device)
+        meanwhile()
+        logits, best = runner.scored(batch)
         choices = choose(logits, sessions, best) if sessions else []
     except Exception as error:
         for slots in node_slots:  # nobody owns them yet
@@ -96,20 +100,23 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    results = []
-    for (running, tree), slots, session, depth in zip(trees, node_slots, sessions, depths, strict=True):
-        begin, end = session.rows.start, session.rows.stop
-        own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
-        verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
-        running.take_slots([slots[node] for node in verdict.path])
-        runner.slots.free([slot for node, slot in enumerate(slots) if node not in verdict.path])
-        wanted = running.request.top_logprobs
-        ranked: tuple[TokenLogprob, ...] = ()
-        if wanted is not None:
-            ranked = tuple(logprobs(logits[[begin + node for node in verdict.path]], verdict.tokens, wanted))
-        lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
-        results.append(Verified(running, tree, verdict, depth, ranked, lossy, lenient))
-    return results
+    return [_verified(runner, running, tree, slots, session, depth, choices, logits, thresholds)
+            for (running, tree), slots, session, depth in zip(trees, node_slots, sessions, depths, strict=True)]
+
+
+def _verified(runner: ModelRunner, running: Running, tree: DraftTree, slots: list[int], session: ChoiceRows, depth: int,
+              choices: Sequence[int], logits: torch.Tensor, thresholds: Thresholds) -> Verified:
+    begin, end = session.rows.start, session.rows.stop
+    own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
+    verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
+    running.take_slots([slots[node] for node in verdict.path])
+    runner.slots.free([slot for node, slot in enumerate(slots) if node not in verdict.path])
+    wanted = running.request.top_logprobs
+    ranked: tuple[TokenLogprob, ...] = ()
+    if wanted is not None:
+        ranked = tuple(logprobs(logits[[begin + node for node in verdict.path]], verdict.tokens, wanted))
+    lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
+    return Verified(running, tree, verdict, depth, ranked, lossy, lenient)
 
 
 def _add_prefill(builder: BatchBuilder, runner: ModelRunner, running: Running, rows: int) -> None:

@@ -231,14 +231,12 @@ class TargetWorker:
         now_s = self._clock()
         decision = self._plan.decide(self._running, self._waiting, self.num_free_slots, now_s)
         self.pool.flush()
-        if decision.empty:
-            deadlines = [r.wait_until_s for r in self._running if r.waits(now_s)]
-            return max(1e-4, min(deadlines) - now_s) if deadlines else None
-        if held_s := self._plan.hold_s(decision, self._running, now_s):
+        held_s = self._plan.hold_s(decision, self._running, now_s)
+        if held_s != 0.0:
+            self.answers.deliver()
             return held_s
         self._act(decision)
         self.pool.flush()
-        self.answers.deliver()
         self._metrics.sessions(len(self._running), len(self._waiting))
         self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
         return 0.0
@@ -268,7 +266,7 @@ class TargetWorker:
         self._make_room(rows)
         started_s = self._clock()
         try:
-            results = run_step(self._runner, prefill, trees, self._thresholds)
+            results = run_step(self._runner, prefill, trees, self._thresholds, self.answers.deliver)
         except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
             if isinstance(error, DeviceFull) and self.shedding.failed(rows):
                 return  # nobody was in it yet: the next turn asks for less

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import PolicySection
 from slipstream.estimates import UNTOLD_EVERY, Acceptance, Experience
-from slipstream.exchanges import KEPT, TOGETHER, ExchangeByLoad, ExchangeTimes, Tries
+from slipstream.exchanges import KEPT, TOGETHER, TRY_SHARE, ExchangeByLoad, ExchangeTimes, Tries
 from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
@@ -394,18 +394,33 @@ def test_answers_share_their_tries_on_shared_cores() -> None:
     assert exchange.mean_s == 0.004 and policy.asks(), "three quick ones are"
 
 
-def test_a_try_is_as_many_waits_whatever_was_waited_for_before() -> None:
+def test_tries_come_in_rows_that_are_saved_for() -> None:
+    tries, added = Tries(TOGETHER), 0
+    while not tries.take(0.004):
+        tries.add(0.010)
+        added += 1
+    assert added == pytest.approx(TOGETHER * 0.004 / (TRY_SHARE * 0.010), abs=1), "the first waits for all of its row"
+    assert all(tries.take(0.004) for _ in range(TOGETHER - 1)) and not tries.take(0.004)
+
+
+def test_what_is_affordable_for_one_is_not_for_sixteen() -> None:
     tries = Tries(TOGETHER)
-    for _ in range(TOGETHER - 1):
-        tries.add(0.010, waited=True)
-    assert not tries.due(0.004)
-    while not tries.due(0.004):
-        tries.add(0.010, waited=False)
-    made = 0
-    while tries.due(0.004):
-        tries.add(0.010, waited=True)
-        made += 1
-    assert made == TOGETHER
+    tries.add(TOGETHER * 0.004 / TRY_SHARE)
+    assert tries.take(0.004)
+    assert not tries.take(16 * 0.004), "the rest of a row costs what it costs now"
+    assert tries.take(0.004)
+
+
+def test_a_first_exchange_is_not_the_end_of_a_try() -> None:
+    """It teaches nothing: the one behind it does."""
+    exchange, costs = ExchangeByLoad(), StepCosts({1: 0.008, 64: 0.0080001})
+    exchange.observe(0.100)
+    policy = SpeculationPolicy(CONFIG, costs, exchange)
+    while not policy.asks(entering=True):
+        policy.observe(0.0, Round(0, 0, 0, costs.cost(1), 0.0, 1))
+    policy.observe(0.0, Round(4, 0, 4, costs.cost(5), 0.004, 5, first=True))
+    assert policy.asks() and policy.deadline_s() > 0.0
+    assert exchange.tries().take(0.100), "the rest of its row is there for others"
 
 
 def test_exchanges_are_known_by_load() -> None:
