@@ -206,12 +206,15 @@ class Target:
         self.worker.enqueue(self.worker.answers.begin(next(self._numbers), request, sink, self.actor.now_s))
 
     def _deliver(self, pieces: list[tuple[Callable[[Piece | Exception], None], Piece | Exception]]) -> None:
-        self.actor.now_s += self._deployment.host_s
         for sink, piece in pieces:
             sink(piece)
 
     def _act(self) -> float | None:
         wait_s = self.worker.poll()
+        if wait_s == 0.0:
+            self.actor.now_s += self._deployment.host_s
+        if self.worker.num_waiting and wait_s is None:  # who heard the end of an answer has asked again
+            return self.actor.now_s
         return None if wait_s is None else self.actor.now_s + wait_s
 
 
