@@ -1,4 +1,5 @@
-"""``make bench-steps``: milliseconds of a step by its rows and threads, and what a plain step consists of.
+"""``make bench-steps``: milliseconds of a step by its rows and threads, what a plain step consists of, and steps of
+several answers, each with a context of its own.
 
 Kernels side by side: those of our own in bfloat16 (``native``) and with int8 weights (``int8``), and torch's operations
 (``torch``), in turn, so that a slow moment hurts all alike; medians and the fastest. *Floor* is the time in which the
@@ -34,6 +35,7 @@ from slipstream.models import resolve
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256
+ANSWERS = (1, 4, 16)
 SUMMED = 1 << 26  # float32 numbers: more than caches hold
 
 Part = Callable[[], object]
@@ -48,9 +50,33 @@ def batch_of(rows: int) -> ForwardBatch:
     return builder.build()
 
 
-def step(runner: ModelRunner, rows: int) -> object:
-    logits, best = runner.scored(batch_of(rows))
+def of_answers(count: int, context: int) -> ForwardBatch:
+    """A plain step of so many answers. Their entries alternate in memory, as those of answers that decode together."""
+    builder = BatchBuilder()
+    for answer in range(count):
+        builder.add([0], [context], [context * count + answer], np.arange(answer, context * count, count))
+    return builder.build()
+
+
+def chosen(runner: ModelRunner, batch: ForwardBatch) -> object:
+    """A whole step."""
+    logits, best = runner.scored(batch)
     return logits.argmax(-1).tolist() if best is None else best
+
+
+def step(runner: ModelRunner, rows: int) -> object:
+    return chosen(runner, batch_of(rows))
+
+
+def attention(runner: ModelRunner, batch: ForwardBatch) -> Part:
+    """That of all layers."""
+    model = runner.model
+    if isinstance(model, NativeDecoder):
+        program, frame = model.listed(batch.num_rows, ())[0].only(ATTEND), model.frame(batch, runner.pool)
+        return lambda: program.run(frame)
+    attend = TorchAttention(model.config, model.dtype).plan(batch)
+    q = torch.randn(batch.num_rows, model.config.num_heads, model.config.head_dim).to(model.dtype)
+    return lambda: [attend(q, kv) for kv in runner.pool.kv]
 
 
 def parts_of_a_plain_step(runner: ModelRunner) -> dict[str, Part]:
@@ -59,16 +85,13 @@ def parts_of_a_plain_step(runner: ModelRunner) -> dict[str, Part]:
     if isinstance(model, NativeDecoder):
         program, frame = model.listed(1, ())[0], model.frame(batch_of(1), runner.pool)
         state = torch.randn(1, model.config.hidden_size).to(model.dtype)
-        products, attention = program.only(PRODUCT), program.only(ATTEND)
+        products = program.only(PRODUCT)
         return {"products": lambda: products.run(frame), "head": lambda: model.logits(state),
-                "attention": lambda: attention.run(frame)}
+                "attention": attention(runner, batch_of(1))}
     assert isinstance(model, Decoder)
     linears = [(linear, torch.randn(1, linear.in_features).to(model.dtype)) for linear in model.linears()]
-    attend = TorchAttention(model.config, model.dtype).plan(batch_of(1))
-    q = torch.randn(1, model.config.num_heads, model.config.head_dim).to(model.dtype)
     return {"products": lambda: [linear(x) for linear, x in linears[:-1]],
-            "head": lambda: linears[-1][0](linears[-1][1]),
-            "attention": lambda: [attend(q, kv) for kv in runner.pool.kv]}
+            "head": lambda: linears[-1][0](linears[-1][1]), "attention": attention(runner, batch_of(1))}
 
 
 @torch.inference_mode()
@@ -84,12 +107,12 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
-def loaded(model: str, dtype: str, kernels: str) -> ModelRunner:
+def loaded(model: str, dtype: str, kernels: str, slots: int) -> ModelRunner:
     found: CausalModel = (load_model(resolve(model), dtype, quantize="int8") if kernels == "int8"
                           else load_model(resolve(model), dtype, kernels=kernels))
     if not isinstance(found, (Decoder, NativeDecoder)):
         raise ModelError("bench-steps measures the engine 'decoder' alone")
-    runner = ModelRunner(found, CONTEXT + max(ROWS))
+    runner = ModelRunner(found, slots)
     runner.pool.kv.zero_()
     return runner
 
@@ -109,7 +132,7 @@ def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: i
     memory = torch.zeros(SUMMED)
     for count in track(threads, description="threads"):
         torch.set_num_threads(count)  # the kernels of our own have as many as torch when they are loaded
-        runners = {kind: loaded(model, dtype, kind) for kind in kinds}
+        runners = {kind: loaded(model, dtype, kind, CONTEXT + max(ROWS)) for kind in kinds}
         parts: dict[str, Part] = {"sum": memory.sum}
         for kind, runner in runners.items():
             parts |= {f"{kind} {rows}": partial(step, runner, rows) for rows in ROWS}
@@ -124,6 +147,25 @@ def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: i
             read = bytes_read(model_of, sizes.get(kind, model_of.dtype.itemsize))
             split.append(consists_of(kind, count, found, read))
     return by_rows, split
+
+
+def side_by_side(model: str, dtype: str, threads: int, kinds: list[str], contexts: list[int],
+                 repeats: int) -> list[Row]:
+    """Plain steps of several answers behind contexts of several lengths, and the attention in them."""
+    torch.set_num_threads(threads)
+    runners = {kind: loaded(model, dtype, kind, max(ANSWERS) * (1 + max(contexts))) for kind in kinds}
+    rows: list[Row] = []
+    for context in track(contexts, description="contexts"):
+        keys = [(kind, answers) for kind in kinds for answers in ANSWERS]
+        batches = {answers: of_answers(answers, context) for answers in ANSWERS}
+        parts: dict[str, Part] = {f"{kind} {answers}": partial(chosen, runners[kind], batches[answers])
+                                  for kind, answers in keys}
+        parts |= {f"{kind} {answers} attention": attention(runners[kind], batches[answers]) for kind, answers in keys}
+        found = timed(parts, repeats)
+        rows += [{"kernels": kind, "threads": threads, "answers": answers, "context": context,
+                  "ms": 1e3 * found[f"{kind} {answers}"][0],
+                  "attention_ms": 1e3 * found[f"{kind} {answers} attention"][0]} for kind, answers in keys]
+    return rows
 
 
 def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], read: float) -> Row:
@@ -141,12 +183,16 @@ def main() -> None:
     parser.add_argument("--dtype", default=ModelSection().dtype)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--kernels", default="native,int8,torch", help="which to time, in turn")
+    parser.add_argument("--contexts", default="256,1024", help="tokens behind several answers")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
     counts = [int(count) for count in given.threads.split(",")]
     by_rows, split = run(given.model, given.dtype, counts, given.kernels.split(","), given.repeats)
     write("steps", by_rows, f"a step behind {CONTEXT} tokens, {given.dtype}")
     write("plain_step", split, f"what a plain step consists of, {given.dtype}, medians")
+    contexts = [int(context) for context in given.contexts.split(",")]
+    together = side_by_side(given.model, given.dtype, max(counts), given.kernels.split(","), contexts, given.repeats)
+    write("steps_of_answers", together, f"a plain step of several answers, {given.dtype}, medians")
 
 
 if __name__ == "__main__":
