@@ -89,8 +89,12 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
         first += len(tree)
     try:
         batch = builder.build(runner.model.device)
-        meanwhile()
+        returns_at_once = batch.tokens.device.type != "cpu"
+        if not returns_at_once:
+            meanwhile()
         logits, best = runner.scored(batch)
+        if returns_at_once:  # the device has its work before the host has others'
+            meanwhile()
         choices = choose(logits, sessions, best) if sessions else []
     except Exception as error:
         for slots in node_slots:  # nobody owns them yet
