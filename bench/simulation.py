@@ -189,6 +189,7 @@ class Target:
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
                                    Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"))
         self.actor.act = self._act
+        self._asked = False
         self._numbers = itertools.count(1)
         for stream in range(deployment.batch):
             self._ask(first + stream, deployment.answers)
@@ -203,6 +204,7 @@ class Target:
             if piece.finish and left != 1:
                 self._ask(stream + 17, left - 1)
 
+        self._asked = True
         self.worker.enqueue(self.worker.answers.begin(next(self._numbers), request, sink, self.actor.now_s))
 
     def _deliver(self, pieces: list[tuple[Callable[[Piece | Exception], None], Piece | Exception]]) -> None:
@@ -213,7 +215,8 @@ class Target:
         wait_s = self.worker.poll()
         if wait_s == 0.0:
             self.actor.now_s += self._deployment.host_s
-        if self.worker.num_waiting and wait_s is None:  # who heard the end of an answer has asked again
+        asked, self._asked = self._asked, False
+        if asked and wait_s != 0.0:  # who heard the end of an answer has asked again
             return self.actor.now_s
         return None if wait_s is None else self.actor.now_s + wait_s
 

@@ -147,7 +147,9 @@ class SpeculationPolicy:
         """Whether a tree that is asked for now would be waited for, or one that was is still missing. ``entering``: no
         drafter follows yet, and one that is to follow reads the prompt first: that must pay, too."""
         gain = self._config.enter_gain if entering else self._config.leave_gain
-        return self._wants and bool(self._probe or self._silent or (not self._idle and self._goodput.pays(gain)))
+        if not self._wants or self._measures_plain:
+            return False
+        return bool(self._probe or self._silent or (not self._idle and self._goodput.pays(gain)))
 
     def enough(self) -> float:
         """Draft tokens that a tree must promise for the step to begin at once, within ``deadline_s``."""

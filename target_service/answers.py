@@ -6,7 +6,7 @@ Rules:
    clients and counters hear of it when the frames have left (``tell``).
 3. The policy decides how many nodes pay; a drafter that is wanted and not there is looked for at each commit.
    Where the answer's own text foretells more than a drafter would in the same time, nobody is asked.
-4. Pieces leave in one go when the step is over (``deliver``).
+4. Pieces leave in one go, when the next step computes or none comes (``deliver``).
 
 Runs on the engine thread alone. It knows nothing about schedules, batches or sockets.
 """
@@ -213,9 +213,9 @@ class Answers:
 
     def deliver(self) -> None:
         """Hand the pieces of the step to their readers."""
-        if self._pieces:
-            self._dispatch(self._pieces)
-            self._pieces = []
+        pieces, self._pieces = self._pieces, []
+        if pieces:
+            self._dispatch(pieces)
 
     def _follow(self, running: Running, now_s: float) -> None:
         # Shadow keeps its drafter informed; plain opens no traffic at all.
@@ -223,7 +223,7 @@ class Answers:
         idle = self._load is not None and running.unasked > IDLE_TOKENS
         if running.link is not None and (idle or (running.policy.mode is Mode.PLAIN and not wants)):
             self._pool.detach(running)
-        elif running.link is None and self._pool.any_ready and now_s >= running.retry_at_s:
+        elif running.link is None and self._pool.has_room and now_s >= running.retry_at_s:
             if not self._asks(running, now_s):  # to ask again takes time from the step; elsewhere it is one look
                 running.retry_at_s = now_s + LOOK_S if self._load is not None else 0.0
             elif self._pool.attach(running, now_s, running.policy.budget(now_s, 0)):

@@ -65,10 +65,6 @@ class DraftPool:
         self._warned: set[Link] = set()
         self._problems: dict[str, str] = {}  # by address; read by other threads
 
-    @property
-    def any_ready(self) -> bool:
-        return bool(self._ready)
-
     def link_up(self, link: Link, hello: DraftHello) -> None:
         """A drafter is there. Features that it reads are kept from now on; older tokens have none for it."""
         spec = hello.features

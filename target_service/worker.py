@@ -121,6 +121,7 @@ class TargetWorker:
     def hand_back(self) -> None:
         """On the engine thread: end every answer with Draining, so that another target goes on where it stopped."""
         error = Draining("the target is shutting down; another one will go on")
+        self.answers.deliver()
         for running in self._running:
             self.answers.fail(running, error, "handed_back")
         self._dispatch([(running.sink, error) for running in self._waiting])
@@ -202,12 +203,13 @@ class TargetWorker:
         try:
             while self._drain(wait_s):
                 wait_s = self.turn()
+            self.answers.deliver()
         except Exception as error:
             # A bug of ours. Nobody may wait for ever on a thread that is gone: whoever runs is told, and the process
             # is restarted by whoever watches ``alive``.
             self._log.exception("the engine thread failed")
-            for running in self._everyone():
-                self._dispatch([(running.sink, error)])
+            self.answers.deliver()
+            self._dispatch([(running.sink, error) for running in self._everyone()])
             raise
 
     def _drain(self, wait_s: float | None) -> bool:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from slipstream.config import PolicySection, TargetSection
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
+from slipstream.errors import Draining
 from slipstream.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Sampling
 from slipstream.metrics import TargetMetrics
 from slipstream.policy import StepCosts
@@ -49,3 +52,45 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
             break
     assert [len(piece.tokens) for piece in told if isinstance(piece, Piece)] == [1, 1, 1]
     assert heard.log == ["Commit", "Piece", "Commit", "Piece", "Close", "Piece"]
+
+
+def plain_worker(folder: Path, told: list[Piece | Exception]) -> TargetWorker:
+    def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+        for sink, piece in pieces:
+            sink(piece)
+
+    worker = TargetWorker(ModelRunner(load_model(folder, "float64"), 512), TargetSection(slots=512),
+                          StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), dispatch)
+    running = worker.answers.begin(1, Request("one", (1, 2, 3), Sampling(), 3), told.append, 0.0)
+    worker.post(lambda: worker.enqueue(running))
+    return worker
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dies", [False, True])
+def test_pieces_that_wait_for_the_next_step_are_not_lost_with_the_thread(tiny_folder: Path, dies: bool) -> None:
+    """What a step gave leaves while the next one computes; without one it leaves all the same."""
+    told = list[Piece | Exception]()
+    worker = plain_worker(tiny_folder, told)
+    while len(told) < 2 or worker.num_running:
+        worker.poll()
+    assert len(told) == 2, "the last piece is there and has not left"
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    if dies:
+        worker.post(fail)
+    worker.stop()
+    worker.start()
+    worker.stop()
+    assert [len(piece.tokens) for piece in told if isinstance(piece, Piece)] == [1, 1, 1]
+
+
+def test_an_answer_that_is_handed_back_has_all_its_pieces_before(tiny_folder: Path) -> None:
+    told = list[Piece | Exception]()
+    worker = plain_worker(tiny_folder, told)
+    while not told:
+        worker.poll()
+    worker.hand_back()
+    assert [type(piece) for piece in told] == [Piece, Piece, Draining]

@@ -200,7 +200,11 @@ class GraphedDecoder:
             if size.segments <= enough:
                 self._captured(size, taps)
         for (size, _), step in self._steps.items():
-            if reason := self._disagrees(size, step, pool):
+            try:
+                reason = self._disagrees(size, step, pool)
+            except RuntimeError as error:
+                reason = str(error)
+            if reason:
                 self._steps.clear()
                 self._give_up(size, reason)
                 break
