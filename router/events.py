@@ -2,7 +2,7 @@
 
 Rules:
 1. A client that goes away ends the work for it at once, also while it waits for its first byte.
-2. A client that does not read what it asked for counts as gone after ``STALL_S``.
+2. A client that does not read what it asked for counts as gone after ``STALL_S``, and its connection ends.
 
 Format: WHATWG server-sent events, data lines alone. It knows nothing about what is sent.
 """
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.outlet import Outlet, outlet_of
+from router.outlet import Outlet, abort, outlet_of
 from router.patience import Limit
 
 STALL_S = 60.0
@@ -87,8 +87,10 @@ class EventStream(Response):
         try:
             with self._client:
                 await self._pump(outlet_of(scope), send)
-        except (ClientDisconnect, TimeoutError):
+        except ClientDisconnect:
             return
+        except TimeoutError:
+            abort(scope)
         finally:
             self._client.close()
             await self._events.aclose()

@@ -97,6 +97,8 @@ class Intake:
     def on_message_begin(self) -> None:
         if self._again:
             return
+        if self._timer is not None and self._http.cycle is not None:
+            self.close()  # it ran for the rest of a body that was answered early; this head has a time of its own
         if len(self._http.pipeline) >= MAX_WAITING:
             raise Refused(400, f"more than {MAX_WAITING} requests wait on this connection")
         self._in_head, self._head_bytes = True, 0
@@ -135,6 +137,8 @@ class Intake:
         if not self._parser.should_upgrade():  # then the parser has not looked for a body
             self._in_body = False
             self._http.on_message_complete()
+            if not self._http.pipeline:  # a large body has paused reading, and who does not read hears of no end
+                self._http.flow.resume_reading()
 
     def _feed(self, data: bytes) -> None:
         while data:
@@ -178,13 +182,21 @@ class Intake:
         cycle = self._http.cycle
         if self._answering() and not self._in_body:
             cycle.keep_alive = False
-        elif self._in_body and (cycle.response_started or self._http.pipeline):
+        elif self._in_body and self._http.pipeline:
+            cycle.disconnected = True
+            self._http.pipeline[0] = (cycle, self._end)  # the newest stands first; those before it are answered
+        elif self._in_body and cycle.response_started:
             self._http.transport.close()
         else:
             if self._in_body:
                 cycle.disconnected = True
+                cycle.waiting_for_100_continue = False
                 cycle.message_event.set()
             self._tell(problem)
+
+    async def _end(self, scope: object, receive: object, send: object) -> None:
+        """What a refused request gets in its turn."""
+        self._http.transport.close()
 
     def _tell(self, problem: Problem) -> None:
         # Closed at once, with bytes unread, the connection would be reset, and the client might never see why.

@@ -2,7 +2,8 @@
 
 Rules:
 1. Beyond loopback HTTP needs API keys, or leave in so many words.
-2. Connections are bounded, what comes in on each by ``router.intake``; the application bounds bodies and answers.
+2. A connection whose client has read nothing of what waits for it for ``STALL_S`` ends, also when all is answered.
+3. Connections are bounded, what comes in on each by ``router.intake``; the application bounds bodies and answers.
 
 It knows nothing about routes.
 """
@@ -20,6 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from router.events import STALL_S
 from router.intake import Intake
 from router.outlet import STATE, Outlet
 from slipstream.config import RouterSection, WireSection
@@ -34,10 +36,10 @@ CLOSE_S = 2
 class HttpListener:
     """Serves ``app`` on ``section.listen`` (port 0 takes a free one). Raises ConfigError if the port cannot be had."""
 
-    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection) -> None:
+    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, stall_s: float = STALL_S) -> None:
         if not section.api_keys_file:
             bind_guard(section.listen, wire)
-        self._socket = _listening(section.listen)
+        self._socket = _listening(section.listen, stall_s)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app, http=TappedProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
@@ -107,7 +109,7 @@ class TappedProtocol(asyncio.Protocol):
         self._http.resume_writing()
 
 
-def _listening(listen: str) -> socket.socket:
+def _listening(listen: str, stall_s: float) -> socket.socket:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit():
         raise ConfigError(f"router.listen: {listen!r} is not host:port")
@@ -120,4 +122,6 @@ def _listening(listen: str) -> socket.socket:
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without
     # it the second write of every answer waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(stall_s * 1000))
     return listener

@@ -45,6 +45,11 @@ class Outlet:
         if transport is not None and not transport.is_closing():
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    def abort(self) -> None:
+        """End the connection at once, whatever is still to be sent: closed, it would wait for the client to read."""
+        if self._transport is not None:
+            self._transport.abort()
+
     async def drained(self) -> None:
         """Wait until the outlet is not full, or the connection is over."""
         while self.full:
@@ -70,8 +75,19 @@ class Outlet:
 
 def outlet_of(scope: Mapping[str, Any]) -> Outlet | None:
     """Where the pieces of an answer to ``scope`` may go; None: only through its ``send``."""
+    return _connection(scope) if scope["http_version"] == "1.1" else None
+
+
+def abort(scope: Mapping[str, Any]) -> None:
+    """End the connection of ``scope`` at once."""
+    found = _connection(scope)
+    if found is not None:
+        found.abort()
+
+
+def _connection(scope: Mapping[str, Any]) -> Outlet | None:
     found = scope.get("state", {}).get(STATE)
-    return found if isinstance(found, Outlet) and scope["http_version"] == "1.1" else None
+    return found if isinstance(found, Outlet) else None
 
 
 class Unchunked:

@@ -23,9 +23,12 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def listening(value: object) -> str:
-    """``value`` as an address to listen on. Raises ValueError."""
-    host_port(str(value))
-    return str(value)
+    """``value`` as an address to listen on, an IPv6 host in brackets. Raises ValueError."""
+    address = str(value)
+    if address[:1] == ":" and address[1:].isdecimal():
+        raise ValueError(f"{address!r} names no host: for all interfaces write 0.0.0.0{address}")
+    host, port = host_port(address)
+    return f"[{host}]:{port}" if ":" in host else address
 
 
 def dialled(value: object) -> object:

@@ -9,6 +9,7 @@ It knows nothing about what is measured or what ready means.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +26,8 @@ class MetricsServer:
     ``ready`` is asked on each call of ``/ready``, from another thread. Raises ConfigError when the port is taken."""
 
     def __init__(self, listen: str, registry: Registry, ready: Callable[[], bool]) -> None:
-        host, _, port = listen.rpartition(":")
+        name, _, port = listen.rpartition(":")
+        host = name.strip("[]") or "127.0.0.1"
 
         class Page(BaseHTTPRequestHandler):
             timeout = 10
@@ -41,8 +43,11 @@ class MetricsServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Scrapes are not worth a line."""
 
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
         try:
-            self._server = ThreadingHTTPServer((host.strip("[]") or "127.0.0.1", int(port)), Page)
+            self._server = Server((host, int(port)), Page)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), name="metrics",

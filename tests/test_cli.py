@@ -166,11 +166,16 @@ def test_plain_switches_drafts_off_and_on() -> None:
     assert "no command /bogus" in out
 
 
-def test_a_taken_port_is_named_with_a_flag_that_helps() -> None:
+@pytest.mark.parametrize("host, family", [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_a_taken_port_is_named_with_a_flag_that_helps(host: str, family: socket.AddressFamily) -> None:
     overrides = on_free_ports()
-    with socket.create_server(("127.0.0.1", 0)) as holder:
+    try:
+        taken = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with taken as holder:
         port = holder.getsockname()[1]
-        config = load(None, (*overrides, f"router.grpc_listen=127.0.0.1:{port}"))
+        config = load(None, (*overrides, f"router.grpc_listen={host}:{port}"))
         with pytest.raises(ConfigError) as caught:
             require_free(config)
     message = str(caught.value)

@@ -28,6 +28,7 @@ from slipstream.manual import config_yaml
     ("target.policy=3", "target.policy: is a section: write its settings below it, one a line, or "
                         "--set target.policy.NAME=VALUE"),
     ("router.listen=8000", "router.listen: '8000' is not host:port, such as 127.0.0.1:8000"),
+    ("router.listen=':8000'", "router.listen: ':8000' names no host: for all interfaces write 0.0.0.0:8000"),
     ("draft.metrics_listen=here:99999",
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
     ("target.drafts=127.0.0.1:50052", "target.drafts: write a list, as in [127.0.0.1:50051]; [] for none"),
@@ -80,6 +81,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_ipv6_address_loses_its_brackets() -> None:
     assert host_port("[::1]:80") == ("::1", 80) and host_port("localhost:0") == ("localhost", 0)
+
+
+@pytest.mark.parametrize("address", ["::1:8000", "'[::1]:8000'"])
+def test_an_ipv6_address_to_listen_on_has_brackets(address: str) -> None:
+    assert load(None, (f"router.listen={address}",)).router.listen == "[::1]:8000"
 
 
 def test_a_section_is_explained_in_whole_sentences() -> None:

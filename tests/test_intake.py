@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router import intake
 from router.intake import MAX_HEADER_BYTES, MAX_WAITING
 from router.listener import HttpListener
+from router.outlet import outlet_of
 from slipstream.config import RouterSection, WireSection
 
 HOST = b"Host: x\r\n"
@@ -92,7 +93,8 @@ HEARD = {
 
 
 class App:
-    """Answers with what it heard. ``go``: answers wait for it. ``left``: a client went away before its body's end."""
+    """Answers with what it heard, on /early before the body. ``go``: answers wait for it. ``left``: a client went away
+    before its body's end."""
 
     def __init__(self) -> None:
         self.go, self.left, self.asked = asyncio.Event(), asyncio.Event(), 0
@@ -100,7 +102,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked += 1
-        body, more = b"", scope["method"] == "POST"
+        body, more = b"", scope["method"] == "POST" and scope["path"] != "/early"
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -115,8 +117,24 @@ class App:
         await send({"type": "http.response.body", "body": b""})
 
 
+class Listener:
+    """Reads a request, and waits for its client to go."""
+
+    def __init__(self) -> None:
+        self.heard, self.left = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        self.heard.set()
+        outlet = outlet_of(scope)
+        assert outlet is not None
+        outlet.watch(self.left.set)
+        await self.left.wait()
+
+
 @asynccontextmanager
-async def served(app: App) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def served(app: ASGIApp) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to ``app``."""
     listener = HttpListener(app, RouterSection(listen="127.0.0.1:0"), WireSection())
     await listener.start()
@@ -214,6 +232,31 @@ async def test_a_slow_answer_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch)
         assert told(await reader.readuntil(b"0\r\n\r\n")) == ["POST /a 1.1 b'ab'"]
 
 
+async def test_a_head_behind_a_body_that_nobody_waited_for_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "HEAD_S", 0.6)
+    async with served(App()) as (reader, writer):
+        writer.write(POST.replace(b"/a", b"/early") + b"Content-Length: 3\r\n\r\na")
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(b"b")
+        await asyncio.sleep(0.4)
+        writer.write(b"c" + GET)
+        await asyncio.sleep(0.4)
+        writer.write(b"\r\n")
+        assert told(await reader.readuntil(b"0\r\n\r\n")) == ["GET /a 1.1 b''"]
+
+
+@pytest.mark.parametrize("num_bytes", [2, 100_000])
+async def test_a_client_that_leaves_after_its_body_is_noticed(num_bytes: int) -> None:
+    app = Listener()
+    async with served(app) as (_, writer), asyncio.timeout(5.0):
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % num_bytes)
+        await asyncio.sleep(0.02)
+        writer.write(b"y" * num_bytes)
+        await app.heard.wait()
+        writer.transport.abort()
+        await app.left.wait()
+
+
 async def test_requests_that_wait_are_answered_in_turn_up_to_a_bound() -> None:
     app = App()
     app.go.clear()
@@ -240,6 +283,21 @@ async def test_what_comes_behind_a_request_does_not_break_its_answer(behind: byt
         assert told(answers) == ["GET /a 1.1 b''"]
 
 
+@pytest.mark.parametrize("num_before", [1, 2, 5])
+async def test_a_broken_body_behind_requests_does_not_break_their_answers(num_before: int) -> None:
+    app = App()
+    app.go.clear()
+    async with served(app) as (reader, writer):
+        before = b"".join(b"GET /%d HTTP/1.1\r\n" % i + HOST + b"\r\n" for i in range(num_before))
+        writer.write(before + CHUNKED + b"\r\n2\r\nab\r\nzz\r\n" + LAST)
+        await asyncio.sleep(0.05)
+        assert app.asked == 1
+        app.go.set()
+        answers = await reader.read(-1)
+        assert told(answers) == [f"GET /{i} 1.1 b''" for i in range(num_before)]
+        assert answers.count(b"HTTP/1.1 ") == num_before and answers.endswith(b"\r\n0\r\n\r\n")
+
+
 async def test_a_body_that_breaks_off_frees_who_waits_for_it() -> None:
     app = App()
     async with served(app) as (reader, writer):
@@ -256,6 +314,15 @@ async def test_who_asks_whether_to_go_on_is_told() -> None:
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"ab")
         assert told(await reader.readuntil(b"0\r\n\r\n")) == ["POST /a 1.1 b'ab'"]
+
+
+async def test_who_is_refused_is_not_told_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    app = App()
+    async with served(app) as (reader, writer), asyncio.timeout(5.0):
+        writer.write(CHUNKED + b"Expect: 100-continue\r\n\r\nzz\r\n")
+        assert await refusal(reader) == 400
+        await app.left.wait()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_an_old_client_is_answered_as_it_knows_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import urllib.error
 import urllib.request
 
@@ -82,5 +83,19 @@ def test_the_server_answers_three_pages() -> None:
         assert get("/ready")[0] == 200
         with pytest.raises(ConfigError, match="choose another port"):
             MetricsServer(f"127.0.0.1:{server.port}", metrics.registry, lambda: True)
+    finally:
+        server.close()
+
+
+def test_the_server_listens_on_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    server = MetricsServer("[::1]:0", DraftMetrics("tiny").registry, lambda: True)
+    server.start()
+    try:
+        with urllib.request.urlopen(f"http://[::1]:{server.port}/live") as response:
+            assert response.status == 200
     finally:
         server.close()

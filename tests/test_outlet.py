@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import h11
 import pytest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.events import EventStream, Presence
+from router.events import STALL_S, EventStream, Presence
 from router.listener import HttpListener
+from router.outlet import STATE
 from slipstream.config import RouterSection, WireSection
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, events, routing
@@ -21,14 +24,16 @@ BLOCK = bytes(range(256)) * 256
 
 
 class Source:
-    """An application that answers anything with ``blocks`` blocks. ``ended``: its stream is over and closed."""
+    """An application that answers anything with ``blocks`` blocks. ``ended``: its stream is over and closed; ``lost``:
+    so is the connection."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.made = 0
-        self.ended = asyncio.Event()
+        self.ended, self.lost = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][STATE].watch(self.lost.set)
         await EventStream(self._events(), Presence(receive), self._close, {}, stall_s=0.3)(scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -51,8 +56,8 @@ async def asked(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader
 
 
 @asynccontextmanager
-async def served(source: Source) -> AsyncIterator[int]:
-    listener = HttpListener(source, RouterSection(listen="127.0.0.1:0"), WireSection())
+async def served(source: Source, stall_s: float = STALL_S) -> AsyncIterator[int]:
+    listener = HttpListener(source, RouterSection(listen="127.0.0.1:0"), WireSection(), stall_s)
     await listener.start()
     yield listener.port
     await listener.close()
@@ -80,11 +85,30 @@ async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
         await source.ended.wait()
 
 
-async def test_a_client_that_stops_reading_counts_as_gone() -> None:
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_client_that_stops_reading_counts_as_gone(version: bytes) -> None:
     source = Source(1 << 20)
-    async with served(source) as port, asked(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"):
+    async with served(source) as port, asked(port, b"GET / HTTP/%b\r\nHost: x\r\n\r\n" % version):
         await source.ended.wait()
         assert source.made < 1 << 12
+        async with asyncio.timeout(5.0):
+            await source.lost.wait()
+
+
+class Whole(Source):
+    """Answers at once, with all of it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"][STATE].watch(self.lost.set)
+        await Response(BLOCK * self.blocks)(scope, receive, send)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such timeout")
+@pytest.mark.parametrize("wish", [b"keep-alive", b"close"])
+async def test_a_client_that_never_reads_a_whole_answer_is_let_go(wish: bytes) -> None:
+    source, request = Whole(500), b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n\r\n" % wish
+    async with served(source, stall_s=0.3) as port, asked(port, request), asyncio.timeout(10.0):
+        await source.lost.wait()
 
 
 async def test_a_client_that_leaves_ends_the_stream() -> None:
