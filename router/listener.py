@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 from router.events import STALL_S
 from router.intake import Intake
 from router.outlet import STATE, Outlet
+from slipstream.address import host_port
 from slipstream.config import RouterSection, WireSection
 from slipstream.errors import ConfigError
 from slipstream.wire.server import bind_guard
@@ -110,14 +111,11 @@ class TappedProtocol(asyncio.Protocol):
 
 
 def _listening(listen: str, stall_s: float) -> socket.socket:
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit():
-        raise ConfigError(f"router.listen: {listen!r} is not host:port")
-    host = host.strip("[]")
+    host, port = host_port(listen)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, int(port)), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
         raise ConfigError(f"router.listen: cannot listen on {listen} ({error}); is the port taken?") from error
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without
     # it the second write of every answer waits 40 ms for the client's delayed acknowledgement.

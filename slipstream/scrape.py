@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from slipstream.address import host_port
 from slipstream.errors import ConfigError
 from slipstream.series import Registry
 
@@ -26,8 +27,7 @@ class MetricsServer:
     ``ready`` is asked on each call of ``/ready``, from another thread. Raises ConfigError when the port is taken."""
 
     def __init__(self, listen: str, registry: Registry, ready: Callable[[], bool]) -> None:
-        name, _, port = listen.rpartition(":")
-        host = name.strip("[]") or "127.0.0.1"
+        host, port = host_port(listen)
 
         class Page(BaseHTTPRequestHandler):
             timeout = 10
@@ -47,7 +47,7 @@ class MetricsServer:
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         try:
-            self._server = Server((host, int(port)), Page)
+            self._server = Server((host, port), Page)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), name="metrics",

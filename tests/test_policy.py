@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import PolicySection
 from slipstream.estimates import UNTOLD_EVERY, Acceptance, Experience
 from slipstream.exchanges import KEPT, TOGETHER, TRY_SHARE, ExchangeByLoad, ExchangeTimes, Tries
-from slipstream.policy import Mode, Round, SpeculationPolicy, StepCosts
+from slipstream.policy import PLAIN_EVERY, Mode, Round, SpeculationPolicy, StepCosts
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
 CONFIG = PolicySection()
@@ -342,6 +342,17 @@ def test_a_tree_that_is_not_worth_a_wait_need_not_be_asked_for() -> None:
     assert policy.asks(), "what was waited for in vain may still come"
     policy.forbid(31.0)
     assert not policy.asks()
+
+
+def test_no_tree_is_asked_for_in_the_round_that_measures_a_plain_step() -> None:
+    costs = StepCosts({1: 0.008, 64: 0.0080001})
+    policy = SpeculationPolicy(CONFIG, costs)
+    for _ in range(PLAIN_EVERY):
+        assert policy.asks()
+        policy.observe(0.0, Round(4, 3, 3, costs.cost(5), 0.001, 5))
+    assert not policy.asks() and policy.deadline_s() == 0.0
+    policy.observe(0.0, Round(0, 0, 0, costs.cost(1), 0.0, 1))
+    assert policy.asks() and policy.deadline_s() > 0.0
 
 
 def test_a_drafter_that_must_read_the_prompt_first_has_to_pay_more() -> None:
