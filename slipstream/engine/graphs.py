@@ -29,6 +29,7 @@ from slipstream.engine.decoder import Decoder, Step
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.pages import PageTensors, plan_pages
+from slipstream.engine.trial import farthest
 from slipstream.log import logger
 from slipstream.tree import MAX_NODES
 
@@ -233,8 +234,7 @@ class GraphedDecoder:
         done = step(batch)
         if done is None:
             return "it was captured with another launch"
-        off = (done[0].float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
-        worst = float(off.nan_to_num_(nan=torch.inf).max())
+        worst = farthest(done[0], right)
         return f"its replay is off by {worst:.2g} of a row's length" if worst > TRIAL_LIMIT else ""
 
     def _give_up(self, size: Size, reason: str) -> None:

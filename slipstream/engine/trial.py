@@ -35,11 +35,17 @@ def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dt
     kv.index_copy_(0, batch.kv_slots, known.view_as(kv).index_select(0, batch.kv_slots))
     right = TorchAttention(config, torch.float32).plan(batch)(q.float(), kv.float())
     for way, found in (("planned", attention.plan(batch)(q, kv)), ("fixed", _fixed(attention, config, batch, q, kv))):
-        off = (found.float() - right).norm(dim=1) / right.norm(dim=1)
-        worst = float(off.nan_to_num_(nan=torch.inf).max())
+        worst = farthest(found, right)
         if worst > LIMIT:
             return f"in a trial ({way}) a row is off by {worst:.2g} of its length, and rounding explains {LIMIT:g}"
     return ""
+
+
+def farthest(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The greatest distance of a row of ``found`` [T, W] from the same of ``right``, by that one's length; infinite
+    where something is not a number."""
+    off = (found.float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
+    return float(off.nan_to_num_(nan=torch.inf).max())
 
 
 def trial_batch() -> BatchBuilder:
