@@ -12,7 +12,7 @@ else
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)
 endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
-PACKAGES := slipstream draft_service target_service router train bench deploy
+PACKAGES := slipstream draft_service target_service router_service bench deploy
 
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
@@ -74,7 +74,7 @@ bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and st
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
-# gRPC's core as services have it (slipstream/launch.py).
+# gRPC's core as services have it (slipstream/cli/launch.py).
 bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds (ARGS=--rounds: real rounds)
 	GRPC_EXPERIMENTS=-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints \
 		$(BIN)/python -m bench.host $(ARGS)
@@ -140,6 +140,6 @@ clean:  ## remove what was built; the environment and prepared models stay
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(PREPARED): slipstream/models.py slipstream/conversion.py slipstream/gguf_file.py | .venv/.project
+$(PREPARED): slipstream/models/folder.py slipstream/models/conversion.py slipstream/models/gguf.py | .venv/.project
 	$(BIN)/slipstream models prepare $(MODEL)
 	@touch $@

@@ -21,15 +21,15 @@ import numpy as np
 
 from bench.shapes import SMALL, TINY, write_folder
 from bench.stage import Finding, Given, free
-from router.tokens import TextCodec
-from slipstream.config import DraftSection, Dtype, ModelSection
-from slipstream.drafters import create
+from router_service.tokens import TextCodec
+from slipstream.base.config import DraftSection, Dtype, ModelSection
+from slipstream.cli.questions import QUESTIONS
+from slipstream.drafting import create
+from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.questions import QUESTIONS
-from slipstream.rounds import Rounds, Tally, slots_needed
-from slipstream.shipped import head_for
+from slipstream.models.shipped import head_for
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slipstream.messages import Sampling
-from slipstream.requests import Backend, Piece, Request
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Backend, Piece, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from slipstream.config import DraftSection, ModelSection
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.merged import MergedDrafter
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.drafters.whole import WholeTrees
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.merged import MergedDrafter
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.whole import WholeTrees
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import device_of
 from slipstream.engine.native.draft import Grown, Seed
-from slipstream.messages import Commit, Features, Open, Sampling
-from slipstream.models import resolve
-from slipstream.shipped import settled_draft
+from slipstream.models.folder import resolve
+from slipstream.models.shipped import settled_draft
+from slipstream.protocol.messages import Commit, Features, Open, Sampling
 
 READ = 300 << 20  # bytes between two trees: more than a plain step of the default target reads
 CONTEXT, ACCEPTED = 256, 2

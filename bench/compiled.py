@@ -16,17 +16,17 @@ import torch
 from rich.progress import track
 
 from bench.report import Row, write
-from slipstream.config import ModelSection
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.network import run_network
+from slipstream.base.config import ModelSection
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.network import run_network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.compiled import compiled
 from slipstream.engine.halves import EAGER
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, device_of
 from slipstream.engine.weights import load_model
-from slipstream.models import resolve
+from slipstream.models.folder import resolve
 
 ROWS = (1, 4, 8)
 CONTEXT = 256

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.errors import Unavailable
+from slipstream.base.errors import Unavailable
 
 MAX_LINE = 1 << 20
 

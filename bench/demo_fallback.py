@@ -18,11 +18,11 @@ from rich.console import Console
 
 from bench.asking import Measured, ask
 from bench.fleet import Pair
-from router.tokens import TextCodec
-from slipstream.config import ModelSection
-from slipstream.messages import Sampling
-from slipstream.models import resolve
-from slipstream.requests import Piece
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection
+from slipstream.models.folder import resolve
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece
 
 PROMPT = "Write a long story about a river, a boat and the people of a small town."
 SETTINGS = ("draft.drafter=ngram", "model.dtype=float32", "target.foresight=false",

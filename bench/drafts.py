@@ -36,15 +36,15 @@ from bench.asking import Measured, ask
 from bench.entrants import NAMES, Entrant, Served, draft_settings
 from bench.prompts import Question, read
 from bench.report import Row, save, write
-from router.tokens import TextCodec
-from slipstream.config import DraftSection, ModelSection
-from slipstream.errors import SlipstreamError
-from slipstream.messages import Sampling
-from slipstream.models import resolve
-from slipstream.requests import Backend, Piece
-from slipstream.rounds import Acceptance
-from slipstream.terminal import complain
-from slipstream.tree import MAX_NODES
+from router_service.tokens import TextCodec
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.base.errors import SlipstreamError
+from slipstream.cli.terminal import complain
+from slipstream.drafting.rounds import Acceptance
+from slipstream.models.folder import resolve
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Backend, Piece
+from slipstream.protocol.tree import MAX_NODES
 
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 TEMPERATURES = (0.0, 1.0)

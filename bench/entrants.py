@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fleet import READY_S, Process, free_port
-from slipstream.config import DraftSection, WireSection
-from slipstream.errors import ConfigError, Unavailable
+from slipstream.base.config import DraftSection, WireSection
+from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.target import TargetClient
 
 NODES = 16  # draft nodes that the measuring target verifies at most

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.fleet import free_port
-from slipstream.config import WireSection
-from slipstream.errors import Unavailable
-from slipstream.messages import (
+from slipstream.base.config import WireSection
+from slipstream.base.errors import Unavailable
+from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Commit,
     DraftBound,
@@ -26,7 +26,7 @@ from slipstream.messages import (
     TargetBound,
     TargetHello,
 )
-from slipstream.pairing import check_pair
+from slipstream.protocol.pairing import check_pair
 from slipstream.wire.codec import Faults
 from slipstream.wire.link import DraftLink, Link
 from slipstream.wire.peers import DraftServicer, Peer

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import httpx
 
-from slipstream.config import WireSection
-from slipstream.errors import Unavailable
-from slipstream.launch import SHARED_CORES, answers
+from slipstream.base.config import WireSection
+from slipstream.base.errors import Unavailable
+from slipstream.cli.launch import SHARED_CORES, answers
 from slipstream.wire.target import TargetClient
 
 READY_S = 120.0

@@ -1,7 +1,7 @@
 """A GGUF file of a known model in bfloat16, for llama.cpp: the same weights as Slipstream serves, not requantised ones.
 
 Matrices become bfloat16, norms stay float32, metadata (tokenizer included) is copied.
-Format: as ``slipstream.gguf_file``.
+Format: as ``slipstream.models.gguf``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gguf
 
-from slipstream.gguf_file import GgufFile
+from slipstream.models.gguf import GgufFile
 
 
 def write_bfloat16(source: Path, file: Path) -> Path:

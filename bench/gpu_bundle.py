@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         build(FOLDER)
     unpack(wheels, FOLDER / "site")
     if options.model:
-        from slipstream.models import KNOWN, packaged_file
+        from slipstream.models.folder import KNOWN, packaged_file
 
         split(packaged_file(KNOWN[MODEL]), FOLDER / "model")
     files = [file for place in ("site", "model") for file in (FOLDER / place).rglob("*") if file.is_file()]
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _prepare() -> None:
-    from slipstream.models import KNOWN, prepare
+    from slipstream.models.folder import KNOWN, prepare
 
     known = KNOWN[MODEL]
     # Where the package that carries the model would have it: from there on it is as anywhere else.

@@ -27,17 +27,17 @@ from bench.cold import ColdTrees
 from bench.exchange import Echo, exchanges, serve
 from bench.report import Row, write
 from bench.transit import measurable, rounds
-from slipstream.config import ModelSection, PolicySection
-from slipstream.drafters.grow import Children, TreeGrowth
-from slipstream.drafters.sent import SentTrees
+from slipstream.base.config import ModelSection, PolicySection
+from slipstream.base.errors import ModelError
+from slipstream.decision.foresight import Foresight
+from slipstream.decision.policy import Round, SpeculationPolicy, StepCosts
+from slipstream.drafting.grow import Children, TreeGrowth
+from slipstream.drafting.sent import SentTrees
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
-from slipstream.errors import ModelError
-from slipstream.foresight import Foresight
-from slipstream.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
-from slipstream.policy import Round, SpeculationPolicy, StepCosts
-from slipstream.session import TargetSide
-from slipstream.verify import walk
+from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
+from slipstream.protocol.session import TargetSide
+from slipstream.protocol.verify import walk
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,

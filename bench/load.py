@@ -21,10 +21,10 @@ from rich.progress import track
 from bench.prompts import own, read
 from bench.report import Row, write
 from bench.systems import Slipstream
-from slipstream.config import ModelSection
-from slipstream.errors import ConfigError, SlipstreamError, Unavailable
-from slipstream.models import resolve
-from slipstream.terminal import complain
+from slipstream.base.config import ModelSection
+from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
+from slipstream.cli.terminal import complain
+from slipstream.models.folder import resolve
 
 LOGS = Path("build/bench/logs/load")
 SETS = Path(__file__).parent / "sets"

@@ -27,8 +27,8 @@ from bench.repeats import Repeats
 from bench.report import FOLDER as REPORTS
 from bench.report import Row, save, write
 from bench.rig import FOLDER, GOOD, USUAL, Cell, deployed, measure, timing_of
-from bench.simulation import SCHEDULES, Deployment, of_schedule, simulate
-from bench.timed import Timing
+from slipstream.simulate.simulation import SCHEDULES, Deployment, of_schedule, simulate
+from slipstream.simulate.timed import Timing
 
 
 def predicted(cell: Cell, timing: Timing) -> float:

@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from bench.real import HEAD, SLOTS, prompts_of
 from bench.report import write
-from slipstream.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.messages import Commit, Features, FeatureSpec, Growth, Open, Sampling
-from slipstream.models import resolve
-from slipstream.tree import DraftTree
-from slipstream.verify import Verdict, walk
+from slipstream.models.folder import resolve
+from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open, Sampling
+from slipstream.protocol.tree import DraftTree
+from slipstream.protocol.verify import Verdict, walk
 
 NODES, PIECE, SESSION = 8, 16, 1
 Indices = NDArray[np.int64]

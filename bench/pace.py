@@ -27,15 +27,15 @@ from bench.shapes import (
     read_bytes,
 )
 from bench.stage import Finding, Given, copy_rate, device_work, free, seconds
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.network import run_network
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.network import run_network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fused import halves_for
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
 from slipstream.engine.sampling import ChoiceRows, choose, rank
-from slipstream.messages import Sampling
+from slipstream.protocol.messages import Sampling
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 SESSIONS = (8, 32, 64)

@@ -32,11 +32,11 @@ from bench.prompts import read
 from bench.report import FOLDER, Row, save, write
 from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server
 from bench.verdicts import Results, ratio, report, speed, verdicts
-from router.tokens import TextCodec
-from slipstream.config import ModelSection
-from slipstream.errors import SlipstreamError
-from slipstream.models import KNOWN, packaged_file, resolve
-from slipstream.terminal import complain
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection
+from slipstream.base.errors import SlipstreamError
+from slipstream.cli.terminal import complain
+from slipstream.models.folder import KNOWN, packaged_file, resolve
 
 LOGS, COPY = Path("build/bench/logs/peers"), Path(__file__).parent / "sets"
 WARM_UP = "Name three rivers."

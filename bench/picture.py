@@ -1,7 +1,7 @@
 """A trace as a picture: ``python -m bench.picture OUT.svg [TRACE.json …]``; one panel a trace, one line a row of it.
 
 Without a trace, serial rounds and growth ahead are simulated and drawn one below the other. Spans are bars, messages on
-the wire are lines between them. It reads Chrome's format (``slipstream.trace``) and knows nothing else.
+the wire are lines between them. It reads Chrome's format (``slipstream.observe.trace``) and knows nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.simulation import Deployment, of_schedule, simulate
-from slipstream.trace import merge
+from slipstream.observe.trace import merge
+from slipstream.simulate.simulation import Deployment, of_schedule, simulate
 
 LEFT, WIDE, LINE, TOP = 110, 960, 26, 40
 COLOURS = {"verify": "#2f6fab", "round": "#9cc3e6", "wait": "#e8a33d", "tree": "#3f8f5f", "level": "#8cc9a1"}

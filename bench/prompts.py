@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.errors import ConfigError
+from slipstream.base.errors import ConfigError
 
 CODE = '''def total(prices, quantities):
     """Return the sum of price times quantity."""

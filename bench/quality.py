@@ -15,12 +15,12 @@ from rich.progress import track
 
 from bench.prompts import own, read
 from bench.report import Row, write
-from router.tokens import TextCodec
-from slipstream.config import ModelSection
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.models import resolve
+from slipstream.models.folder import resolve
 
 KINDS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"),
          "int8": ("bfloat16", "int8"), "fp8": ("bfloat16", "fp8")}

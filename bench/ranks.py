@@ -15,7 +15,7 @@ from bench.exactness import DTYPES, LIMITS, Subject, relative, scripted
 from bench.pace import CONTEXT, Stepper
 from bench.shapes import SMALL, TINY, write_folder
 from bench.stage import Finding, Given, free, seconds
-from slipstream.config import ModelSection
+from slipstream.base.config import ModelSection
 from slipstream.engine.model import CausalModel
 from slipstream.engine.ranks import ranked_model
 from slipstream.engine.weights import load_model

@@ -9,9 +9,9 @@ import itertools
 import time
 from dataclasses import dataclass, field
 
-from bench.timed import STREAMS, SYMBOLS
-from slipstream.messages import Sampling
-from slipstream.requests import Piece, Request
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
+from slipstream.simulate.timed import STREAMS, SYMBOLS
 from slipstream.wire.target import TargetClient
 
 

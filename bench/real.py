@@ -1,7 +1,7 @@
 """``make bench-network ARGS="--real"``: the schedules on the default model, with its own forwards and prompts.
 
 Model and drafters compute what they always do, in simulated time: a step and a level are charged what the timed
-devices take (``bench.cast``). So hits and acceptance are those of a real model and a real drafter, and the speeds are
+devices take (``simulate.cast``). So hits and acceptance are those of a real model and drafter, and the speeds are
 those of two devices that take such times, which a machine whose few cores are shared by everybody could not show.
 """
 
@@ -14,18 +14,18 @@ from dataclasses import replace
 
 import torch
 
-from bench.cast import RealCast
 from bench.prompts import own, read
 from bench.report import Row, save, write
-from bench.simulation import Deployment, of_schedule, simulate
-from bench.timed import Timing
-from router.tokens import TextCodec
-from slipstream.config import DraftSection, ModelSection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
+from router_service.tokens import TextCodec
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
 from slipstream.engine.weights import load_model
-from slipstream.messages import Sampling
-from slipstream.models import resolve
+from slipstream.models.folder import resolve
+from slipstream.protocol.messages import Sampling
+from slipstream.simulate.cast import RealCast
+from slipstream.simulate.simulation import Deployment, of_schedule, simulate
+from slipstream.simulate.timed import Timing
 
 HEAD = "smollm2-135m-eagle3"
 SLOTS = 4096

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.messages import Commit, Features, Growth, Open
-from slipstream.tree import MAX_NODES
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.tree import MAX_NODES
 
 
 class RehearsedDrafter:

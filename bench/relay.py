@@ -11,11 +11,11 @@ import argparse
 import asyncio
 from collections.abc import AsyncGenerator
 
-from bench.timed import SYMBOLS
-from slipstream.chat import ChatOptions, Delta, Message
-from slipstream.config import WireSection
-from slipstream.messages import Sampling
-from slipstream.requests import Request
+from slipstream.base.config import WireSection
+from slipstream.protocol.chat import ChatOptions, Delta, Message
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
+from slipstream.simulate.timed import SYMBOLS
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient

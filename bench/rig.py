@@ -16,12 +16,12 @@ from bench.fleet import Process, free_port
 from bench.readers import Reader
 from bench.report import FOLDER as REPORTS
 from bench.report import Row
-from bench.simulation import RUN_AHEAD
-from bench.timed import Timing
-from slipstream.config import WireSection
-from slipstream.errors import Unavailable
-from slipstream.process import kept_up
-from slipstream.trace import merge
+from slipstream.base.config import WireSection
+from slipstream.base.errors import Unavailable
+from slipstream.cli.process import kept_up
+from slipstream.observe.trace import merge
+from slipstream.simulate.simulation import RUN_AHEAD
+from slipstream.simulate.timed import Timing
 from slipstream.wire.target import TargetClient
 
 FOLDER = REPORTS / "logs"

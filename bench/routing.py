@@ -1,6 +1,6 @@
 """``make bench-router``: what the router adds, against asking the target directly.
 
-Behind it is a target that computes nothing: each step takes a set time (``bench.timed``). What is measured:
+Behind it is a target that computes nothing: each step takes a set time (``simulate.timed``). What is measured:
 1. ``first_ms``: from the request to the first token, one request at a time while the other streams run; the router's
    share is the difference of the medians. Lone requests go all ways in turn. Connections are open before, as clients
    keep them, unless a line says otherwise.
@@ -29,14 +29,14 @@ from bench.completions import Server
 from bench.fleet import Process, free_port, surroundings
 from bench.floor import floor
 from bench.report import Row, write
-from bench.timed import STREAMS, SYMBOLS, Timing
 from bench.work import cpu_s, resident
-from router.tokens import TextCodec
-from slipstream.chat import ChatOptions
-from slipstream.config import ModelSection, WireSection
-from slipstream.messages import Sampling
-from slipstream.models import resolve
-from slipstream.requests import Request
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection, WireSection
+from slipstream.models.folder import resolve
+from slipstream.protocol.chat import ChatOptions
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
+from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.inference import AsyncCaller
 from slipstream.wire.target import TargetClient
 
@@ -73,7 +73,7 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
                 "target.drafts=[]", "target.slots=262144", "target.max_sessions=128")
     target = Process("bench.timed_service", settings, ports["target.metrics_listen"], FOLDER / "routing-target.log",
                      ("target", str(timing.save(FOLDER / "routing.json"))))
-    router = Process("router", settings, ports["router.metrics_listen"], FOLDER / "routing-router.log")
+    router = Process("router_service", settings, ports["router.metrics_listen"], FOLDER / "routing-router.log")
     client = TargetClient(target_at, WireSection())
     http = Server(ports["router.listen"], "timed", kept=[])
 

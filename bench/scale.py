@@ -1,7 +1,7 @@
 """``make bench-scale``: how the services grow, from one target with one draft to four with four, and 512 streams.
 
-Devices are timed (``bench.timed``): a step takes a set time whoever computes, so what is measured is the services' own
-work, which is Python, on the cores of this machine. Every process's processor time is read before and after.
+Devices are timed (``simulate.timed``): a step takes a set time whoever computes, so what is measured is the services'
+own work, which is Python, on the cores of this machine. Every process's processor time is read before and after.
 
 The model that is fitted to it, and what it assumes:
 1. A part (target, draft, client) takes ``round_us`` of a core for a round and ``stream_us`` for each stream in it:
@@ -31,9 +31,9 @@ from bench.fleet import Process, free_port
 from bench.readers import Window, stream
 from bench.report import FOLDER, Row, write
 from bench.rig import connected
-from bench.timed import Timing
 from bench.work import cpu_s
-from slipstream.config import WireSection
+from slipstream.base.config import WireSection
+from slipstream.simulate.timed import Timing
 from slipstream.wire.target import TargetClient
 
 LOGS = Path("build/bench/logs")

@@ -17,10 +17,10 @@ from bench.asking import Measured, ask
 from bench.fleet import Pair
 from bench.prompts import own
 from bench.report import Row, write
-from router.tokens import TextCodec
-from slipstream.config import ModelSection
-from slipstream.messages import Sampling
-from slipstream.models import resolve
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection
+from slipstream.models.folder import resolve
+from slipstream.protocol.messages import Sampling
 
 MAX_TOKENS = 96
 MODEL = ModelSection().path

@@ -21,7 +21,8 @@ import torch
 from rich.progress import track
 
 from bench.report import Row, write
-from slipstream.config import ModelSection
+from slipstream.base.config import ModelSection
+from slipstream.base.errors import ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
@@ -30,8 +31,7 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import ATTEND, PRODUCT
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ModelError
-from slipstream.models import resolve
+from slipstream.models.folder import resolve
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256

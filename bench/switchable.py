@@ -15,13 +15,13 @@ from pathlib import Path
 from bench.rehearsed import RehearsedDrafter
 from draft_service.__main__ import host
 from draft_service.assembly import assemble
-from slipstream.config import Config
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.log import logger
-from slipstream.messages import Commit, Features, FeatureSpec, Growth, Open
-from slipstream.models import load_tokenizer, resolve
-from slipstream.process import main
+from slipstream.base.config import Config
+from slipstream.cli.process import main
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.models.folder import load_tokenizer, resolve
+from slipstream.observe.log import logger
+from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
 
 CHAIN = 3  # nodes of a rehearsed chain
 

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 from bench.completions import Answered, Server
 from bench.fleet import Process, free_port
 from bench.work import resident
-from slipstream.errors import ConfigError, Unavailable
-from slipstream.launch import answers
+from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.cli.launch import answers
 
 START_S = 180.0
 PIPE_LIMIT = 1 << 20
@@ -85,7 +85,7 @@ class Slipstream:
                     f"target.drafts={drafts}", *(part.format(model=self.model) for part in SLIPSTREAM[self.kind]))
         self.server = Server(ports["router.listen"], "")
         whole = {"all": ("slipstream", ("serve", "--colocated"))}
-        apart = {part: (part if part == "router" else f"{part}_service", ())
+        apart = {part: (f"{part}_service", ())
                  for part in ("draft", "target", "router") if drafts or part != "draft"}
         self.processes = {
             part: Process(module, settings, ports[f"{'router' if part == 'all' else part}.metrics_listen"],

@@ -9,15 +9,15 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from bench.timed import Device, TimedDrafter, TimedModel, Timing
 from draft_service.__main__ import host as host_draft
 from draft_service.assembly import Draft
 from draft_service.assembly import assemble as assemble_draft
-from slipstream.config import Config, load
-from slipstream.log import configure
-from slipstream.pairing import check_pair
-from slipstream.process import until_signalled
-from slipstream.trace import Trace
+from slipstream.base.config import Config, load
+from slipstream.cli.process import until_signalled
+from slipstream.observe.log import configure
+from slipstream.observe.trace import Trace
+from slipstream.protocol.pairing import check_pair
+from slipstream.simulate.timed import Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.local import LocalLink
 from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target

@@ -2,7 +2,7 @@
 
 Draft, target and router run as ``make run`` starts them, with the default model, and one client streams our own
 questions. Every answer is drafted to its end, whether it pays or not. It knows nothing about what the services say to
-one another: the arrows of their traces (``slipstream.trace``) tell when a message left and when it came.
+one another: the arrows of their traces (``slipstream.observe.trace``) tell when a message left and when it came.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from rich.progress import track
 
 from bench.systems import Slipstream
-from router.tokens import TextCodec
-from slipstream.config import ModelSection
-from slipstream.models import resolve
-from slipstream.questions import QUESTIONS
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection
+from slipstream.cli.questions import QUESTIONS
+from slipstream.models.folder import resolve
 
 STUBBORN = ("target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02")
 SPANS = {"verify": "round: verification", "wait": "round: waiting for the draft", "tree": "round: the draft's tree"}

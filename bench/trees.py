@@ -14,11 +14,11 @@ from bench.pace import CONTEXT
 from bench.paged import capture_of, paged
 from bench.shapes import LLAMA_8B, TINY, config_of, head_bytes, random_head
 from bench.stage import Finding, Given, copy_rate, device_work, free, seconds
-from slipstream.config import GrowthSection
-from slipstream.drafters.at_once import AtOnce, spare_slots
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.messages import Commit, Features, Open, Sampling
+from slipstream.base.config import GrowthSection
+from slipstream.drafting.at_once import AtOnce, spare_slots
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.protocol.messages import Commit, Features, Open, Sampling
 
 TOPK, STEPS = 8, 9  # the root's own row is a step without a loop
 TOKENS = 60

@@ -17,7 +17,7 @@ from bench.bars import bars
 from bench.completions import Answered
 from bench.report import Row, commit, device
 from bench.systems import llama_server
-from slipstream.errors import ConfigError
+from slipstream.base.errors import ConfigError
 
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
 PACKAGES = ("torch", "transformers", "grpcio", "numpy")

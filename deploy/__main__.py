@@ -7,8 +7,8 @@ from pathlib import Path
 from deploy.alerts import rules_yaml
 from deploy.dashboards import BOARDS
 from deploy.schema import schema_json, values_yaml
-from slipstream.config import Config
-from slipstream.manual import config_yaml
+from slipstream.base.config import Config
+from slipstream.cli.manual import config_yaml
 
 CHART = Path("deploy/helm/slipstream")
 

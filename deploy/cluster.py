@@ -25,8 +25,8 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from slipstream.errors import SlipstreamError, Unavailable
-from slipstream.models import default_root
+from slipstream.base.errors import SlipstreamError, Unavailable
+from slipstream.models.folder import default_root
 
 VERSION = "1.20.2"
 SOURCE = ("kubernetes", "1.20.5+really1.20.2-1.1+deb12u1",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slipstream import __version__
 from slipstream.engine.native.compiled_kernels import build_all
-from slipstream.models import KNOWN
+from slipstream.models.folder import KNOWN
 
 ROOT = Path(__file__).parent.parent
 BUILDERS = ("docker", "podman", "buildah")

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.values import OWNED, Values
-from slipstream.config import Config
+from slipstream.base.config import Config
 
 HEAD = """# Values of the chart, printed from deploy/values.py by `make chart`. Write only what you change.
 # A wrong name or kind of value is refused by values.schema.json, a contradiction by a sentence that names it.

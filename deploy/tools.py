@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from slipstream.models import default_root
+from slipstream.models.folder import default_root
 
 HERE = Path(__file__).parent
 PROMETHEUS = "2.42.0+ds-5+deb12u1"

@@ -2,7 +2,7 @@
 
 Rules:
 1. Names are written as Kubernetes writes them. What Kubernetes defines (resources, affinity, ...) is passed on.
-2. ``config`` is the YAML of ``slipstream.config``, less what the chart sets itself (``OWNED``).
+2. ``config`` is the YAML of ``slipstream.base.config``, less what the chart sets itself (``OWNED``).
 3. What one value cannot say about itself is checked in ``templates/_checks.tpl``, with a sentence that names it.
 
 It knows nothing about templates.
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from slipstream.config import Config, DraftSection, Section
+from slipstream.base.config import Config, DraftSection, Section
 
 Blob = dict[str, Any]
 Blobs = list[dict[str, Any]]

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from draft_service.assembly import Draft, build
-from slipstream.config import Config
-from slipstream.log import logger
-from slipstream.process import kept_up, main
-from slipstream.scrape import MetricsServer
+from slipstream.base.config import Config
+from slipstream.cli.process import kept_up, main
+from slipstream.observe.log import logger
+from slipstream.observe.scrape import MetricsServer
 from slipstream.wire.channel import export_bytes
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard

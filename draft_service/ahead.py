@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from math import log
 
-from slipstream.messages import Commit, Growth
-from slipstream.tree import MAX_HELD, DraftTree
+from slipstream.protocol.messages import Commit, Growth
+from slipstream.protocol.tree import MAX_HELD, DraftTree
 
 THIN = 0.5  # share of a whole tree's promise
 PIECE = 16  # nodes sent for one further level

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.worker import DraftWorker
-from slipstream.config import Config
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.log import logger
-from slipstream.metrics import DraftMetrics
-from slipstream.models import resolve, tokenizer_hash
-from slipstream.spans import Spans, spans_of
-from slipstream.trace import Trace
+from slipstream.base.config import Config
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import DraftMetrics
+from slipstream.observe.spans import Spans, spans_of
+from slipstream.observe.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

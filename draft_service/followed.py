@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from draft_service.ahead import Ahead
-from slipstream.messages import Commit, Open
-from slipstream.session import DraftSide
-from slipstream.spans import Span, Unfollowed
+from slipstream.observe.spans import Span, Unfollowed
+from slipstream.protocol.messages import Commit, Open
+from slipstream.protocol.session import DraftSide
 from slipstream.wire.peers import Peer
 
 

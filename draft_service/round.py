@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from draft_service.followed import Followed
-from slipstream.messages import Commit, Features, Growth, Open, TargetBound
+from slipstream.protocol.messages import Commit, Features, Growth, Open, TargetBound
 from slipstream.wire.peers import Peer
 
 

@@ -24,10 +24,13 @@ from dataclasses import replace
 
 from draft_service.followed import Followed
 from draft_service.round import Grown, Round, commit_of, growth_of
-from slipstream.drafters.base import Drafter
-from slipstream.errors import RemoteProtocolError, SlipstreamError
-from slipstream.log import logger
-from slipstream.messages import (
+from slipstream.base.errors import RemoteProtocolError, SlipstreamError
+from slipstream.drafting.base import Drafter
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import DraftMetrics
+from slipstream.observe.spans import NoSpans, Spans
+from slipstream.observe.trace import Trace, commit_key, growth_key
+from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Commit,
     DraftBound,
@@ -38,11 +41,8 @@ from slipstream.messages import (
     Open,
     TargetHello,
 )
-from slipstream.metrics import DraftMetrics
-from slipstream.pairing import check_pair
-from slipstream.session import DraftEvent, DraftSide, DraftState
-from slipstream.spans import NoSpans, Spans
-from slipstream.trace import Trace, commit_key, growth_key
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.session import DraftEvent, DraftSide, DraftState
 from slipstream.wire.peers import Peer
 
 HAND_OVER_S = 50e-6

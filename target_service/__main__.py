@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from slipstream.config import Config
-from slipstream.log import logger
-from slipstream.pairing import check_pair
-from slipstream.process import kept_up, main
-from slipstream.scrape import MetricsServer
+from slipstream.base.config import Config
+from slipstream.cli.process import kept_up, main
+from slipstream.observe.log import logger
+from slipstream.observe.scrape import MetricsServer
+from slipstream.protocol.pairing import check_pair
 from slipstream.wire.channel import WireCounts, export_bytes
 from slipstream.wire.discovery import fixed, following
 from slipstream.wire.link import DraftLink

@@ -17,19 +17,28 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slipstream.config import PolicySection
+from slipstream.base.config import PolicySection
+from slipstream.decision.exchanges import ExchangeByLoad
+from slipstream.decision.policy import (
+    ExchangeTimes,
+    Experience,
+    Mode,
+    Reason,
+    Round,
+    SpeculationPolicy,
+    StepCosts,
+    Transition,
+)
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import TokenHistory
-from slipstream.exchanges import ExchangeByLoad
-from slipstream.log import logger
-from slipstream.messages import Drop, Growth
-from slipstream.metrics import TargetMetrics
-from slipstream.policy import ExchangeTimes, Experience, Mode, Reason, Round, SpeculationPolicy, StepCosts, Transition
-from slipstream.requests import Finish, Piece, Request
-from slipstream.session import TargetSide
-from slipstream.spans import Spans
-from slipstream.tree import MAX_NODES
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import Spans
+from slipstream.protocol.messages import Drop, Growth
+from slipstream.protocol.requests import Finish, Piece, Request
+from slipstream.protocol.session import TargetSide
+from slipstream.protocol.tree import MAX_NODES
 from target_service.links import DraftPool
 from target_service.running import Running, Sink
 from target_service.step import Committed, Step, Verified

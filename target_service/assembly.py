@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.config import Config, TargetSection
+from slipstream.base.config import Config, TargetSection
+from slipstream.decision.policy import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.memory import Memory
 from slipstream.engine.model import CausalModel
@@ -20,16 +21,15 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model
-from slipstream.lenient import Thresholds
-from slipstream.log import logger
-from slipstream.messages import PROTOCOL_VERSION, TargetHello
-from slipstream.metrics import TargetMetrics
-from slipstream.models import resolve, tokenizer_hash
-from slipstream.policy import StepCosts
-from slipstream.requests import DraftStatus
-from slipstream.spans import spans_of
-from slipstream.trace import Trace
-from slipstream.tree import MAX_NODES
+from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import spans_of
+from slipstream.observe.trace import Trace
+from slipstream.protocol.lenient import Thresholds
+from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
+from slipstream.protocol.requests import DraftStatus
+from slipstream.protocol.tree import MAX_NODES
 from target_service.lost import RankWatch
 from target_service.service import LoopDispatch, Served, TargetService
 from target_service.worker import TargetWorker

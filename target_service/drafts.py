@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.errors import SlipstreamError
-from slipstream.log import logger
-from slipstream.requests import DraftStatus
+from slipstream.base.errors import SlipstreamError
+from slipstream.observe.log import logger
+from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.link import DraftLink, Link
 from slipstream.wire.roster import Roster, RosterRules
 

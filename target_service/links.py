@@ -25,15 +25,15 @@ from random import Random
 
 import numpy as np
 
-from slipstream.config import TargetSection
+from slipstream.base.config import TargetSection
+from slipstream.decision.leads import Leads
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
-from slipstream.leads import Leads
-from slipstream.log import logger
-from slipstream.messages import Commit, DraftBound, DraftHello, Drop, Features, FeatureSpec, Growth
-from slipstream.metrics import TargetMetrics
-from slipstream.pairing import Agreement
-from slipstream.requests import DraftStatus
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Drop, Features, FeatureSpec, Growth
+from slipstream.protocol.pairing import Agreement
+from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.link import Link
 from target_service.running import Running
 

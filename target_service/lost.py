@@ -15,8 +15,8 @@ import os
 import threading
 from typing import Any
 
+from slipstream.base.errors import RanksLost
 from slipstream.engine.ranks import RankedModel
-from slipstream.errors import RanksLost
 
 GRACE_S = 20.0
 

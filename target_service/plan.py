@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from slipstream.policy import StepCosts
+from slipstream.decision.policy import StepCosts
 from target_service.answers import Answers
 from target_service.running import Running
 from target_service.scheduler import Decision, Facts, decide, holds

@@ -18,13 +18,13 @@ from math import log
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.decision.foresight import Foresight
+from slipstream.decision.policy import SpeculationPolicy
 from slipstream.engine.prefix import Match
 from slipstream.engine.sampling import TokenHistory
-from slipstream.foresight import Foresight
-from slipstream.policy import SpeculationPolicy
-from slipstream.requests import Piece, Request
-from slipstream.session import TargetSide
-from slipstream.spans import Span, Unfollowed
+from slipstream.observe.spans import Span, Unfollowed
+from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.session import TargetSide
 from slipstream.wire.link import Link
 
 PENDING = 16  # committed tokens that a drafter takes in together with a tree

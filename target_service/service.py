@@ -16,11 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from slipstream.config import TargetSection
-from slipstream.errors import CapacityError, Draining, InvalidRequest, Unavailable
-from slipstream.log import logger
-from slipstream.requests import DraftStatus, Piece, Request, TargetInfo
-from slipstream.tree import MAX_NODES
+from slipstream.base.config import TargetSection
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.observe.log import logger
+from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
+from slipstream.protocol.tree import MAX_NODES
 from target_service.running import Running, Sink
 from target_service.shedding import CALM_S
 from target_service.worker import TargetWorker

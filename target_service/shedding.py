@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from slipstream.log import logger
-from slipstream.metrics import TargetMetrics
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
 from target_service.scheduler import Limits
 
 CALM_S = 30.0

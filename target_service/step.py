@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.base.errors import DeviceFull
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
 from slipstream.engine.sending import sent
-from slipstream.errors import DeviceFull
-from slipstream.lenient import Thresholds, relaxed
-from slipstream.requests import Finish, TokenLogprob
-from slipstream.tree import DraftTree
-from slipstream.verify import Verdict, walk
+from slipstream.protocol.lenient import Thresholds, relaxed
+from slipstream.protocol.requests import Finish, TokenLogprob
+from slipstream.protocol.tree import DraftTree
+from slipstream.protocol.verify import Verdict, walk
 from slipstream.wire.link import Link
 from target_service.running import Running
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.trace import Trace, commit_key
+from slipstream.observe.trace import Trace, commit_key
 from target_service.step import Step, Verified
 
 LANES = 16  # rows for answers; later ones share them

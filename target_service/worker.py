@@ -18,17 +18,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from slipstream.config import TargetSection
+from slipstream.base.config import TargetSection
+from slipstream.base.errors import DeviceFull, Draining, RanksLost, RemoteProtocolError
+from slipstream.decision.policy import StepCosts
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
-from slipstream.errors import DeviceFull, Draining, RanksLost, RemoteProtocolError
-from slipstream.lenient import Thresholds
-from slipstream.log import logger
-from slipstream.messages import DraftHello, Growth, TargetBound
-from slipstream.metrics import TargetMetrics
-from slipstream.policy import StepCosts
-from slipstream.spans import NoSpans, Spans
-from slipstream.trace import Trace, growth_key
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import NoSpans, Spans
+from slipstream.observe.trace import Trace, growth_key
+from slipstream.protocol.lenient import Thresholds
+from slipstream.protocol.messages import DraftHello, Growth, TargetBound
 from slipstream.wire.link import Link
 from target_service.answers import Answers, Dispatch
 from target_service.links import DraftPool

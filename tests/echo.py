@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError
-from slipstream.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError
+from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob
 
 VOCAB, EOS, CONTEXT = 260, 257, 512
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.messages import Growth
-from slipstream.tree import MAX_HELD, DraftTree
+from slipstream.protocol.messages import Growth
+from slipstream.protocol.tree import MAX_HELD, DraftTree
 
 
 class GrowthLedger:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.errors import RemoteProtocolError
-from slipstream.messages import (
+from slipstream.base.errors import RemoteProtocolError
+from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
     DraftBound,

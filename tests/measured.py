@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.metrics import DraftMetrics, RouterMetrics, TargetMetrics
+from slipstream.observe.metrics import DraftMetrics, RouterMetrics, TargetMetrics
 
 
 def router() -> RouterMetrics:

@@ -15,18 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from draft_service.assembly import assemble
-from slipstream.config import PolicySection, TargetSection, WireSection
-from slipstream.drafters.base import Drafter
+from slipstream.base.config import PolicySection, TargetSection, WireSection
+from slipstream.base.errors import RemoteProtocolError
+from slipstream.decision.policy import StepCosts
+from slipstream.drafting.base import Drafter
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import RemoteProtocolError
-from slipstream.messages import PROTOCOL_VERSION, DraftHello, Growth, TargetBound, TargetHello
-from slipstream.metrics import TargetMetrics
-from slipstream.models import tokenizer_hash
-from slipstream.pairing import check_pair
-from slipstream.policy import StepCosts
-from slipstream.requests import Piece, Request
+from slipstream.models.folder import tokenizer_hash
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Growth, TargetBound, TargetHello
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.link import DraftLink, Link, LinkEvents
 from slipstream.wire.local import LocalLink
 from slipstream.wire.peers import DraftServicer, PeerEvents

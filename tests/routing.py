@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from router.service import RouterService
-from slipstream.config import Config, PolicySection
-from slipstream.requests import Backend
+from router_service.service import RouterService
+from slipstream.base.config import Config, PolicySection
+from slipstream.protocol.requests import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
-from slipstream.tree import DraftTree
+from slipstream.protocol.tree import DraftTree
 
 NOTHING = np.zeros(0, np.int64)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.config import PolicySection
-from slipstream.policy import ExchangeTimes, Experience, Mode, Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.base.config import PolicySection
+from slipstream.decision.policy import ExchangeTimes, Experience, Mode, Round, SpeculationPolicy, StepCosts, Transition
 
 PROFILE = {1: 0.010, 2: 0.0102, 4: 0.0106, 8: 0.0115, 16: 0.0135, 32: 0.018, 64: 0.030, 128: 0.055}
 

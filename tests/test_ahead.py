@@ -5,14 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, Timing
 from draft_service.ahead import Ahead
 from draft_service.worker import DraftWorker
-from slipstream.drafters.grow import TreeGrowth
-from slipstream.drafters.sent import SentTree
-from slipstream.messages import PROTOCOL_VERSION, Close, Commit, Growth, Open, Sampling, TargetBound, TargetHello
-from slipstream.metrics import DraftMetrics
-from slipstream.session import TargetSide
+from slipstream.drafting.grow import TreeGrowth
+from slipstream.drafting.sent import SentTree
+from slipstream.observe.metrics import DraftMetrics
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    Growth,
+    Open,
+    Sampling,
+    TargetBound,
+    TargetHello,
+)
+from slipstream.protocol.session import TargetSide
+from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, Timing
 from tests.test_draft_worker import Listener
 
 TIMING = Timing(draft_s=0.0, levels=3, width=2, acceptance=(0.7, 0.2))

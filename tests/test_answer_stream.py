@@ -12,10 +12,17 @@ import grpc
 import pytest
 from grpc import aio
 
-from slipstream.config import WireSection
-from slipstream.errors import CapacityError, Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.messages import Sampling
-from slipstream.requests import Piece, Request, TargetInfo, TokenLogprob
+from slipstream.base.config import WireSection
+from slipstream.base.errors import (
+    CapacityError,
+    Draining,
+    InvalidRequest,
+    RemoteProtocolError,
+    SlipstreamError,
+    Unavailable,
+)
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request, TargetInfo, TokenLogprob
 from slipstream.wire.answer_frames import TAKEN, Flow, decode_asked, decode_told, encode_asked, encode_told
 from slipstream.wire.answer_stream import HOLD_AT
 from slipstream.wire.answers import decode_info, decode_many, encode_info

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from router.balance import Balancer, BalanceRules
-from router.targets import Targets
-from slipstream.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.messages import Sampling
-from slipstream.metrics import RouterMetrics
-from slipstream.requests import Answer, Request
+from router_service.balance import Balancer, BalanceRules
+from router_service.targets import Targets
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Answer, Request
 from tests.echo import EchoTarget
 
 LONG = tuple(range(100))

@@ -14,12 +14,12 @@ import pytest
 from bench.asking import ask
 from bench.drafts import APART, INSIDE, Asked, Contender, Score, measure, rows_of
 from bench.entrants import WHOLE_TREES, draft_settings
-from slipstream.config import DraftSection, GrowthSection, ModelSection, PolicySection, load
-from slipstream.drafters import create
-from slipstream.errors import ConfigError
-from slipstream.messages import Sampling
-from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
-from slipstream.rounds import Acceptance
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection, load
+from slipstream.base.errors import ConfigError
+from slipstream.drafting import create
+from slipstream.drafting.rounds import Acceptance
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
 from tests.pair import Rig, drafting, local_link, target
 from tests.tiny import write_tiny_model
 

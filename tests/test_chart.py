@@ -19,7 +19,7 @@ import yaml
 
 from deploy.__main__ import pages
 from deploy.values import OWNED, Values
-from slipstream.config import Config, load
+from slipstream.base.config import Config, load
 from slipstream.wire.slices import service_address
 from tests.kube import CHART, PROFILES, ROOT, helm, only, rendered, run
 

@@ -11,7 +11,7 @@ from bench.curves import COLOURS, picture
 from bench.network import cells_of, full
 from bench.readers import Reader
 from bench.report import Row
-from slipstream.requests import Piece
+from slipstream.protocol.requests import Piece
 
 
 def row(schedule: str, speed: float, rtt_ms: float = 0.0, hits: float = 0.0, draft_ms: float = 5.0,

@@ -17,15 +17,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from slipstream import __version__, colocated
+from slipstream import __version__
 from slipstream.__main__ import app, models_app
-from slipstream.chat import Delta, Message, TextToken, Usage
-from slipstream.client import AsyncClient
-from slipstream.config import Config, load
-from slipstream.conversation import Conversation
-from slipstream.errors import ConfigError, InvalidRequest, Unavailable
-from slipstream.launch import SHARED_CORES, Launch, joined, places, require_free
-from slipstream.terminal import Told, complain, show_answer, summary
+from slipstream.base.config import Config, load
+from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
+from slipstream.cli import colocated
+from slipstream.cli.conversation import Conversation
+from slipstream.cli.launch import SHARED_CORES, Launch, joined, places, require_free
+from slipstream.cli.terminal import Told, complain, show_answer, summary
+from slipstream.protocol.chat import Delta, Message, TextToken, Usage
+from slipstream.wire.client import AsyncClient
 
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
             for each in (app, models_app) for command in each.registered_commands
@@ -199,7 +200,7 @@ def test_an_address_of_another_machine_is_not_called_taken() -> None:
 @pytest.mark.parametrize(("shared", "spins"), [("true", "0"), ("false", None)])
 def test_a_service_by_hand_waits_as_a_launched_one_does(shared: str, spins: str | None) -> None:
     """What torch and gRPC read when they are loaded is set before: here the service is refused right after that."""
-    code = ("import os, sys; from slipstream.__main__ import app; from slipstream.errors import ConfigError\n"
+    code = ("import os, sys; from slipstream.__main__ import app; from slipstream.base.errors import ConfigError\n"
             "try: app(['draft', '--set', 'draft.drafter=ngram', '--set', 'draft.listen=0.0.0.0:1', '--set', "
             f"'target.shared_cores={shared}'])\n"
             "except ConfigError: print([*map(os.environ.get, ('GOMP_SPINCOUNT', 'GRPC_EXPERIMENTS')), "

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.client import Client
-from slipstream.errors import InvalidRequest
+from slipstream.base.errors import InvalidRequest
+from slipstream.wire.client import Client
 
 
 @pytest.fixture

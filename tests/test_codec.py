@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
-from slipstream.errors import InvalidRequest, PairingError, RemoteProtocolError
-from slipstream.messages import (
+from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.messages import (
     FEATURE_DTYPES,
     Close,
     Commit,
@@ -24,7 +24,7 @@ from slipstream.messages import (
     Sampling,
     TargetHello,
 )
-from slipstream.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
+from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
 from slipstream.v1 import draft_pb2
 from slipstream.wire.answers import (
     decode_control,

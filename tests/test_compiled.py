@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection, PolicySection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
 from slipstream.engine.compiled import compiled, rows_batch
 from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool
 from slipstream.engine.weights import load_model
-from slipstream.messages import Open, Sampling
-from slipstream.requests import Request
+from slipstream.protocol.messages import Open, Sampling
+from slipstream.protocol.requests import Request
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
 from tests.growth_rules import scored_paths
 from tests.pair import drafting, local_link, target
@@ -98,8 +98,8 @@ def test_what_cannot_be_compiled_runs_eager_with_a_warning(folders: dict[str, Pa
 
 WITHOUT = """
 import sys
-from slipstream.config import DraftSection, ModelSection
-from slipstream.drafters import create
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.drafting import create
 drafter = create(DraftSection(drafter="standalone", model=sys.argv[1], dtype="float64", slots=64, compile=True),
                  ModelSection(path=sys.argv[1]))
 print("drafter", drafter.name)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.address import host_port
-from slipstream.config import Config, load
-from slipstream.errors import ConfigError
-from slipstream.manual import config_yaml
+from slipstream.base.address import host_port
+from slipstream.base.config import Config, load
+from slipstream.base.errors import ConfigError
+from slipstream.cli.manual import config_yaml
 
 
 @pytest.mark.parametrize(("override", "told"), [

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from slipstream.conversion import convert, deinterleave
-from slipstream.errors import ModelError
-from slipstream.gguf_file import GgufFile
+from slipstream.base.errors import ModelError
+from slipstream.models.conversion import convert, deinterleave
+from slipstream.models.gguf import GgufFile
 from tests.small_gguf import (
     F16,
     F32,

@@ -11,17 +11,17 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.neural import NeuralDrafter
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.messages import Features, Open, Sampling
-from slipstream.requests import Piece, Request
+from slipstream.protocol.messages import Features, Open, Sampling
+from slipstream.protocol.requests import Piece, Request
 from tests.eagle_folder import (
     eagle2_config,
     eagle2_tensors,

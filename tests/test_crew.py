@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from train.crew import Part, divided, merged
+from slipstream.train.crew import Part, divided, merged
 
 # In a process of its own: a crew forks, which only works before the first backward pass of a process.
 SCRIPT = """
 import torch
-from train.crew import Crew, Part
+from slipstream.train.crew import Crew, Part
 
 torch.set_num_threads(1)
 rows = torch.randn(9, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from slipstream.base.errors import CapacityError, ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder, DecoderLayer, Step
@@ -20,7 +21,6 @@ from slipstream.engine.layers import Linear, Rope
 from slipstream.engine.model import CausalModel, ModelConfig, parse_config
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.engine.weights import load_model, load_tensors
-from slipstream.errors import CapacityError, ModelError
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree

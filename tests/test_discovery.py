@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.errors import ConfigError, RemoteProtocolError
+from slipstream.base.errors import ConfigError, RemoteProtocolError
 from slipstream.wire.cluster import api_server
 from slipstream.wire.discovery import Directory, WatchRules, fixed, following
 from slipstream.wire.roster import Roster, RosterRules

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slipstream.config import Config, load
-from slipstream.manual import config_yaml, markdown, pages, tables, with_tables
-from slipstream.session import DRAFT_TABLE, TARGET_TABLE
+from slipstream.base.config import Config, load
+from slipstream.cli.manual import config_yaml, markdown, pages, tables, with_tables
+from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

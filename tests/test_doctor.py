@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from slipstream.config import Config
-from slipstream.doctor import Check, checks
+from slipstream.base.config import Config
+from slipstream.cli.doctor import Check, checks
 
 
 def found(name: str, config: Config) -> list[Check]:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from draft_service.worker import DraftWorker
-from slipstream.config import NgramSection
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.errors import CapacityError, PairingError, RemoteProtocolError
-from slipstream.messages import (
+from slipstream.base.config import NgramSection
+from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.observe.metrics import DraftMetrics
+from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
     Commit,
@@ -25,7 +26,6 @@ from slipstream.messages import (
     TargetBound,
     TargetHello,
 )
-from slipstream.metrics import DraftMetrics
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 HELLO = TargetHello(PROTOCOL_VERSION, 1, "m", 100, "hash", 32, 4, 64)

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.config import DraftSection, ModelSection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.errors import ConfigError, ModelError
-from slipstream.messages import Commit, Features, Open, Sampling
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.base.errors import ConfigError, ModelError
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.protocol.messages import Commit, Features, Open, Sampling
 from tests.eagle_folder import write_eagle_folder
 from tests.growth_rules import GrowthLedger
 from tests.mtp_folder import mtp_config, write_mtp_target

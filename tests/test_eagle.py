@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import GrowthSection
-from slipstream.drafters.checkpoint import EagleHead, read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.neural import NeuralDrafter
+from slipstream.base.config import GrowthSection
+from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
+from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
-from slipstream.errors import ModelError
-from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB, write_tiny_model

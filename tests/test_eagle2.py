@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import GrowthSection
-from slipstream.drafters.eagle2 import Eagle2Network
-from slipstream.drafters.eagle2_checkpoint import Eagle2Head, read_eagle2_head
-from slipstream.drafters.neural import NeuralDrafter
+from slipstream.base.config import GrowthSection
+from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.eagle2 import Eagle2Network
+from slipstream.drafting.heads.eagle2_checkpoint import Eagle2Head, read_eagle2_head
+from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model, load_tensors
-from slipstream.errors import ModelError
-from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import (
     eagle2_config,
     eagle2_tensors,

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection, Quantize
-from slipstream.drafters import create
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, Quantize
+from slipstream.base.errors import ModelError
+from slipstream.drafting import create
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.exact import check_exact, passes_trial
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ModelError
-from slipstream.messages import Sampling
-from slipstream.requests import Piece, Request
-from slipstream.tree import DraftTree
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.tree import DraftTree
 from tests.pair import drafting, local_link, target
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, write_tiny_model

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.fallback import FollowedAnswer, PoolFallback
-from slipstream.config import PolicySection
-from slipstream.metrics import RouterMetrics
-from slipstream.policy import Mode
-from slipstream.requests import Answer, Piece
+from router_service.fallback import FollowedAnswer, PoolFallback
+from slipstream.base.config import PolicySection
+from slipstream.decision.policy import Mode
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.requests import Answer, Piece
 
 PLAIN_S = 0.010
 

@@ -12,13 +12,13 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
 
-from bench.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
-from slipstream.config import Config, WireSection, load
-from slipstream.errors import RemoteProtocolError
-from slipstream.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling, TargetHello
-from slipstream.pairing import check_pair
-from slipstream.policy import PROBE_SHARE
-from slipstream.requests import Piece, Request
+from slipstream.base.config import Config, WireSection, load
+from slipstream.base.errors import RemoteProtocolError
+from slipstream.decision.policy import PROBE_SHARE
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling, TargetHello
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Piece, Request
+from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.link import DraftLink
 from slipstream.wire.peers import Peer
 from target_service.assembly import Target, assemble

@@ -18,10 +18,10 @@ import httpx
 import pytest
 
 from bench.fleet import Process, free_port
-from bench.timed import STREAMS, SYMBOLS, Timing
-from slipstream.config import WireSection
-from slipstream.messages import Sampling
-from slipstream.requests import Request
+from slipstream.base.config import WireSection
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
+from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.target import TargetClient
 from tests.test_timed import text
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import DraftSection, ModelSection, NgramSection, PolicySection
-from slipstream.drafters import create
-from slipstream.estimates import Experience, StepCosts
-from slipstream.exchanges import ExchangeTimes
-from slipstream.foresight import Foresight
-from slipstream.goodput import Goodput, Round
-from slipstream.messages import Commit, DraftBound, Sampling
-from slipstream.policy import SpeculationPolicy
-from slipstream.requests import Piece, Request
+from slipstream.base.config import DraftSection, ModelSection, NgramSection, PolicySection
+from slipstream.decision.estimates import Experience, StepCosts
+from slipstream.decision.exchanges import ExchangeTimes
+from slipstream.decision.foresight import Foresight
+from slipstream.decision.goodput import Goodput, Round
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.drafting import create
+from slipstream.protocol.messages import Commit, DraftBound, Sampling
+from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.codec import Faults
 from slipstream.wire.peers import Peer, PeerEvents
 from target_service.links import HELD

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import DraftSection, ModelSection
-from slipstream.drafters.base import Drafter
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.eagle2 import Eagle2Network
-from slipstream.drafters.eagle2_checkpoint import read_eagle2_head
-from slipstream.drafters.loading import load_eagle, load_eagle2, load_mtp, load_standalone
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.base.errors import ModelError
+from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle2 import Eagle2Network
+from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
 from slipstream.engine.compiled import rows_batch
 from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounded, specified
 from slipstream.engine.layers import Linear
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ModelError
-from slipstream.messages import Features, Open, Sampling
+from slipstream.protocol.messages import Features, Open, Sampling
 from tests.eagle_folder import eagle2_config, eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.sequences import run
 from tests.tiny import write_tiny_model

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.drafters.grow import ROOT, TreeGrowth
-from slipstream.drafters.sent import SentTree
-from slipstream.messages import Growth
+from slipstream.drafting.grow import ROOT, TreeGrowth
+from slipstream.drafting.sent import SentTree
+from slipstream.protocol.messages import Growth
 from tests.growth_rules import GrowthLedger, best_paths, scored_paths
 
 

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.__main__ import app
-from slipstream.config import DraftSection, ModelSection
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.lent import lent_lm_head
-from slipstream.drafters.loading import load_eagle, load_eagle2, load_mtp, load_standalone
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.heads.lent import lent_lm_head
+from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
 from slipstream.engine.compiled import rows_batch
 from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
 from slipstream.engine.model import ModelConfig
@@ -29,10 +30,9 @@ from slipstream.engine.part import part_of
 from slipstream.engine.preparation import prepare_as
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ModelError
-from slipstream.messages import Features, Open, Sampling
-from slipstream.models import FORMAT, HEADS, RECEIPT, is_prepared
-from slipstream.shipped import head_for
+from slipstream.models.folder import FORMAT, HEADS, RECEIPT, is_prepared
+from slipstream.models.shipped import head_for
+from slipstream.protocol.messages import Features, Open, Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.sequences import run
 from tests.tiny import VOCAB, write_tiny_model

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router import intake
-from router.intake import MAX_HEADER_BYTES, MAX_WAITING
-from router.listener import HttpListener
-from router.outlet import outlet_of
-from slipstream.config import RouterSection, WireSection
+from router_service import intake
+from router_service.intake import MAX_HEADER_BYTES, MAX_WAITING
+from router_service.listener import HttpListener
+from router_service.outlet import outlet_of
+from slipstream.base.config import RouterSection, WireSection
 
 HOST = b"Host: x\r\n"
 GET = b"GET /a HTTP/1.1\r\n" + HOST

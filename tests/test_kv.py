@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.base.errors import CapacityError
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.errors import CapacityError
 
 
 def test_slots_are_handed_out_from_the_lowest_in_runs() -> None:

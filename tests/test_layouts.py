@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.eagle2 import Eagle2Network
-from slipstream.drafters.eagle2_checkpoint import read_eagle2_head
-from slipstream.drafters.network import Network
+from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle2 import Eagle2Network
+from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.network import Network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.weights import load_tensors
-from slipstream.errors import ModelError
-from slipstream.messages import Features
+from slipstream.protocol.messages import Features
 from tests.eagle_folder import (
     HIDDEN,
     eagle2_config,

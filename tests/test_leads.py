@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from slipstream.leads import CROWD, FEW, Change, Leads
+from slipstream.decision.leads import CROWD, FEW, Change, Leads
 
 SEEDS = range(4)
 SETTLED = 0.05

@@ -11,16 +11,16 @@ import torch
 from scipy import stats
 
 from bench.switchable import SwitchableDrafter
-from slipstream.config import Config, DraftSection, GrowthSection, ModelSection, load
-from slipstream.doctor import checks
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
+from slipstream.base.errors import ConfigError
+from slipstream.cli.doctor import checks
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
 from slipstream.engine.sampling import ChoiceRows, adjusted, choose, coins, probabilities
-from slipstream.errors import ConfigError
-from slipstream.lenient import Thresholds, relaxed
-from slipstream.messages import Sampling
-from slipstream.requests import Piece, Request
-from slipstream.tree import DraftTree
+from slipstream.protocol.lenient import Thresholds, relaxed
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.tree import DraftTree
 from slipstream.wire.answers import decode_info, decode_piece, encode_info, encode_piece
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import GrowthSection
-from slipstream.drafters.at_once import AtOnce, spare_slots
-from slipstream.drafters.checkpoint import EagleHead, read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.neural import NeuralDrafter
+from slipstream.base.config import GrowthSection
+from slipstream.drafting.at_once import AtOnce, spare_slots
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
+from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.backend import PagedAttention, TorchPages
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
-from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import write_eagle_folder
 from tests.pretended import GPU, pretended
 from tests.test_pretended import LaunchedPages

@@ -17,15 +17,15 @@ import pytest
 from draft_service.__main__ import host
 from draft_service.__main__ import serve as serve_draft
 from draft_service.assembly import build
-from router.__main__ import serve as serve_router
-from router.balance import Balancer
-from router.targets import Targets
-from slipstream.config import Config
-from slipstream.errors import Draining
-from slipstream.messages import Drop, Open, Sampling
-from slipstream.metrics import RouterMetrics
-from slipstream.pairing import check_pair
-from slipstream.requests import Request
+from router_service.__main__ import serve as serve_router
+from router_service.balance import Balancer
+from router_service.targets import Targets
+from slipstream.base.config import Config
+from slipstream.base.errors import Draining
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.messages import Drop, Open, Sampling
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Request
 from slipstream.wire.link import DraftLink
 from target_service.__main__ import serve as serve_target
 from tests.api_server import StandIn, endpoint

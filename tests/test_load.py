@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.load import FIGURES, questions, row_of, run
-from slipstream.errors import ConfigError, Unavailable
+from slipstream.base.errors import ConfigError, Unavailable
 
 
 def test_chat_and_copy_questions_come_in_turn(tmp_path: Path) -> None:

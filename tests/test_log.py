@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from slipstream.config import LogSection
-from slipstream.log import REFUSED, REFUSED_KEYS, configure, logger
+from slipstream.base.config import LogSection
+from slipstream.observe.log import REFUSED, REFUSED_KEYS, configure, logger
 
 
 @pytest.fixture

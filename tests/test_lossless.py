@@ -18,14 +18,14 @@ import torch
 from scipy import stats
 
 from bench.switchable import SwitchableDrafter
-from slipstream.config import DraftSection, GrowthSection, ModelSection, NgramSection, PolicySection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, NgramSection, PolicySection
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.messages import Sampling
-from slipstream.requests import Piece, Request
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.local import LocalLink
 from tests.eagle_folder import eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.hostile import HostileDraft

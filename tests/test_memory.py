@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bench.shapes import LLAMA_8B, config_of
+from slipstream.base.errors import ConfigError
 from slipstream.engine.memory import Memory, slot_bytes, step_bytes
-from slipstream.errors import ConfigError
-from slipstream.log import refuse_private
+from slipstream.observe.log import refuse_private
 
 CONFIG = config_of(LLAMA_8B)
 GB = 10**9

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection, NgramSection
-from slipstream.drafters import create
-from slipstream.drafters.merged import MergedDrafter
-from slipstream.drafters.network import Network, Output
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.drafters.standalone import StandaloneNetwork
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, NgramSection
+from slipstream.base.errors import ConfigError
+from slipstream.drafting import create
+from slipstream.drafting.merged import MergedDrafter
+from slipstream.drafting.network import Network, Output
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ConfigError
-from slipstream.messages import Commit, Features, FeatureSpec, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, FeatureSpec, Open, Sampling
 from tests.eagle_folder import write_eagle_folder
 from tests.growth_rules import GrowthLedger, scored_paths
 from tests.test_drafters import Population

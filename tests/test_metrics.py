@@ -10,10 +10,10 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slipstream.errors import ConfigError
-from slipstream.metrics import DraftMetrics, RouterMetrics, TargetMetrics
-from slipstream.scrape import MetricsServer
-from slipstream.series import Registry
+from slipstream.base.errors import ConfigError
+from slipstream.observe.metrics import DraftMetrics, RouterMetrics, TargetMetrics
+from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.series import Registry
 
 
 def values(registry: Registry) -> dict[str, float]:

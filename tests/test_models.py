@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as token_models
 
-from slipstream.errors import ModelError
-from slipstream.models import (
+from slipstream.base.errors import ModelError
+from slipstream.models.folder import (
     HEADS,
     KNOWN,
     KnownModel,

@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.drafters.loading import mtp_blocks
-from slipstream.drafters.mtp import MtpNetwork
-from slipstream.drafters.mtp_checkpoint import MtpHead, read_mtp
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.base.errors import ModelError
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.mtp import MtpNetwork
+from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
+from slipstream.drafting.loading import mtp_blocks
 from slipstream.engine.batch import BatchBuilder
-from slipstream.errors import ModelError
-from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.growth_rules import best_paths, scored_paths
 from tests.mtp_folder import (
     HIDDEN,

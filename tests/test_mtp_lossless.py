@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafters import create
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.drafting import create
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.messages import Sampling
-from slipstream.requests import Piece, Request
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
 from tests.mtp_folder import mtp_config, write_mtp_target
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Linear, Rope
@@ -22,7 +23,6 @@ from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program,
 from slipstream.engine.native.rotary import Table
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ModelError
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, tiny_config, write_tiny_model
 from tests.trees import random_tree

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.config import NgramSection
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.messages import Commit, Growth, Open, Sampling
+from slipstream.base.config import NgramSection
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.protocol.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
 
 

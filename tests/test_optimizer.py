@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from train.optimizer import Optimizer
+from slipstream.train.optimizer import Optimizer
 
 SHAPES = {"fc.weight": (8, 24), "midlayer.mlp.up_proj.weight": (16, 8), "lm_head.weight": (32, 8), "norm.weight": (8,)}
 

@@ -13,10 +13,10 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.events import STALL_S, EventStream, Presence
-from router.listener import HttpListener
-from router.outlet import STATE
-from slipstream.config import RouterSection, WireSection
+from router_service.events import STALL_S, EventStream, Presence
+from router_service.listener import HttpListener
+from router_service.outlet import STATE
+from slipstream.base.config import RouterSection, WireSection
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, events, routing
 

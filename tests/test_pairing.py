@@ -11,14 +11,14 @@ import pytest
 from scipy import stats
 from structlog.testing import capture_logs
 
-from slipstream.config import Config, DraftSection, GrowthSection, ModelSection, NgramSection, TargetSection
-from slipstream.doctor import checks
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.host import RIGHT_ENOUGH, pairing_problem
-from slipstream.messages import Sampling
-from slipstream.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
-from slipstream.requests import DraftStatus, Request
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, NgramSection, TargetSection
+from slipstream.cli.doctor import checks
+from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
+from slipstream.protocol.requests import DraftStatus, Request
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from target_service.service import Served, TargetService

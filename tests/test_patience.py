@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from router.patience import Limit
-from slipstream.errors import DeadlineExceeded
+from router_service.patience import Limit
+from slipstream.base.errors import DeadlineExceeded
 
 
 def late() -> Exception:

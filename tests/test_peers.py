@@ -23,8 +23,8 @@ from bench.prompts import read
 from bench.systems import llama_server
 from bench.verdicts import GOALS, Results, ratio, report, verdicts
 from bench.work import cpu_s, resident
-from slipstream.errors import ConfigError, Unavailable
-from slipstream.gguf_file import GgufFile
+from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.models.gguf import GgufFile
 from tests.small_gguf import small_metadata, small_tensors, write_gguf
 
 

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.balance import Balancer, BalanceRules
-from router.targets import Targets
-from slipstream.config import WireSection
-from slipstream.errors import SlipstreamError, Unavailable
-from slipstream.messages import Drop, Sampling
-from slipstream.metrics import RouterMetrics
-from slipstream.pairing import check_pair
-from slipstream.requests import Request
+from router_service.balance import Balancer, BalanceRules
+from router_service.targets import Targets
+from slipstream.base.config import WireSection
+from slipstream.base.errors import SlipstreamError, Unavailable
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.messages import Drop, Sampling
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Request
 from slipstream.wire.discovery import WatchRules, following
 from slipstream.wire.link import DraftLink, Link
 from slipstream.wire.peers import DraftServicer

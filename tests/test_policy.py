@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from slipstream.config import PolicySection
-from slipstream.estimates import UNTOLD_EVERY, Acceptance, Experience
-from slipstream.exchanges import KEPT, TOGETHER, TRY_SHARE, ExchangeByLoad, ExchangeTimes, Tries
-from slipstream.policy import PLAIN_EVERY, Mode, Round, SpeculationPolicy, StepCosts
+from slipstream.base.config import PolicySection
+from slipstream.decision.estimates import UNTOLD_EVERY, Acceptance, Experience
+from slipstream.decision.exchanges import KEPT, TOGETHER, TRY_SHARE, ExchangeByLoad, ExchangeTimes, Tries
+from slipstream.decision.policy import PLAIN_EVERY, Mode, Round, SpeculationPolicy, StepCosts
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
 CONFIG = PolicySection()

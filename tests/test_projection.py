@@ -15,18 +15,27 @@ import pytest
 import torch
 from grpc import aio
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection, WireSection
-from slipstream.drafters import create
-from slipstream.drafters.base import Drafter
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, WireSection
+from slipstream.base.errors import PairingError, RemoteProtocolError
+from slipstream.drafting import create
+from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import PairingError, RemoteProtocolError
-from slipstream.messages import Commit, DraftBound, DraftHello, Features, FeatureSpec, Projection, Sampling, TargetHello
-from slipstream.pairing import check_pair
-from slipstream.requests import Piece, Request
+from slipstream.protocol.messages import (
+    Commit,
+    DraftBound,
+    DraftHello,
+    Features,
+    FeatureSpec,
+    Projection,
+    Sampling,
+    TargetHello,
+)
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Piece, Request
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import Faults
 from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello

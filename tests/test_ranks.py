@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.fleet import Process, free_port
-from slipstream.config import ModelSection, NgramSection, WireSection
-from slipstream.drafters.ngram import NgramDrafter
+from slipstream.base.config import ModelSection, NgramSection, WireSection
+from slipstream.base.errors import ModelError, RanksLost, Unavailable
+from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.backend import TorchPages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
@@ -30,9 +31,8 @@ from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.shards import part_config, sharded_decoder
 from slipstream.engine.weights import load_model, load_tensors
-from slipstream.errors import ModelError, RanksLost, Unavailable
-from slipstream.messages import Sampling
-from slipstream.requests import Request
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
 from slipstream.wire.target import TargetClient
 from target_service.lost import RankWatch
 from tests.pair import drafting, local_link, target

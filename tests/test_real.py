@@ -13,12 +13,12 @@ from bench.asking import ask
 from bench.demo_fallback import tell
 from bench.fleet import Pair
 from bench.prompts import CHAT, CODE, COPY
-from router.tokens import TextCodec
-from slipstream.config import ModelSection, NgramSection
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.messages import Sampling
-from slipstream.models import is_prepared, prepare, resolve
-from slipstream.requests import Piece, Request
+from router_service.tokens import TextCodec
+from slipstream.base.config import ModelSection, NgramSection
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.models.folder import is_prepared, prepare, resolve
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
 from tests.pair import STUBBORN, drafting, grpc_link, target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from slipstream.client import AsyncClient
-from slipstream.errors import InvalidRequest
+from slipstream.base.errors import InvalidRequest
+from slipstream.wire.client import AsyncClient
 from tests.echo import CONTEXT, EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
 

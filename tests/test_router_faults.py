@@ -10,12 +10,12 @@ import httpx
 import openai
 import pytest
 
-from router.app import create_app
-from router.gateway import Job
-from router.keys import ApiKeys
-from router.schemas import ChatBody
-from slipstream.config import RouterSection
-from slipstream.errors import CapacityError, InvalidRequest, Unavailable
+from router_service.app import create_app
+from router_service.gateway import Job
+from router_service.keys import ApiKeys
+from router_service.schemas import ChatBody
+from slipstream.base.config import RouterSection
+from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from slipstream.engine.noise import leaders, noise, row_keys
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank
-from slipstream.messages import Sampling
+from slipstream.protocol.messages import Sampling
 
 WORD = (1 << 64) - 1
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bench.scale import PARTS, Cost, deployed, fit, measure, prediction, round_s
-from bench.timed import Timing
+from slipstream.simulate.timed import Timing
 
 PLANTED = {"target": Cost(800.0, 150.0), "draft": Cost(500.0, 90.0), "client": Cost(0.0, 70.0)}
 TIMING = Timing()

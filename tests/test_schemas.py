@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.schemas import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
-from slipstream.errors import InvalidRequest
+from router_service.schemas import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
+from slipstream.base.errors import InvalidRequest
 
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 5, 1 << 62, 1 << 80, 0.5, -3.5, 1e308, float("nan"), float("inf"), "",
                      "a", "x" * 100, [], ["a"], [1], [[1], [2]], [[]], [None], {}, {"a": 1}, {"1": 2},

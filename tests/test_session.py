@@ -7,10 +7,19 @@ import itertools
 import numpy as np
 import pytest
 
-from slipstream.errors import LocalProtocolError, PairingError, RemoteProtocolError
-from slipstream.messages import PROTOCOL_VERSION, Commit, DraftHello, Drop, FeatureSpec, Growth, Sampling, TargetHello
-from slipstream.pairing import check_pair
-from slipstream.session import (
+from slipstream.base.errors import LocalProtocolError, PairingError, RemoteProtocolError
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    DraftHello,
+    Drop,
+    FeatureSpec,
+    Growth,
+    Sampling,
+    TargetHello,
+)
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.session import (
     DRAFT_TABLE,
     TARGET_TABLE,
     DraftEvent,
@@ -20,7 +29,7 @@ from slipstream.session import (
     TargetSide,
     TargetState,
 )
-from slipstream.tree import DraftTree
+from slipstream.protocol.tree import DraftTree
 
 NOT_AFTER_CLOSE = {TargetEvent.ATTACH, TargetEvent.COMMIT}  # ours to send: a bug if it happens
 

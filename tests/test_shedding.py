@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import GrowthSection, NgramSection
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.drafters.standalone import StandaloneNetwork
+from slipstream.base.config import GrowthSection, NgramSection
+from slipstream.base.errors import CapacityError, DeviceFull
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import CapacityError, DeviceFull
-from slipstream.messages import Open, Sampling
-from slipstream.metrics import TargetMetrics
-from slipstream.requests import Request
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import Open, Sampling
+from slipstream.protocol.requests import Request
 from target_service.scheduler import Limits
 from target_service.shedding import CALM_S, Shedding
 from tests.pair import drafting, local_link, target

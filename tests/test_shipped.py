@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import Config, load
-from slipstream.drafters import create
-from slipstream.drafters.ngram import NgramDrafter
-from slipstream.errors import ConfigError
-from slipstream.models import FORMAT, HEADS, RECEIPT, default_root
-from slipstream.shipped import head_for, settled
+from slipstream.base.config import Config, load
+from slipstream.base.errors import ConfigError
+from slipstream.drafting import create
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.models.folder import FORMAT, HEADS, RECEIPT, default_root
+from slipstream.models.shipped import head_for, settled
 
 
 def head_folder(root: Path) -> Path:

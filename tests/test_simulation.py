@@ -9,17 +9,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.cast import RealCast
 from bench.picture import COLOURS, panel, picture
-from bench.simulation import RUN_AHEAD, Deployment, of_schedule, simulate
-from bench.timed import Timing
-from slipstream.config import NgramSection
-from slipstream.drafters.ngram import NgramDrafter
+from slipstream.base.config import NgramSection
+from slipstream.base.errors import ConfigError
+from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.weights import load_model
-from slipstream.errors import ConfigError
-from slipstream.messages import Growth, Sampling
-from slipstream.trace import Trace, commit_key, growth_key, merge
-from slipstream.tree import DraftTree
+from slipstream.observe.trace import Trace, commit_key, growth_key, merge
+from slipstream.protocol.messages import Growth, Sampling
+from slipstream.protocol.tree import DraftTree
+from slipstream.simulate.cast import RealCast
+from slipstream.simulate.simulation import RUN_AHEAD, Deployment, of_schedule, simulate
+from slipstream.simulate.timed import Timing
 from target_service.scheduler import holds
 
 SOME = Deployment()

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from draft_service.__main__ import serve as serve_draft
-from router.__main__ import serve as serve_router
-from slipstream.config import Config, LogSection
-from slipstream.spans import NoSpans, spans_of, well_formed
+from router_service.__main__ import serve as serve_router
+from slipstream.base.config import Config, LogSection
+from slipstream.observe.spans import NoSpans, spans_of, well_formed
 from target_service.__main__ import serve as serve_target
 from tests.pair import STUBBORN
 from tests.test_lifecycle import free_port

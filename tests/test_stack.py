@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.client import AsyncClient
-from slipstream.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafters import create
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.drafting import create
+from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.pair import STUBBORN, WIRE, Rig, drafting, grpc_link, target

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.config import GrowthSection
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.drafters.standalone import StandaloneNetwork
+from slipstream.base.config import GrowthSection
+from slipstream.base.errors import ConfigError
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.engine.weights import load_model
-from slipstream.errors import ConfigError
-from slipstream.messages import Commit, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB
 

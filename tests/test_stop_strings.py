@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.tokens import MAX_STOPS, StopStrings
-from slipstream.errors import InvalidRequest
+from router_service.tokens import MAX_STOPS, StopStrings
+from slipstream.base.errors import InvalidRequest
 
 
 def naive_cut(text: str, stops: list[str]) -> tuple[str, str | None]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.suffixes import SuffixIndex
+from slipstream.base.suffixes import SuffixIndex
 
 
 @pytest.mark.parametrize("seed", range(4))

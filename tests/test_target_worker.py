@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import PolicySection, TargetSection
+from slipstream.base.config import PolicySection, TargetSection
+from slipstream.base.errors import Draining
+from slipstream.decision.policy import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import Draining
-from slipstream.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Sampling
-from slipstream.metrics import TargetMetrics
-from slipstream.policy import StepCosts
-from slipstream.requests import Piece, Request
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Sampling
+from slipstream.protocol.requests import Piece, Request
 from target_service.running import Sink
 from target_service.worker import TargetWorker
 

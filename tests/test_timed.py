@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from bench.delayed import Delay, exact_loop, relay
-from bench.timed import SYMBOLS, Device, Law, TimedDrafter, TimedModel, Timing
-from slipstream.config import Config, load
-from slipstream.errors import ConfigError
-from slipstream.messages import Commit, Open, Sampling
-from slipstream.requests import Request
+from slipstream.base.config import Config, load
+from slipstream.base.errors import ConfigError
+from slipstream.protocol.messages import Commit, Open, Sampling
+from slipstream.protocol.requests import Request
+from slipstream.simulate.timed import SYMBOLS, Device, Law, TimedDrafter, TimedModel, Timing
 from target_service.assembly import assemble
 from tests.growth_rules import GrowthLedger
 from tests.pair import drafting, local_link_to

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.config import TlsSection, WireSection
-from slipstream.errors import ConfigError, Unavailable
-from slipstream.messages import Sampling
-from slipstream.pairing import check_pair
-from slipstream.requests import Request
+from slipstream.base.config import TlsSection, WireSection
+from slipstream.base.errors import ConfigError, Unavailable
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Request
 from slipstream.wire.certificate import ends_at
 from slipstream.wire.channel import open_channel
 from slipstream.wire.link import DraftLink

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafters import create
-from slipstream.drafters.lent import lent_lm_head
-from slipstream.drafters.token_map import MappedModel, load_token_map
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.base.errors import ConfigError, ModelError
+from slipstream.drafting import create
+from slipstream.drafting.heads.lent import lent_lm_head
+from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import load_model
-from slipstream.errors import ConfigError, ModelError
-from slipstream.messages import Open, Sampling
+from slipstream.protocol.messages import Open, Sampling
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
 from tests.growth_rules import scored_paths
 from tests.tiny import VOCAB, write_tiny_model

@@ -15,25 +15,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafters.checkpoint import read_head
-from slipstream.drafters.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import load_tensors
-from slipstream.messages import Features
+from slipstream.protocol.messages import Features
+from slipstream.train.collect import collect, identity_of
+from slipstream.train.dialogue import plan_of
+from slipstream.train.distil import Distilled, Lesson
+from slipstream.train.evaluate import evaluate, prompts_of
+from slipstream.train.export import export
+from slipstream.train.fit import Progress
+from slipstream.train.generate import Limits
+from slipstream.train.head import Head, warm_head
+from slipstream.train.recipe import Recipe
+from slipstream.train.shards import ANSWER, GIVEN, Conversation, Shards, Totals
+from slipstream.train.stages import Job, make_head
+from slipstream.train.unroll import Rows, rows_of, states_of
 from tests.tiny import write_tiny_model
-from train.collect import collect, identity_of
-from train.dialogue import plan_of
-from train.distil import Distilled, Lesson
-from train.evaluate import evaluate, prompts_of
-from train.export import export
-from train.fit import Progress
-from train.generate import Limits
-from train.head import Head, warm_head
-from train.recipe import Recipe
-from train.shards import ANSWER, GIVEN, Conversation, Shards, Totals
-from train.stages import Job, make_head
-from train.unroll import Rows, rows_of, states_of
 
 DRAFT_VOCAB = 120
 DIRECT = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.tree import MAX_HELD, MAX_NODES, DraftTree
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 from tests.trees import random_tree
 
 

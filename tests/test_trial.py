@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attention, TorchAttention, TorchPages
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
@@ -15,7 +16,6 @@ from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Replay
 from slipstream.engine.kv import KVPool
 from slipstream.engine.pages import PageTensors
 from slipstream.engine.trial import disagreement
-from slipstream.errors import ModelError
 from tests.pretended import GPU, pretended
 from tests.test_pretended import SIZES, SLOTS, Kernel, attended, config, library
 from tests.tiny import tiny_config, tiny_tensors

@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.__main__ import app
-from slipstream.config import Config, DraftSection, GrowthSection, ModelSection, load
-from slipstream.drafters import create
-from slipstream.drafters.neural import NeuralDrafter
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
+from slipstream.base.errors import ConfigError
+from slipstream.cli.tuning import numbers, prompts_of, with_pair
+from slipstream.drafting import create
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.rounds import Acceptance, Rounds, Tally, slots_needed
+from slipstream.drafting.sweep import Measured, Sweep, largest, shapes, sweep
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_model
-from slipstream.errors import ConfigError
-from slipstream.rounds import Acceptance, Rounds, Tally, slots_needed
-from slipstream.sweep import Measured, Sweep, largest, shapes, sweep
-from slipstream.tuning import numbers, prompts_of, with_pair
 from tests.eagle_folder import eagle_config, write_eagle_folder
 
 PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]
@@ -116,7 +116,7 @@ def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
 
 
 def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folder: Path) -> None:
-    from router.tokens import TextCodec
+    from router_service.tokens import TextCodec
 
     file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "fine"}\n["not"]\n')

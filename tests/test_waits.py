@@ -15,7 +15,7 @@ from slipstream.engine.model import ModelConfig
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, choose, rank
 from slipstream.engine.weights import load_tensors
-from slipstream.messages import Sampling
+from slipstream.protocol.messages import Sampling
 from tests.far import FAR, crossings, sent
 
 PENALISED = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": ((7, 2.0),)}

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import GrowthSection
-from slipstream.drafters.checkpoint import EagleHead, read_head
-from slipstream.drafters.eagle import EagleNetwork
-from slipstream.drafters.neural import NeuralDrafter
-from slipstream.drafters.whole import WholeTrees
+from slipstream.base.config import GrowthSection
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.whole import WholeTrees
 from slipstream.engine.kv import Slots
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
 from slipstream.engine.sampling import ChoiceRows, rank
-from slipstream.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.tiny import VOCAB, write_tiny_model
 

@@ -12,10 +12,8 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
-from slipstream.client import AsyncClient, Client
-from slipstream.config import WireSection
-from slipstream.errors import (
+from slipstream.base.config import WireSection
+from slipstream.base.errors import (
     CapacityError,
     ConfigError,
     Draining,
@@ -25,7 +23,8 @@ from slipstream.errors import (
     SlipstreamError,
     Unavailable,
 )
-from slipstream.messages import (
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.messages import (
     Close,
     Commit,
     DraftHello,
@@ -37,8 +36,9 @@ from slipstream.messages import (
     Sampling,
     TargetHello,
 )
-from slipstream.pairing import check_pair
-from slipstream.requests import Piece, Request, TargetInfo
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Piece, Request, TargetInfo
+from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_target_hello
 from slipstream.wire.inference import InferenceServicer

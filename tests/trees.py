@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slipstream.tree import DraftTree
+from slipstream.protocol.tree import DraftTree
 
 
 def random_tree(rng: np.random.Generator, nodes: int, base: int = 7, vocab: int = 5) -> DraftTree:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet import Process, free_port
-from slipstream.launch import answers
+from slipstream.cli.launch import answers
 
 START_S = 600.0  # seconds on an idle machine
 # The policy shall not give up, and nobody drafts but the drafts: whether that pays is not the question here.
@@ -58,7 +58,7 @@ async def fleet(folder: Path, drafts: Sequence[str], targets: str = "", drafts_a
         metrics = free_port()
         places = [f"{section}.metrics_listen=127.0.0.1:{metrics}"]
         places += [f"draft.listen={at[name]}"] if section == "draft" else []
-        module = section if section == "router" else f"{section}_service"
+        module = f"{section}_service"
         made.processes[name] = Process(module, [*shared, *places, *(own or {}).get(name, ())], metrics,
                                        folder / f"{name}.log")
     try:

@@ -17,7 +17,7 @@ import httpx
 
 from bench.fleet import free_port
 from deploy.cluster import PROGRAMS, folder
-from slipstream.errors import Unavailable
+from slipstream.base.errors import Unavailable
 
 START_S = 400.0  # seconds on an idle machine, minutes on one that is busy with something else
 

@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from bench.fleet import Process, free_port
-from slipstream.launch import answers
+from slipstream.cli.launch import answers
 from slipstream.wire.tls import TlsFiles
 from tests.certificates import authority, issue, needs_openssl, replace_files
 from tests.tiny import write_tiny_model
@@ -36,7 +36,8 @@ def shown(files: TlsFiles | None) -> list[str]:
 async def peer(services: Fleet, model: Path, files: TlsFiles | None, folder: Path) -> AsyncIterator[tuple[int, Path]]:
     """One more router at the same target, once it has asked it. Yields the status of its health, and its log."""
     ports, log = [free_port() for _ in range(3)], folder / f"peer-{free_port()}.log"
-    process = Process("router", [f"model.path={model}", f"router.targets=['127.0.0.1:{services.ports['target']}']",
+    process = Process("router_service", [f"model.path={model}",
+                                         f"router.targets=['127.0.0.1:{services.ports['target']}']",
                                  *(f"router.{name}=127.0.0.1:{port}" for name, port in zip(
                                      ("listen", "grpc_listen", "metrics_listen"), ports, strict=True)),
                                  *shown(files)], ports[2], log)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.errors import Unavailable
+from slipstream.base.errors import Unavailable
 from slipstream.wire.cluster import ApiServer, Change, Outdated, api_server
 from slipstream.wire.discovery import Directory, WatchRules, following
 from slipstream.wire.slices import ServiceAddress, service_address

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from router.balance import Balancer
-from router.targets import Targets
-from slipstream.config import WireSection
-from slipstream.messages import Sampling
-from slipstream.metrics import RouterMetrics
-from slipstream.requests import Request
+from router_service.balance import Balancer
+from router_service.targets import Targets
+from slipstream.base.config import WireSection
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
 from slipstream.wire.discovery import following
 from slipstream.wire.roster import RosterRules
 from slipstream.wire.server import GrpcServer

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.sending import sent
-from slipstream.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 Indices = NDArray[np.int64]
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.halves import EAGER, Halves, after_attention, before_attention, writing
 from slipstream.engine.kv import KVPool
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 ROWS = (1, 3)  # one row is a graph of its own
 

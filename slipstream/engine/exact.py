@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
-from slipstream.errors import ModelError
 
 Indices = NDArray[np.int64]
 

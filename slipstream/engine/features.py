@@ -12,7 +12,7 @@ import torch
 
 from slipstream.engine.layers import Linear
 from slipstream.engine.model import dtype_of
-from slipstream.messages import FeatureSpec, Projection
+from slipstream.protocol.messages import FeatureSpec, Projection
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.engine.sending import sent
-from slipstream.messages import Sampling
+from slipstream.protocol.messages import Sampling
 
 FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear
 BLOCK = 64  # columns that are summed, or searched, as one

@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attend, Attention, FixedAttention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.pages import PagePlan, PageTensors, placed, plan_pages
 from slipstream.engine.trial import disagreement
-from slipstream.errors import ModelError
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 HEAD_DIMS = (64, 128, 256)

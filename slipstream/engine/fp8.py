@@ -19,10 +19,10 @@ from collections.abc import Iterable
 
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.layers import Linear
-from slipstream.errors import ModelError
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 E4M3 = torch.float8_e4m3fn
 MOST = torch.finfo(E4M3).max

@@ -23,7 +23,7 @@ import torch
 from slipstream.engine.halves import EAGER, TORCH, Halves, Operations, halves_of
 from slipstream.engine.layers import Rope
 from slipstream.engine.model import ModelConfig
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_WIDTH = 16_384  # of a row that one block holds

@@ -30,8 +30,8 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.pages import PageTensors, plan_pages
 from slipstream.engine.trial import farthest
-from slipstream.log import logger
-from slipstream.tree import MAX_NODES
+from slipstream.observe.log import logger
+from slipstream.protocol.tree import MAX_NODES
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy

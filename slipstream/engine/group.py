@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from slipstream.errors import ModelError
+from slipstream.base.errors import ModelError
 
 TIMEOUT_S = 60.0
 HOST = "127.0.0.1"

@@ -25,13 +25,13 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
-from slipstream.errors import ModelError
-from slipstream.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 ATTENTION = "slipstream"
 UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")  # arguments that would change the scores

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig, read_json
-from slipstream.errors import ModelError
 
 MOST = 127
 SCALE = "_scale"  # behind the name of a matrix

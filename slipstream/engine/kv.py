@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.errors import CapacityError
+from slipstream.base.errors import CapacityError
 
 Indices = NDArray[np.int64]
 

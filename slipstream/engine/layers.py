@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import library
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.model import ModelConfig, RopeScaling
-from slipstream.errors import ModelError
 
 Tensors = Mapping[str, torch.Tensor]
 

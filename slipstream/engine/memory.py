@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from slipstream.base.errors import ConfigError
 from slipstream.engine.model import ModelConfig
-from slipstream.errors import ConfigError
 
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
 MOST_TAPS = 3  # that a head of a known kind reads

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import ForwardBatch
-from slipstream.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)

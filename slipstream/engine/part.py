@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config import ModelSection
+from slipstream.base.config import ModelSection
+from slipstream.base.errors import ModelError
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
@@ -22,7 +23,6 @@ from slipstream.engine.int8 import holds_int8
 from slipstream.engine.model import ModelConfig, dtype_of
 from slipstream.engine.shards import part_config, sharded_decoder
 from slipstream.engine.weights import load_tensors
-from slipstream.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.engine.sending import sent
-from slipstream.messages import Sampling
+from slipstream.protocol.messages import Sampling
 
 
 class TokenHistory:

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, Matrix, Whole, head_of, holds_int8, matrix
 from slipstream.engine.layers import Tensors
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import load_tensors
-from slipstream.errors import ModelError
-from slipstream.models import FORMAT, RECEIPT, is_prepared, may_replace, prepared_name, put_in_place, read_json
+from slipstream.models.folder import FORMAT, RECEIPT, is_prepared, may_replace, prepared_name, put_in_place, read_json
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COPIED = (".json", ".txt", ".model", ".jinja")  # what stands beside weights: tokenizer, chat template, end tokens

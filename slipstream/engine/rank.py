@@ -15,15 +15,15 @@ import sys
 
 import torch
 
-from slipstream.config import LogSection
+from slipstream.base.config import LogSection
+from slipstream.base.errors import SlipstreamError
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.group import Group, Meeting
 from slipstream.engine.kv import KVPool
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Order, Pipe, WarmOrder, read
 from slipstream.engine.part import Part, load_part
-from slipstream.errors import SlipstreamError
-from slipstream.log import configure
+from slipstream.observe.log import configure
 
 READY = b""
 

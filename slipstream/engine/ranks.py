@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 
-from slipstream.config import ModelSection
+from slipstream.base.config import ModelSection
+from slipstream.base.errors import ModelError, RanksLost
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder
@@ -33,8 +34,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Order, Pipe, WarmOrder, written
 from slipstream.engine.part import Part, load_part, part_of
-from slipstream.errors import ModelError, RanksLost
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 END_S = 10.0  # that ranks have to end by themselves
 REASON_S = 2.0  # after a failed sum, for the news which rank is gone

@@ -19,13 +19,13 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
+from slipstream.base.errors import CapacityError
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.layers import Linear
 from slipstream.engine.memory import free_memory
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
 from slipstream.engine.sending import sent
-from slipstream.errors import CapacityError
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5

@@ -26,8 +26,8 @@ from slipstream.engine.filters import is_filtered, survivors
 from slipstream.engine.noise import leaders, noise, row_keys
 from slipstream.engine.penalties import Columns, TokenHistory, bias, forbid_stops, penalise
 from slipstream.engine.sending import sent
-from slipstream.messages import Sampling
-from slipstream.requests import TokenLogprob
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import TokenLogprob
 
 __all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "coins", "logprobs", "probabilities", "rank"]
 

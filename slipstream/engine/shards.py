@@ -18,13 +18,13 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.group import Group
 from slipstream.engine.halves import TORCH, Operations, halves_of
 from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
-from slipstream.errors import ModelError
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 WHOLE_HEAD = "lm_head.weight"

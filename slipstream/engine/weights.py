@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.compiled import compiled, run_decoder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.exact import check_exact
@@ -29,8 +30,7 @@ from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, device_of, dtype_of, read_json
 from slipstream.engine.native import native_or
 from slipstream.engine.native.decoder import NativeDecoder
-from slipstream.errors import ModelError
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 __all__ = ["DTYPES", "CausalModel", "ModelConfig", "dtype_of", "load_model", "load_tensors", "tensor_names"]
 

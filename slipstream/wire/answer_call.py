@@ -19,8 +19,8 @@ from typing import Protocol
 
 import structlog
 
-from slipstream.errors import Draining, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.requests import Answer, Backend, Request, TargetInfo
+from slipstream.base.errors import Draining, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.protocol.requests import Answer, Backend, Request, TargetInfo
 from slipstream.wire.answer_frames import TAKEN, Asked, Flow, Told, decode_asked, encode_told
 from slipstream.wire.frames import joined
 from slipstream.wire.outbox import first_end

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from slipstream.errors import InvalidRequest, RemoteProtocolError, SlipstreamError
-from slipstream.requests import Piece, Request
-from slipstream.spans import well_formed
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError, SlipstreamError
+from slipstream.observe.spans import well_formed
+from slipstream.protocol.requests import Piece, Request
 from slipstream.v1 import target_pb2
 from slipstream.wire.answers import fill_start, message_of, mode_of, piece_of, request_of, speculates
 from slipstream.wire.fields import parse, require

@@ -19,8 +19,8 @@ from typing import Any
 
 from grpc import aio
 
-from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.requests import Piece, Request
+from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.answer_frames import TAKEN, Flow, Told, decode_told, encode_asked
 from slipstream.wire.channel import TARGET_SERVICE
 from slipstream.wire.connection import Connection

@@ -10,8 +10,8 @@ It knows nothing about sockets. Format: ``proto/slipstream/v1/target.proto``.
 
 from __future__ import annotations
 
-from slipstream.errors import InvalidRequest, RemoteProtocolError
-from slipstream.requests import DraftStatus, Finish, Piece, Request, State, TargetInfo, TokenLogprob
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, State, TargetInfo, TokenLogprob
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     INT32_MAX,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 from datetime import UTC, datetime
 
-from slipstream.errors import ConfigError
+from slipstream.base.errors import ConfigError
 
 SEQUENCE, UTC_TIME, GENERALIZED_TIME, VERSION = 0x30, 0x17, 0x18, 0xA0
 

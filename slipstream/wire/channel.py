@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import grpc
 from grpc import aio
 
-from slipstream.config import WireSection
+from slipstream.base.config import WireSection
 from slipstream.wire.tls import TlsFiles, channel_credentials
 
 DRAFT_SERVICE = "slipstream.v1.DraftService"

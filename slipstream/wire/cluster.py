@@ -27,7 +27,7 @@ from kubernetes.aio.client.configuration import Configuration
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
-from slipstream.errors import ConfigError, RemoteProtocolError, Unavailable
+from slipstream.base.errors import ConfigError, RemoteProtocolError, Unavailable
 from slipstream.wire.slices import ServiceAddress, resource_version
 
 GROUP = "discovery.k8s.io"

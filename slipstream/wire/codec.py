@@ -1,4 +1,4 @@
-"""Frames of a draft stream: values of ``slipstream.messages`` to protobuf bytes and back.
+"""Frames of a draft stream: values of ``slipstream.protocol.messages`` to protobuf bytes and back.
 
 Rules:
 1. Whatever a peer claims is checked here, before anything of that size is allocated or used.
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.errors import InvalidRequest, RemoteProtocolError
-from slipstream.messages import (
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.observe.spans import well_formed
+from slipstream.protocol.messages import (
     FEATURE_DTYPES,
     Close,
     Commit,
@@ -32,8 +33,7 @@ from slipstream.messages import (
     TargetBound,
     TargetHello,
 )
-from slipstream.spans import well_formed
-from slipstream.tree import MAX_NODES, Ints
+from slipstream.protocol.tree import MAX_NODES, Ints
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,

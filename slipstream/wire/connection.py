@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import structlog
 from grpc import aio
 
-from slipstream.config import WireSection
-from slipstream.errors import ConfigError
+from slipstream.base.config import WireSection
+from slipstream.base.errors import ConfigError
 from slipstream.wire.channel import open_channel
 from slipstream.wire.tls import TlsFiles
 

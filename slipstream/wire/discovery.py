@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from slipstream.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.base.errors import ConfigError, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.wire.slices import (
     Endpoint,
     ServiceAddress,

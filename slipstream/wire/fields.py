@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
-from slipstream.errors import InvalidRequest, RemoteProtocolError
-from slipstream.messages import FEATURE_DTYPES, Sampling
-from slipstream.tree import Ints
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.messages import FEATURE_DTYPES, Sampling
+from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
 
 INT32_MAX = 2**31 - 1

@@ -10,9 +10,9 @@ whether target and draft fit together (``pairing.check_pair`` does). Format: ``p
 
 from __future__ import annotations
 
-from slipstream.errors import PairingError
-from slipstream.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
-from slipstream.tree import MAX_HELD
+from slipstream.base.errors import PairingError
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
+from slipstream.protocol.tree import MAX_HELD
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import DTYPE_NUMBERS, INT32_MAX, dtype_of, name_of, parse, require, within
 from slipstream.wire.projection import declared

@@ -18,9 +18,9 @@ import grpc
 import structlog
 from grpc import aio
 
-from slipstream.chat import ChatOptions, Delta, Message
-from slipstream.config import WireSection
-from slipstream.errors import RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.base.config import WireSection
+from slipstream.base.errors import RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
 from slipstream.wire.status import abort, error_of
 from slipstream.wire.texts import (
@@ -46,7 +46,7 @@ Context = aio.ServicerContext[bytes, bytes]
 
 
 class Front(Protocol):
-    """Who answers. Generators raise errors of slipstream.errors and may be closed at any time."""
+    """Who answers. Generators raise errors of slipstream.base.errors and may be closed at any time."""
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]: ...
 

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import structlog
 from grpc import aio
 
-from slipstream.config import WireSection
-from slipstream.errors import CapacityError, PairingError, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
-from slipstream.requests import DraftStatus
+from slipstream.base.config import WireSection
+from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
+from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, WireCounts, open_channel
 from slipstream.wire.codec import Faults, FrameLimits, decode_draft_frame, encode_target_frames
 from slipstream.wire.handshake import decode_draft_hello, encode_target_hello

@@ -15,10 +15,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.config import WireSection
-from slipstream.errors import PairingError, RemoteProtocolError
-from slipstream.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
-from slipstream.requests import DraftStatus
+from slipstream.base.config import WireSection
+from slipstream.base.errors import PairingError, RemoteProtocolError
+from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
+from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import WireCounts
 from slipstream.wire.codec import (
     FrameLimits,

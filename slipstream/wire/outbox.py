@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-from slipstream.errors import CapacityError
-from slipstream.messages import Commit, Features
+from slipstream.base.errors import CapacityError
+from slipstream.protocol.messages import Commit, Features
 
 Item = TypeVar("Item")
 

@@ -19,9 +19,9 @@ import grpc
 import structlog
 from grpc import aio
 
-from slipstream.config import WireSection
-from slipstream.errors import CapacityError, Draining, RemoteProtocolError, SlipstreamError
-from slipstream.messages import DraftBound, DraftHello, TargetBound, TargetHello
+from slipstream.base.config import WireSection
+from slipstream.base.errors import CapacityError, Draining, RemoteProtocolError, SlipstreamError
+from slipstream.protocol.messages import DraftBound, DraftHello, TargetBound, TargetHello
 from slipstream.wire.channel import DRAFT_SERVICE, WireCounts
 from slipstream.wire.codec import Faults, FrameLimits, decode_target_frame, encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 
-from slipstream.messages import Projection
+from slipstream.protocol.messages import Projection
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import dtype_of, parse, require, within
 

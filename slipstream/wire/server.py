@@ -21,8 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from slipstream.config import WireSection
-from slipstream.errors import ConfigError
+from slipstream.base.config import WireSection
+from slipstream.base.errors import ConfigError
 from slipstream.wire.channel import server_options
 from slipstream.wire.doorman import Doorman
 from slipstream.wire.tls import TlsFiles, server_credentials

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.address import SCHEME, SERVICE
-from slipstream.errors import ConfigError, RemoteProtocolError
+from slipstream.base.address import SCHEME, SERVICE
+from slipstream.base.errors import ConfigError, RemoteProtocolError
 
 MAX_ENDPOINTS = 1000  # of one slice; Kubernetes allows no more
 

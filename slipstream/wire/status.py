@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from slipstream.errors import (
+from slipstream.base.errors import (
     CapacityError,
     Draining,
     InvalidRequest,

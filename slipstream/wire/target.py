@@ -21,10 +21,10 @@ import grpc
 import structlog
 from grpc import aio
 
-from slipstream.config import WireSection
-from slipstream.errors import Draining, InvalidRequest, RemoteProtocolError, Unavailable
-from slipstream.requests import Answer, Backend, Piece, Request, TargetInfo
-from slipstream.spans import HEADER, well_formed
+from slipstream.base.config import WireSection
+from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, Unavailable
+from slipstream.observe.spans import HEADER, well_formed
+from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
 from slipstream.wire.answer_call import AnswerCall
 from slipstream.wire.answer_stream import AnswerStream, SharedAnswer, check_size
 from slipstream.wire.answers import (

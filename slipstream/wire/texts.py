@@ -1,4 +1,4 @@
-"""What users ask for and get, as text: values of ``slipstream.chat`` to protobuf bytes and back.
+"""What users ask for and get, as text: values of ``slipstream.protocol.chat`` to protobuf bytes and back.
 
 Rules:
 1. Only the shape is checked here; what an option may be is the business of who answers.
@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from slipstream.chat import ChatOptions, Delta, Message, TextToken, Usage
-from slipstream.errors import InvalidRequest, RemoteProtocolError
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.v1 import inference_pb2
 from slipstream.wire.fields import parse
 

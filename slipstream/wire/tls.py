@@ -20,9 +20,9 @@ from pathlib import Path
 import grpc
 import structlog
 
-from slipstream.config import TlsSection
-from slipstream.errors import ConfigError
-from slipstream.stamp import Stamp, stamp
+from slipstream.base.config import TlsSection
+from slipstream.base.errors import ConfigError
+from slipstream.base.stamp import Stamp, stamp
 from slipstream.wire.certificate import ends_at
 
 LOOK_S = 10.0

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.program import Team
-from slipstream.errors import ModelError
-from slipstream.log import logger
+from slipstream.observe.log import logger
 
 CHOICES = ("auto", "native", "torch")
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from slipstream.errors import ModelError
-from slipstream.log import logger
-from slipstream.models import default_root
+from slipstream.base.errors import ModelError
+from slipstream.models.folder import default_root
+from slipstream.observe.log import logger
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import joined, matrix
 from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.program import GROUP, LANES, Packed, Program, Team
-from slipstream.errors import ModelError
 
 
 def check_sizes(config: ModelConfig) -> None:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, Whole
 from slipstream.engine.kv import KVPool
 from slipstream.engine.native.compiled_kernels import Kernels
-from slipstream.errors import ModelError
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST = range(9)
 STORE, ADD, SILU = range(3)

@@ -1,0 +1,44 @@
+"""The router as a process: ``python -m router_service --config slipstream.yaml``.
+
+A composition root: it joins the router to targets over the wire, or to backends of its own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from router_service.service import RouterService
+from slipstream.base.config import Config
+from slipstream.cli.process import main
+from slipstream.protocol.requests import Backend
+from slipstream.wire.discovery import fixed, following
+from slipstream.wire.target import TargetClient
+from slipstream.wire.tls import dialling, tls_files
+
+
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None,
+                backends: Mapping[str, Backend] | None = None) -> None:
+    """Serve until ``stop`` is set, then drain. ``backends`` (name to backend) take the place of
+    ``router.targets``; they stay the caller's. ``ready`` is called once the ports listen."""
+    tls, addresses = tls_files(config.wire.tls), config.router.targets if backends is None else ()
+    clients = {address: TargetClient(address, config.wire, tls=tls) for address in fixed(addresses)}
+
+    def connect(address: str, name: str) -> TargetClient:
+        return TargetClient(address, config.wire, tls=dialling(tls, name))
+
+    try:
+        service = RouterService(config, clients if backends is None else backends, connect)
+        async with following(addresses, config.wire.kubeconfig, service.seen):
+            await service.start()
+            if ready is not None:
+                ready()
+            await stop.wait()
+            await service.drain(config.router.drain_s)
+    finally:
+        for client in clients.values():
+            await client.aclose()
+
+
+if __name__ == "__main__":
+    main("router_service", serve)

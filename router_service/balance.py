@@ -1,0 +1,287 @@
+"""Where a request goes: the balancer over the targets that are known.
+
+Rules:
+1. Least load wins, load being what the target last reported plus what this router has sent since. A target that has
+   probably seen the prompt's beginning is preferred until it is markedly more loaded (rendezvous hashing: a target that
+   comes or goes moves only its own share).
+2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
+   other is left, ejected ones are used all the same, and such as discovery no longer lists, while they answer: the last
+   target is never ejected.
+3. A request whose target fails or drains moves to another one, which goes on where the answer stopped: tokens are a
+   function of prompt, seed and position. Moves are at most a fifth of the requests, so that an outage is not
+   multiplied; a move away from a target that drains is free.
+4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
+   first piece.
+
+It knows nothing about HTTP, text or speculation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from router_service.patience import Limit
+from router_service.targets import Target, Targets
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.requests import Answer, Piece, Request, TargetInfo
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceRules:
+    poll_every_s: float = 1.0
+    poll_timeout_s: float = 5.0
+    polls_until_gone: int = 3
+    failures_until_ejected: int = 3
+    ejected_min_s: float = 1.0
+    ejected_max_s: float = 30.0
+    affinity_tokens: int = 64
+    affinity_slack: int = 4  # answers that the preferred target may have beyond 1.25 times the least loaded one's
+    retry_share: float = 0.2
+    retry_reserve: float = 3.0
+
+
+class Balancer:
+    """Spreads requests over ``targets``; ``tokenizer_hash`` "" fits every target."""
+
+    def __init__(self, targets: Targets, metrics: RouterMetrics, tokenizer_hash: str = "",
+                 rules: BalanceRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rules = rules or BalanceRules()
+        self._targets = targets
+        self._metrics = metrics
+        self._tokenizer_hash = tokenizer_hash
+        self._clock = clock
+        self._retries = self.rules.retry_reserve
+        self._log = logger("balance")
+
+    @property
+    def ready(self) -> bool:
+        return any(target.ready for target in self._targets)
+
+    @property
+    def info(self) -> TargetInfo | None:
+        """What the first ready target says of itself; None while none has answered."""
+        known = [t for t in self._targets if t.info is not None]
+        return next((t.info for t in known if t.ready), known[0].info if known else None)
+
+    @property
+    def drafts_connected(self) -> int:
+        infos = [target.info for target in self._targets if target.info is not None]
+        return sum(draft.connected for info in infos for draft in info.drafts)
+
+    def submit(self, request: Request) -> Answer:
+        """Never raises; the answer's iteration does."""
+        self._retries = min(self._retries + self.rules.retry_share, 10.0)
+        return RoutedAnswer(self, request)
+
+    async def run(self) -> None:
+        """Poll all targets until cancelled."""
+        while True:
+            await self.poll()
+            await asyncio.sleep(self.rules.poll_every_s)
+
+    async def poll(self) -> None:
+        """Ask all targets how they are, and forget those that discovery has lost."""
+        for target in self._targets:
+            self._metrics.target_known(target.name)
+        await asyncio.gather(*(self._ask(target) for target in self._targets))
+        for target in await self._targets.sweep():
+            self._metrics.target_forgotten(target.name)
+        self._metrics.targets(sum(target.ready and not target.left for target in self._targets))
+
+    async def _ask(self, target: Target) -> None:
+        before = target.problem
+        try:
+            async with asyncio.timeout(self.rules.poll_timeout_s):
+                target.info = await target.backend.info()
+        except Exception as error:  # whatever a target does, the others are still asked
+            target.missed_polls += 1
+            target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
+            if target.missed_polls >= self.rules.polls_until_gone or target.left:
+                target.lose()
+        else:
+            target.missed_polls, target.in_flight_at_poll = 0, target.in_flight
+            target.gone = False
+            self._targets.heard(target)
+            target.problem = self._misfit(target.info)
+        if target.problem != before:
+            self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
+
+    def _misfit(self, info: TargetInfo) -> str:
+        if self._tokenizer_hash and info.tokenizer_hash and info.tokenizer_hash != self._tokenizer_hash:
+            return "has another tokenizer than this router; give both the same model"
+        return ""
+
+    def pick(self, tokens: tuple[int, ...], tried: Collection[str] = ()) -> Target:
+        """The target for a prompt; one of ``tried`` never. Raises Draining or Unavailable."""
+        left = [t for t in self._targets if t.name not in tried and not t.draining]
+        now = self._clock()
+        usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
+                  or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
+        if usable:
+            return self._choose(usable, tokens)
+        if len(self._targets) and all(t.draining for t in self._targets):
+            raise Draining("all targets are shutting down; try again soon")
+        raise Unavailable("no target can take the request now; try again soon")
+
+    def _mismatched(self, target: Target) -> bool:
+        return target.info is not None and bool(self._misfit(target.info))
+
+    def _choose(self, usable: list[Target], tokens: tuple[int, ...]) -> Target:
+        if len(usable) == 1:
+            return usable[0]
+        prefix = np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
+        by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
+        least = min(by_affinity, key=lambda t: t.load)
+        preferred = by_affinity[0]
+        bound = least.load * 1.25 + self.rules.affinity_slack
+        return preferred if preferred.load <= bound and len(tokens) >= self.rules.affinity_tokens else least
+
+    def succeeded(self, target: Target) -> None:
+        if target.ejections:
+            self._metrics.breaker(target.name, 0)
+            self._log.info("target back", target=target.name)
+        target.failures = target.ejections = 0
+
+    def failed(self, target: Target, error: SlipstreamError) -> None:
+        """Count a failure that is the target's fault; a full or draining one does what it should."""
+        if isinstance(error, InvalidRequest | CapacityError | Draining):
+            return
+        target.failures += 1
+        if target.failures < self.rules.failures_until_ejected and not target.ejections:
+            return
+        pause = min(self.rules.ejected_min_s * 2.0**target.ejections, self.rules.ejected_max_s)
+        target.failures, target.ejections = 0, target.ejections + 1
+        target.ejected_until = self._clock() + pause
+        self._metrics.breaker(target.name, 2)
+        self._log.warning("target ejected", target=target.name, seconds=pause, error=type(error).__name__)
+
+    def may_move(self, request: Request, tried: Collection[str], error: SlipstreamError) -> bool:
+        """Whether ``request`` may go to a target besides ``tried`` after ``error``; takes it from the budget."""
+        if isinstance(error, InvalidRequest):
+            return False
+        try:
+            self.pick(request.tokens, tried)
+        except SlipstreamError:
+            return False
+        if isinstance(error, Draining):
+            return True
+        if self._retries < 1.0:
+            self._metrics.retry_refused()
+            return False
+        self._retries -= 1.0
+        return True
+
+    def moved(self, target: Target) -> None:
+        self._metrics.retried(target.name)
+
+    def lost(self, target: Target, error: Unavailable, begun: bool) -> Unavailable:
+        """What the client is told of ``error``, for which no target is left: nothing of addresses inside."""
+        if not begun:
+            return Unavailable("the target did not take the request; try again soon")
+        self._log.warning("answer lost", target=target.name, problem=str(error))
+        return Unavailable("the target was lost before the answer's end; ask again")
+
+
+class RoutedAnswer:
+    """An answer that finds its target, and another one when that cannot finish it."""
+
+    def __init__(self, balancer: Balancer, request: Request) -> None:
+        self._balancer = balancer
+        self._request = request
+        self._tried: set[str] = set()
+        self._target: Target | None = None
+        self._answer: Answer | None = None
+        self._pieces: AsyncIterator[Piece] | None = None
+        self._speculate = request.speculate
+        self._begun = False  # by the present target
+        self._emitted: list[int] = []
+        self._finished = False
+
+    def __aiter__(self) -> RoutedAnswer:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while not self._finished:
+            try:
+                target = self._target or self._start()
+                piece = await (anext(self._pieces) if self._begun and self._pieces else self._first(target))
+            except StopAsyncIteration:
+                await self._failed(Unavailable("the target ended the answer before its end"))
+                continue
+            except SlipstreamError as error:
+                await self._failed(error)
+                continue
+            if not self._begun:
+                self._begun = True
+                self._balancer.succeeded(target)
+            self._emitted.extend(piece.tokens)
+            if piece.finish:
+                await self.aclose()
+            return piece
+        raise StopAsyncIteration
+
+    def set_speculation(self, allowed: bool) -> None:
+        self._speculate = allowed
+        if self._answer is not None:
+            self._answer.set_speculation(self._speculate)
+
+    async def aclose(self) -> None:
+        self._finished = True
+        await self._leave()
+
+    def _start(self) -> Target:
+        target = self._balancer.pick(self._request.tokens, self._tried)
+        self._target = target
+        target.in_flight += 1
+        self._begun = False
+        self._answer = target.backend.submit(self._request.after(self._emitted))
+        if self._speculate != self._request.speculate:
+            self._answer.set_speculation(self._speculate)
+        self._pieces = aiter(self._answer)
+        return target
+
+    async def _first(self, target: Target) -> Piece:
+        """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
+        limit = Limit(lambda: Unavailable(f"target {target.name} does not answer"))
+        if target.gone:
+            limit.fire()
+        target.awaited.add(limit)
+        assert self._pieces is not None
+        try:
+            with limit:
+                return await anext(self._pieces)
+        finally:
+            target.awaited.discard(limit)
+
+    async def _failed(self, error: SlipstreamError) -> None:
+        """Leave the target; raises what the client is told unless the request may move on."""
+        target = self._target
+        await self._leave()
+        if target is not None:
+            self._balancer.failed(target, error)
+            if self._begun:
+                self._tried.clear()  # the answer got on: who refused it before may be another by now
+            self._tried.add(target.name)
+            if self._balancer.may_move(self._request, self._tried, error):
+                self._balancer.moved(target)
+                return
+            if isinstance(error, Unavailable):
+                self._finished = True
+                raise self._balancer.lost(target, error, bool(self._emitted)) from error
+        self._finished = True
+        raise error
+
+    async def _leave(self) -> None:
+        answer, target = self._answer, self._target
+        self._answer = self._target = self._pieces = None
+        if target is not None:
+            target.in_flight -= 1
+        if answer is not None:
+            await answer.aclose()

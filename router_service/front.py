@@ -1,0 +1,78 @@
+"""The public gRPC service's answers: the same bodies, checks and runs as over HTTP, other clothes.
+
+Rules:
+1. Options become a body and pass through ``schemas.parse``: both surfaces have the same defaults and limits.
+2. An empty model name means the one that is here.
+
+It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import fields
+from typing import Any
+
+from router_service.completion import TextDelta
+from router_service.gateway import Gateway, Job
+from router_service.schemas import ChatBody, CompletionBody, parse
+from slipstream.base.errors import SlipstreamError
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+
+
+class GatewayFront:
+    """Implements the wire's ``Front`` on a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        """Its iteration raises errors of slipstream.base.errors, like all here."""
+        async def plan() -> Job:
+            raw = self._raw(model, options)
+            raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
+            if options.top_logprobs is not None:
+                raw["logprobs"] = True
+            return await self._gateway.plan_chat(parse(ChatBody, raw))
+
+        return self._run("chat", plan)
+
+    def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        async def plan() -> Job:
+            raw = self._raw(model, options)
+            raw["prompt"] = prompt
+            raw["logprobs"] = raw.pop("top_logprobs", None)
+            return await self._gateway.plan_completion(parse(CompletionBody, raw))
+
+        return self._run("completions", plan)
+
+    async def models(self) -> list[str]:
+        return [self._gateway.model]
+
+    def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
+        raw = {f.name: getattr(options, f.name) for f in fields(options)}
+        raw["stop"] = list(options.stop)
+        raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
+        raw["model"] = model or self._gateway.model
+        return {name: value for name, value in raw.items() if value is not None}
+
+    async def _run(self, endpoint: str, plan: Callable[[], Awaitable[Job]]) -> AsyncGenerator[Delta, None]:
+        try:
+            run = await self._gateway.start(await plan())
+            try:
+                async with aclosing(run.deltas()) as deltas:
+                    async for _, delta in deltas:
+                        if delta.text or delta.tokens or delta.finish:
+                            yield _delta(delta, run.usage() if delta.finish else None)
+            finally:
+                await run.aclose()
+        except SlipstreamError as error:
+            self._gateway.failed(endpoint, error)
+            raise
+
+
+def _delta(delta: TextDelta, usage: Usage | None) -> Delta:
+    tokens = [TextToken(token.id, token.text, token.drafted,
+                        token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens]
+    return Delta(delta.text, tuple(tokens), delta.finish, usage)

@@ -1,0 +1,298 @@
+"""The gateway: from a checked body to running answers, for whoever asks (HTTP or gRPC).
+
+Rules:
+1. Everything is checked against the model (context, vocabulary, name) before a request waits or takes anything.
+2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
+3. No run outlives ``request_timeout_s``.
+4. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
+
+It knows nothing about the OpenAI format, HTTP or gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from router_service.admission import Admission
+from router_service.balance import Balancer
+from router_service.completion import Completion, TextDelta
+from router_service.merging import merged
+from router_service.patience import Limit
+from router_service.schemas import SEEDS, ChatBody, CompletionBody, Options
+from router_service.tokens import TextCodec
+from slipstream.base.config import RouterSection
+from slipstream.base.errors import DeadlineExceeded, Draining, InvalidRequest, NotFound, Unavailable, status_of
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.observe.spans import NoSpans, Spans
+from slipstream.protocol.chat import Usage
+from slipstream.protocol.requests import Answer, Request, TargetInfo
+
+LONG_TEXT = 16_384  # characters that are tokenized in a thread, so that others are not held up
+
+
+class Fallback(Protocol):
+    """Whether new answers speculate, and who listens to how they fare."""
+
+    def admits(self) -> bool: ...
+
+    def follow(self, answer: Answer, wanted: bool, allowed: bool) -> Answer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that can be run: prompts as tokens, and what each answer may take."""
+
+    endpoint: str
+    model: str
+    prompts: tuple[tuple[int, ...], ...] = field(repr=False)
+    max_tokens: tuple[int, ...]  # one a prompt
+    options: Options
+    vocab_size: int
+    trace: str = ""  # the client's traceparent
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.options.n
+
+
+class Gateway:
+    """Plans and starts requests for one model."""
+
+    def __init__(self, codec: TextCodec, balancer: Balancer, fallback: Fallback, metrics: RouterMetrics,
+                 section: RouterSection, clock: Callable[[], float] = time.monotonic,
+                 spans: Spans | None = None) -> None:
+        self.codec = codec
+        self.metrics = metrics
+        self.admission = Admission(section.max_in_flight, section.max_queue, metrics.load)
+        self._balancer = balancer
+        self._fallback = fallback
+        self._section = section
+        self.clock = clock
+        self.spans = spans or NoSpans()
+        self.leaving = False
+
+    @property
+    def ready(self) -> bool:
+        return self._balancer.ready and not self.leaving and not self.admission.closed
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any target has a draft connected."""
+        return self._balancer.drafts_connected > 0
+
+    @property
+    def model(self) -> str:
+        """The name that clients use. Raises Unavailable while no target has told its own."""
+        return self._section.model_name or self._info().model_id
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the target's accept thresholds make sampled answers other than the model's own."""
+        return self._info().lossy
+
+    @property
+    def max_context(self) -> int:
+        return self._info().max_context
+
+    def leave(self) -> None:
+        """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
+        self.leaving = True
+
+    def drain(self) -> None:
+        """Take no new request; running ones go on."""
+        self.admission.close()
+
+    async def plan_chat(self, body: ChatBody) -> Job:
+        """Raises InvalidRequest, NotFound, Draining or Unavailable."""
+        messages = [{"role": m.role, "content": m.content} for m in body.messages]
+        tokens = await _in_time(sum(len(m.content) for m in body.messages), self.codec.chat, messages)
+        return self._job("chat", body.model, "messages", [tokens], body.options())
+
+    async def plan_completion(self, body: CompletionBody) -> Job:
+        """Raises InvalidRequest, NotFound, Draining or Unavailable."""
+        options = body.options()
+        prompts = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                prompts.append(await _in_time(len(prompt), self.codec.encode, prompt))
+            else:
+                prompts.append(prompt)
+        return self._job("completions", body.model, "prompt", prompts, options)
+
+    async def start(self, job: Job) -> Run:
+        """Wait for room, then start all answers. Raises CapacityError, Draining or InvalidRequest."""
+        arrived_s = self.clock()
+        await self.admission.enter(job.num_answers)
+        self.metrics.admitted(self.clock() - arrived_s, sum(map(len, job.prompts)) * job.options.n)
+        try:
+            return Run(self, job, arrived_s, arrived_s + self._section.request_timeout_s)
+        except BaseException:
+            self.admission.leave(job.num_answers)
+            raise
+
+    def completion(self, job: Job, request_id: str, number: int, trace: str) -> Completion:
+        """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
+        prompt, choice = divmod(number, job.options.n)
+        options = job.options
+        stop_ids = () if options.ignore_eos else self.codec.stop_token_ids
+        sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS, stop_token_ids=stop_ids)
+        request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
+                          options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace)
+        answer = self._fallback.follow(self._balancer.submit(request), options.speculate, request.speculate)
+        return Completion(request, answer, self.codec, options.stop, job.vocab_size)
+
+    def failed(self, endpoint: str, error: BaseException) -> None:
+        """Count a request that ends with ``error``."""
+        _, code, kind = status_of(error)
+        self.metrics.failed("cancelled" if isinstance(error, asyncio.CancelledError) else kind)
+        self.metrics.request(endpoint, code, "none")
+
+    def _job(self, endpoint: str, model: str, param: str, prompts: Sequence[Sequence[int]], options: Options) -> Job:
+        if self.admission.closed:
+            raise Draining("the router is shutting down; try again soon")
+        info = self._info()
+        if model != self.model:
+            raise NotFound("model", f"no model {model!r} here; GET /v1/models lists what there is", "model_not_found")
+        if options.n > self._section.max_n:
+            raise InvalidRequest("n", f"must be at most {self._section.max_n}")
+        if any(token >= info.vocab_size for token, _ in options.sampling.logit_bias):
+            raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
+        limits = tuple(_room(param, prompt, options.max_tokens, info) for prompt in prompts)
+        return Job(endpoint, model, tuple(tuple(prompt) for prompt in prompts), limits, options, info.vocab_size)
+
+    def _info(self) -> TargetInfo:
+        info = self._balancer.info
+        if info is None:
+            raise Unavailable("no target has answered yet; try again soon")
+        return info
+
+
+T = TypeVar("T")
+
+
+async def _in_time(num_chars: int, encode: Callable[[T], list[int]], text: T) -> list[int]:
+    return await asyncio.to_thread(encode, text) if num_chars > LONG_TEXT else encode(text)
+
+
+def _too_long() -> DeadlineExceeded:
+    return DeadlineExceeded("the request took longer than this server allows")
+
+
+def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: TargetInfo) -> int:
+    """The tokens that the answer to ``prompt`` may have."""
+    if not prompt:
+        raise InvalidRequest(param, "is empty")
+    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
+        raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
+    left = info.max_context - len(prompt)
+    if left < 1 or (max_tokens is not None and max_tokens > left):
+        raise InvalidRequest(
+            param if left < 1 else "max_tokens",
+            f"the context holds {info.max_context} tokens, but the prompt has {len(prompt)} and the answer may have "
+            f"{max_tokens or 1}; shorten one of them", "context_length_exceeded")
+    return left if max_tokens is None else max_tokens
+
+
+class Run:
+    """The answers of one admitted job."""
+
+    def __init__(self, gateway: Gateway, job: Job, arrived_s: float, deadline_s: float) -> None:
+        self.id = secrets.token_hex(16)
+        self.created = int(time.time())
+        self.job = job
+        self._gateway = gateway
+        self._arrived_s = arrived_s
+        self._mode = ""
+        self._commits_s: dict[int, float] = {}
+        self._closed = False
+        self._failed = False
+        self._limit = Limit(_too_long, max(deadline_s - gateway.clock(), 0.0))
+        self._span = gateway.spans.begin("router.request", job.trace, endpoint=job.endpoint, answers=job.num_answers)
+        self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
+
+    @property
+    def mode(self) -> str:
+        """How the first answer began: speculative when its target meant to and a draft is there."""
+        return self._mode or self._present_mode()
+
+    def _present_mode(self) -> str:
+        meant = self.completions[0].tally.first_state == "speculate"
+        return "speculative" if meant and self._gateway.drafted else "plain"
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """(answer number, delta) as they come. Raises what an answer raises, and DeadlineExceeded."""
+        many = merged(self.completions) if len(self.completions) > 1 else None
+        alone, limit = self.completions[0], self._limit  # no queue between a single answer and its reader
+        try:
+            while True:
+                with limit:
+                    number, delta = (0, await anext(alone)) if many is None else await anext(many)
+                now_s = self._gateway.clock()
+                self._mode = self._mode or self._present_mode()
+                try:
+                    yield number, delta
+                finally:
+                    self._time(now_s, number, delta)  # when it is on its way
+        except StopAsyncIteration:
+            return
+        except Exception:
+            self._failed = True
+            raise
+        finally:
+            if many is not None:
+                await many.aclose()
+
+    def usage(self) -> Usage:
+        """Of all answers together; a prompt counts once, however many choices it has."""
+        tallies = [completion.tally for completion in self.completions]
+        used = [tally.usage() for tally in tallies]
+        return Usage(
+            prompt_tokens=sum(map(len, self.job.prompts)),
+            completion_tokens=sum(u.completion_tokens for u in used),
+            accepted_prediction_tokens=sum(u.accepted_prediction_tokens for u in used),
+            rejected_prediction_tokens=sum(u.rejected_prediction_tokens for u in used),
+            cached_tokens=sum(u.cached_tokens for u in used[:: self.job.options.n]),
+            rounds=sum(u.rounds for u in used),
+            lossy=any(u.lossy for u in used),
+        )
+
+    async def aclose(self) -> None:
+        """Free everything; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._limit.close()
+        try:
+            await asyncio.gather(*(completion.aclose() for completion in self.completions))
+        finally:
+            self._gateway.admission.leave(self.job.num_answers)
+            self._count()
+            used = self.usage()
+            self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
+
+    def _time(self, now_s: float, number: int, delta: TextDelta) -> None:
+        metrics = self._gateway.metrics
+        before_s = self._commits_s.get(number)
+        if before_s is None:
+            metrics.first_token(now_s - self._arrived_s, self._mode)
+        else:
+            metrics.commit(now_s - before_s, delta.num_tokens, self._mode)
+        self._commits_s[number] = now_s
+
+    def _count(self) -> None:
+        metrics = self._gateway.metrics
+        for tally in (completion.tally for completion in self.completions):
+            metrics.answered(tally.completion_tokens, tally.drafted, tally.accepted, self.mode)
+        if self._failed:
+            return
+        done = all(completion.finished for completion in self.completions)
+        metrics.request(self.job.endpoint, 200 if done else 499, self.mode)
+        if done:
+            metrics.finished(self._gateway.clock() - self._arrived_s, self.mode)
+        else:
+            metrics.failed("cancelled")

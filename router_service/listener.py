@@ -1,0 +1,125 @@
+"""HTTP listening: uvicorn on a socket of ours, started and stopped by us.
+
+Rules:
+1. Beyond loopback HTTP needs API keys, or leave in so many words.
+2. A connection whose client has read nothing of what waits for it for ``STALL_S`` ends, also when all is answered.
+3. Connections are bounded, what comes in on each by ``router.intake``; the application bounds bodies and answers.
+
+It knows nothing about routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from router_service.events import STALL_S
+from router_service.intake import Intake
+from router_service.outlet import STATE, Outlet
+from slipstream.base.address import host_port
+from slipstream.base.config import RouterSection, WireSection
+from slipstream.base.errors import ConfigError
+from slipstream.wire.server import bind_guard
+
+KEEP_ALIVE_S = 75
+SPARE_CONNECTIONS = 256  # beside the requests that run and wait: health checks, keep-alive, refusals
+CLOSE_S = 2
+
+
+class HttpListener:
+    """Serves ``app`` on ``section.listen`` (port 0 takes a free one). Raises ConfigError if the port cannot be had."""
+
+    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, stall_s: float = STALL_S) -> None:
+        if not section.api_keys_file:
+            bind_guard(section.listen, wire)
+        self._socket = _listening(section.listen, stall_s)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app, http=TappedProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,  # nobody asks for a client's address
+            timeout_keep_alive=KEEP_ALIVE_S,
+            limit_concurrency=section.max_in_flight + section.max_queue + SPARE_CONNECTIONS,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        config.load()
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        # Not ``Server.serve``: that one takes the process's signals, which belong to the composition root.
+        await self._server.startup(sockets=[self._socket])
+        self._loop = asyncio.create_task(self._server.main_loop())
+
+    def refuse(self) -> None:
+        """Take no new connection; open ones go on."""
+        for listening in self._server.servers:
+            listening.close()
+
+    async def close(self) -> None:
+        """Stop listening and end what is left."""
+        if self._loop is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        await self._loop
+        await self._server.shutdown(sockets=[self._socket])
+
+
+class TappedProtocol(asyncio.Protocol):
+    """uvicorn's HTTP, with an intake and an outlet of ours on the same connection."""
+
+    def __init__(self, config: Config, server_state: ServerState, app_state: Mapping[str, Any],
+                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._outlet = Outlet()
+        self._http = HttpToolsProtocol(config, server_state, {**app_state, STATE: self._outlet}, _loop)
+        self._intake = Intake(self._http)
+        self._http.parser = self._intake  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._outlet.opened(transport)
+        self._http.connection_made(transport)
+        self._intake.wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outlet.lost()
+        self._intake.close()
+        self._http.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._http.data_received(data)
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._outlet.fill(True)
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._outlet.fill(False)
+        self._http.resume_writing()
+
+
+def _listening(listen: str, stall_s: float) -> socket.socket:
+    host, port = host_port(listen)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"router.listen: cannot listen on {listen} ({error}); is the port taken?") from error
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without
+    # it the second write of every answer waits 40 ms for the client's delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(stall_s * 1000))
+    return listener

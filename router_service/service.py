@@ -1,0 +1,114 @@
+"""The router put together: gateway, HTTP, public gRPC and metrics, from start to drain.
+
+It knows nothing about signals and command lines; ``__main__`` and an all-in-one process use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+from router_service.app import create_app
+from router_service.balance import Balancer
+from router_service.fallback import PoolFallback
+from router_service.front import GatewayFront
+from router_service.gateway import Gateway
+from router_service.keys import ApiKeys
+from router_service.listener import HttpListener
+from router_service.targets import Connect, Targets
+from router_service.tokens import TextCodec
+from slipstream.base.config import Config
+from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.spans import spans_of
+from slipstream.protocol.requests import Backend
+from slipstream.wire.inference import InferenceServicer
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.tls import export_end, tls_files
+
+READY_EVERY_S = 0.5
+QUIET_S = 0.5  # nobody asks any more: what was sent when the last answer went would be here
+
+
+class RouterService:
+    """A router over ``targets`` (name to backend), and over what ``connect`` opens for discovered ones (``seen``).
+    Make, start and drain it on one event loop."""
+
+    def __init__(self, config: Config, targets: Mapping[str, Backend], connect: Connect | None = None) -> None:
+        """Raises ConfigError or ModelError when it cannot begin."""
+        section = config.router
+        folder = resolve(config.model.path)
+        self._keys = keys = ApiKeys.load(section.api_keys_file)
+        metrics = RouterMetrics(section.model_name or folder.name)
+        self._targets = Targets(targets, connect)
+        self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
+        self._fallback = PoolFallback(config.target.policy, metrics)
+        self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
+                               spans=spans_of(config.log, "router"))
+        self._http = HttpListener(create_app(self.gateway, keys, section), section, config.wire)
+        front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
+        self._grpc = GrpcServer(section.grpc_listen, config.wire, [front], reflect=section.reflection)
+        self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)
+        self._tls = tls_files(config.wire.tls)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log = logger("router")
+
+    @property
+    def http_port(self) -> int:
+        return self._http.port
+
+    @property
+    def grpc_port(self) -> int:
+        return self._grpc.port
+
+    @property
+    def metrics_port(self) -> int:
+        return self._metrics.port
+
+    def seen(self, ready: Mapping[str, str]) -> None:
+        """What discovery knows of targets: addresses that take work -> the name that each one's certificate bears."""
+        self._targets.seen(ready)
+
+    async def start(self) -> None:
+        """Listen, after one look at the targets; whether one is ready shows in the health."""
+        self._metrics.start()
+        await self._balancer.poll()
+        await self._grpc.start()
+        await self._http.start()
+        self._tasks = [asyncio.create_task(work) for work in
+                       (self._balancer.run(), self._fallback.run(), self._show_ready(), self._keys.follow(),
+                        export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
+        self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
+                       ready=self.gateway.ready)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new connections and move open ones away, for at most ``grace_s`` seconds; then close everything."""
+        self._log.info("draining", running=self.gateway.admission.in_flight)
+        self.gateway.leave()
+        self._http.refuse()
+        calls = asyncio.create_task(self._grpc.drain(grace_s))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self.gateway.admission.quiet(QUIET_S)
+        self.gateway.drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._targets.aclose()
+        calls.cancel()
+        await self._grpc.drain(1.0)
+        await self._http.close()
+        await asyncio.to_thread(self._metrics.close)
+        self._log.info("stopped", left=self.gateway.admission.in_flight)
+
+    async def _show_ready(self) -> None:
+        shown = False
+        while True:
+            if self.gateway.ready != shown:
+                shown = self.gateway.ready
+                await self._grpc.set_ready(shown)
+                self._log.info("ready" if shown else "not ready")
+            await asyncio.sleep(READY_EVERY_S)

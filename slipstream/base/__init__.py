@@ -1,0 +1,1 @@
+"""What every room uses: configuration, errors, addresses. It imports nothing of ours."""

@@ -1,0 +1,277 @@
+"""The configuration: one tree of frozen sections, one YAML file, which is also the chart's values and its ConfigMap.
+
+Rules:
+1. Every knob has a default, chosen by a benchmark or a stated reason; there are few of them.
+2. An unknown key is an error that names the nearest known one.
+3. Nothing is read from the environment. What is detected (threads, slots) is returned and logged, never written back.
+
+It knows nothing about how a value is used.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from slipstream.base.address import dialled, listening
+from slipstream.base.errors import ConfigError
+from slipstream.base.mistakes import explained
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Attention = Literal["auto", "torch", "flashinfer"]
+Kernels = Literal["auto", "native", "torch"]
+Quantize = Literal["none", "fp8", "int8"]
+Listen = Annotated[str, BeforeValidator(listening)]  # host:port
+Peers = Annotated[tuple[str, ...], BeforeValidator(dialled)]  # host:port or kubernetes:///SERVICE.NAMESPACE:PORT
+
+
+class Section(BaseModel):
+    """A frozen group of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    path: str = Field("smollm2-135m", description="name of a known model, or a folder with config.json and safetensors")
+    dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
+    device: str = "cpu"
+    engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
+    threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
+    compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
+                          "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
+    attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
+    kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
+                             "its C++ compiler, and on a GPU, where Triton is, after a trial; torch's elsewhere; "
+                             "native: those on a CPU, or an error; torch: none of ours")
+    quantize: Quantize = Field("none", description="int8: weights as whole numbers, for kernels of our own on a CPU; "
+                               "fp8: 8 bits in floating point, for GPUs (Hopper or newer); both may change answers")
+    exact: bool = Field(False, description="start only if bfloat16 answers equal plain decoding's bit for bit: with "
+                        "kernels native, after a trial (`make bench-exact`)")
+    graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
+    tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs of one target that share its model, layer by layer; "
+                                 "its heads and intermediate_size must divide by it")
+
+
+class NgramSection(Section):
+    """Named as SGLang's users know them."""
+
+    max_trie_depth: int = Field(18, ge=2, le=64, description="longest suffix that is remembered, in tokens")
+    min_match: int = Field(2, ge=1, description="a shorter matching suffix proposes nothing")
+    min_bfs_breadth: int = Field(1, ge=1)
+    max_bfs_breadth: int = Field(4, ge=1, le=16)
+    match_type: Literal["BFS", "PROB"] = Field("BFS", description="BFS: newest continuation first; PROB: most frequent")
+    capacity: int = Field(1_000_000, ge=1000, description="nodes that one session's trie may hold")
+    trust_match: int = Field(6, ge=1, description="draft.combine_ngram: a match of so many tokens, where such matches "
+                             "came true before, goes without the head; above max_trie_depth: never")
+
+
+class GrowthSection(Section):
+    """The shape of a model drafter's tree. `slipstream tune` finds the one that pays on a device; the defaults are what
+    it found for the default model and its head on two CPU cores."""
+
+    num_steps: int = Field(3, ge=1, le=16, description="depth of the tree")
+    topk: int = Field(4, ge=1, le=16, description="children of a node; 1 is a chain")
+    num_draft_tokens: int = Field(8, ge=1, le=63, description="nodes that are sent, root not counted")
+    own_states: bool = Field(False, description="with run_ahead, a head's tree goes on below a commit from its own "
+                             "states; off: it is drafted anew from the target's")
+
+
+class DraftSection(Section):
+    listen: Listen = "127.0.0.1:50052"
+    metrics_listen: Listen = "127.0.0.1:9102"
+    drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
+        "auto", description="auto: the head that is shipped for this model, with n-grams beside it, else ngram")
+    model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
+                       "head inside the target's own folder")
+    token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
+    project_features: bool = Field(True, description="the target applies an EAGLE-3 head's fc before it sends states: "
+                                   "a third of the bytes; off: it sends them as they are")
+    combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
+    compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
+    attention: Attention = Field("auto", description="of the draft model or head; as in model")
+    quantize: Literal["auto", "none", "fp8", "int8"] = Field(
+        "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "
+                            "EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
+    kernels: Kernels = Field("auto", description="as in model; on a CPU of a draft model or an EAGLE-3 head")
+    graphs: bool = Field(True, description="an EAGLE-3 head's tree as one CUDA graph; with FlashInfer's attention only")
+    dtype: Dtype = "bfloat16"
+    device: str = "cpu"
+    threads: int = Field(0, ge=0)
+    max_sessions: int = Field(256, ge=1)
+    max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
+    slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
+    run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
+                                                       "verifies; 0: one growth a commit")
+    lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
+    drain_s: float = Field(2.0, ge=0, description="time to stop; short, as a target goes on without a draft at once")
+    ngram: NgramSection = NgramSection()
+    growth: GrowthSection = GrowthSection()
+
+
+class PolicySection(Section):
+    """When speculation pays, and when it is given up."""
+
+    enabled: bool = True
+    max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted")
+    min_nodes: int = Field(1, ge=1, le=63, description="fewer draft nodes are not verified; max_nodes: whole trees or "
+                           "nothing, to measure drafters with")
+    enter_gain: float = Field(1.05, gt=0, description="estimated gain at which plain goes back to speculation")
+    leave_gain: float = Field(0.98, gt=0, description="estimated gain below which speculation stops")
+    min_dwell_s: float = Field(0.5, ge=0, description="a mode lasts at least so long")
+    warmup_rounds: int = Field(12, ge=1, description="plain steps' worth of time that may be lost before giving up")
+    probe_rounds: int = Field(8, ge=1, description="drafted rounds of one probe while speculation is off")
+    probe_after_s: float = Field(1.0, gt=0, description="wait before the first probe; doubles after each that fails")
+    probe_max_s: float = Field(30.0, gt=0)
+    deadline_min_s: float = Field(0.005, gt=0)
+    deadline_max_s: float = Field(0.25, gt=0, description="a step never waits longer for a drafter")
+
+    @model_validator(mode="after")
+    def _limits(self) -> PolicySection:
+        if self.enter_gain <= self.leave_gain:
+            raise ValueError("enter_gain must be above leave_gain, or the policy flaps")
+        if self.min_nodes > max(1, self.max_nodes):
+            raise ValueError("min_nodes must not be above max_nodes, or nothing is ever verified")
+        return self
+
+
+class TargetSection(Section):
+    listen: Listen = "127.0.0.1:50051"
+    metrics_listen: Listen = "127.0.0.1:9101"
+    drafts: Peers = Field(("127.0.0.1:50052",),
+                                    description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
+    canary_drafter: str = Field("", description="name of a drafter on trial, as its handshake says; empty: none")
+    canary_share: float = Field(0.05, ge=0, le=1, description="of answers that it follows where others "
+                                "have room too")
+    max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
+    max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
+    slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
+    max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
+    prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
+    max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
+    prefix_cache: bool = True
+    shared_cores: bool = Field(False, description="drafts compute on the cores of this target: a tree that is not "
+                               "worth a wait is not asked for; `slipstream run` sets it on a CPU")
+    foresight: bool = Field(True, description="what followed the newest tokens earlier in the same text is verified at "
+                            "once, where that pays more than plain steps and a drafter's trees")
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
+    accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
+                                           "token whose probability is at least this")
+    accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
+                                        "tokens 1 / this times as often as their probability says")
+    policy: PolicySection = PolicySection()
+
+
+class RouterSection(Section):
+    listen: Listen = "127.0.0.1:8000"
+    grpc_listen: Listen = "127.0.0.1:8001"
+    metrics_listen: Listen = "127.0.0.1:9100"
+    targets: Peers = Field(("127.0.0.1:50051",),
+                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
+    model_name: str = Field("", description="the name clients use; empty: the target's own")
+    api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
+    max_in_flight: int = Field(128, ge=1, description="answers that run at the same time")
+    max_queue: int = Field(256, ge=0, description="answers that wait for room; one more is refused with 429")
+    max_n: int = Field(8, ge=1, description="answers that one request may ask for with n")
+    max_body_bytes: int = Field(2 << 20, ge=1024, description="of one HTTP request; a larger one is refused with 413")
+    request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
+    drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
+    reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
+
+
+class TlsSection(Section):
+    """Mutual TLS between the services: three PEM files, or none for plain text."""
+
+    certificate: str = Field("", description="what this service shows, as server and as client")
+    key: str = ""
+    authority: str = Field("", description="who must have signed what the others show")
+    server_name: str = Field("", description="the name that servers must show; empty: the one dialled, and for pods "
+                                             "of a kubernetes:/// address SERVICE.NAMESPACE.svc")
+    allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
+                                                           "whoever the authority signed")
+
+    @model_validator(mode="after")
+    def _whole(self) -> TlsSection:
+        given = (self.certificate, self.key, self.authority)
+        if any(given) and not all(given):
+            raise ValueError("give certificate, key and authority, or none of them")
+        if (self.allowed_names or self.server_name) and not all(given):
+            raise ValueError("allowed_names and server_name need certificate, key and authority")
+        return self
+
+
+class WireSection(Section):
+    max_message_bytes: int = Field(4 << 20, ge=64 << 10, description="of one gRPC message; frames are split below it")
+    keepalive_s: float = Field(10.0, gt=0, description="between pings; a peer silent for 1.5 times as long is lost")
+    connect_backoff_max_s: float = Field(2.0, gt=0, description="longest wait before a lost peer is dialled again")
+    insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
+    reflection: bool = False
+    kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
+                                            "that this pod runs in")
+    tls: TlsSection = TlsSection()
+
+
+class LogSection(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "console"] = "json"
+    trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
+    spans: str = Field("", pattern=r"^(https?://\S+)?$", description="an OpenTelemetry collector (OTLP over gRPC) that "
+                       "gets spans of requests, as in http://collector:4317; empty: none")
+    span_share: float = Field(1.0, ge=0, le=1, description="part of requests without a traceparent that is followed")
+
+
+class Config(Section):
+    model: ModelSection = ModelSection()
+    target: TargetSection = TargetSection()
+    draft: DraftSection = DraftSection()
+    router: RouterSection = RouterSection()
+    wire: WireSection = WireSection()
+    log: LogSection = LogSection()
+
+    def on_one_machine(self) -> Config:
+        """For services beside each other: on a CPU they share its cores, unless something else was said."""
+        if "shared_cores" in self.target.model_fields_set:
+            return self
+        shared = self.model.device == self.draft.device == "cpu"
+        return self.model_copy(update={"target": self.target.model_copy(update={"shared_cores": shared})})
+
+
+def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Config:
+    """The configuration of a YAML file (None: all defaults) with ``section.key=value`` overrides on top.
+
+    Raises ConfigError naming the key, and the nearest known key where one was mistyped.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} is not YAML: {error}") from error
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path}: expected sections like 'target:', found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explained(error, Config)) from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set {override}: write section.key=value")
+    *sections, last = key.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {override}: {section} is a value, not a section")
+        tree = below
+    try:
+        tree[last] = yaml.safe_load(value) if value else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: not a YAML value") from error

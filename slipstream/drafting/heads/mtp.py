@@ -1,0 +1,184 @@
+"""Multi-token prediction (MTP) as a network: layers that were trained with the target to predict further ahead.
+
+Rules:
+1. The row of the token at position p reads (embedding of that token, state at p - 1), each normed, side by side in the
+   family's order, and predicts the token at p + 1. Its rotary position is p - 1, as in the serving engines.
+2. The target's state is the one AFTER its final norm, from which its logits come: a tap at its number of layers (see
+   ``messages.FeatureSpec``). The wrong one is never seen in an answer, only in the acceptance, because the head has a
+   norm of its own behind it. The technical reports leave it open. SGLang (``mimo_mtp``, ``deepseek_nextn``,
+   ``glm4_moe_nextn``), vLLM and transformers (``MtpModel``, from ``hidden_states[-1]``) hand over what the target's
+   final norm gave, for all three families; the code published with MiMo has the layer, but not what feeds it.
+3. Below the newest token the head's own output takes the state's place, likewise AFTER its final norm
+   (``final_layernorm``, ``shared_head.norm``), as in SGLang, transformers and MiMo in vLLM. (vLLM long recycled
+   DeepSeek's output before the norm: an early report on DeepSeek-R1, with the target's state taken before its norm too,
+   found slightly more tokens accepted; later ones on DeepSeek-R1 and GLM-5.2 found fewer. Not measured here.)
+4. With several layers, layer k reads the output of layer k - 1 for the row before, as in the DeepSeek-V3 report and in
+   ``MtpModel``: rows of committed tokens go through all layers, and a node at depth d is predicted from by layer d, or
+   by the last one. Where no row stands before (layer k has k such rows at the beginning, which ``MtpModel`` leaves
+   out), it reads zeros. Outputs are kept beside the KV, one row a slot.
+5. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
+
+It knows nothing about sessions or files. Sources: arXiv 2412.19437 (DeepSeek-V3), 2505.07608 (MiMo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
+from slipstream.drafting.network import Output, apart, wire_rows
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.decoder import DecoderLayer, Step
+from slipstream.engine.flashinfer import attention_for
+from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.layers import Linear, Rope, rms_norm
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.sending import sent
+from slipstream.protocol.messages import Features, FeatureSpec
+
+Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
+
+
+class Blocks(Protocol):
+    """The decoder layers of a head: ``DecoderBlocks``, or ``engine.hf.HFLayers`` for layers of the target's kind."""
+
+    config: ModelConfig  # num_layers of them
+    dtype: torch.dtype
+    device: torch.device
+
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
+        """One forward. Layer i writes its KV to the pool's layer i."""
+        ...
+
+
+class DecoderBlocks:
+    """Layers of ``decoder.py``."""
+
+    def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device,
+                 halves: Halves = EAGER, attention: str = "auto") -> None:
+        """config: of the model that the layers are like; halves: how a layer runs. Raises ModelError."""
+        prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
+        tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
+        self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
+        self._layers = [DecoderLayer(config, tensors, layer.prefix, halves=halves) for layer in head.layers]
+        self._rope = Rope(config, dtype, device)
+        self._attention = attention_for(attention, config, dtype, device)
+
+    def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
+        """See ``Blocks``."""
+        step = Step.of(batch, self._rope, self._attention)
+        return lambda number, x: self._layers[number](x, step, pool.kv[number])
+
+
+class MtpNetwork:
+    """A ``network.Network`` over the layers of a head."""
+
+    lag = 1
+
+    def __init__(self, head: MtpHead, blocks: Blocks, dtype: str, num_slots: int,
+                 vocabulary: torch.Tensor | None = None) -> None:
+        """dtype: of features on the wire; weights and KV are in that of ``blocks``. vocabulary: int64 [K] token ids
+        whose rows of the lm_head are kept (FR-Spec), None for all."""
+        kind, device, config = blocks.dtype, blocks.device, blocks.config
+        self.vocab_size, self.hidden_size = head.vocab_size, head.hidden_size
+        self.max_context = config.max_context
+        self.keeps = len(head.layers) == 1  # a node that moves up would be another layer's
+        self._spec = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
+        self.features: FeatureSpec | None = self._spec
+        self.vocabulary = None if vocabulary is None else vocabulary.to(device)
+        self.device = device
+        self.slots = Slots(num_slots)
+        self._pool = KVPool(len(head.layers), num_slots, config.num_kv_heads, config.head_dim, kind, device)
+        # [L - 1, S, H] what a layer gave for the token in a slot; the last one's is carried by whoever grows trees.
+        self._given = torch.empty(len(head.layers) - 1, num_slots, head.hidden_size, dtype=kind, device=device)
+        self._blocks = blocks
+        self._joints = [_Joint(layer, head, kind, device) for layer in head.layers]
+        self._embedding = head.embedding.to(device, kind)
+        kept = head.lm_head if vocabulary is None else head.lm_head.index_select(0, vocabulary)
+        self._lm_head = Linear(kept.to(device, kind))
+        self._dtype = kind
+        self._first_token_zero = head.layout.first_token_zero
+
+    @torch.inference_mode()
+    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of the wire, already checked against ``features``: [M, H] for each."""
+        return apart(wire_rows(features, self._spec, self.device, self._dtype), features)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Output:
+        """``batch.features`` [T, H]: target states, or this head's own."""
+        assert batch.features is not None
+        token = F.embedding(batch.tokens, self._embedding)
+        if self._first_token_zero:
+            token = token.masked_fill((batch.positions == 0)[:, None], 0.0)
+        run = self._blocks.begin(batch, self._pool)
+        states = (self._joints[0](run, 0, token, batch.features) if len(self._joints) == 1
+                  else self._chain(run, batch, token, batch.features)).index_select(0, batch.logit_rows)
+        return Output(self._lm_head(states).to(torch.promote_types(self._dtype, torch.float32)), states)
+
+    def _chain(self, run: Run, batch: ForwardBatch, token: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+        """Rule 4. fed [T, H] is what a row's own layer reads: the d-th for a node at depth d. Layers above that write
+        KV for deeper nodes to see; what those below write is seen by no row that counts."""
+        host_depths, host_above = lineage(batch)
+        depths = sent(host_depths, self.device)
+        above = sent(host_above, self.device)
+        last = len(self._joints) - 1
+        chosen = fed
+        for number, joint in enumerate(self._joints):
+            state = fed
+            if number:
+                given = self._given[number - 1].index_select(0, above.clamp(min=0))
+                given = given.masked_fill((above < 0)[:, None], 0.0)
+                state = torch.where((depths < number)[:, None], given, fed)
+            out = joint(run, number, token, state)
+            if number < last:
+                self._given[number].index_copy_(0, batch.slots, out)
+            chosen = torch.where((depths.clamp(max=last) == number)[:, None], out, chosen)
+        return chosen
+
+
+class _Joint:
+    """What is around one decoder layer: two norms, the projection and the final norm."""
+
+    __slots__ = ("_eps", "_hidden_first", "_hidden_norm", "_norm", "_projection", "_token_norm")
+
+    def __init__(self, layer: MtpLayer, head: MtpHead, dtype: torch.dtype, device: torch.device) -> None:
+        self._token_norm, self._hidden_norm = (t.to(device, dtype) for t in (layer.token_norm, layer.hidden_norm))
+        self._projection = Linear(layer.projection.to(device, dtype))
+        self._norm = layer.norm.to(device, dtype)
+        self._eps, self._hidden_first = head.norm_eps, head.layout.hidden_first
+
+    def __call__(self, run: Run, number: int, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, H] and states [T, H] -> the layer's output after its final norm [T, H]."""
+        sides = (rms_norm(token, self._token_norm, self._eps), rms_norm(state, self._hidden_norm, self._eps))
+        x = self._projection(torch.cat(sides[::-1] if self._hidden_first else sides, -1))
+        return rms_norm(run(number, x), self._norm, self._eps)
+
+
+def lineage(batch: ForwardBatch) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]],
+                                          np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Of each row, int64 [T]: its depth in its tree (0: a committed token) and the slot of the row before it on its
+    path (-1: there is none)."""
+    entries, words = batch.kv_slots.tolist(), batch.words.tolist()
+    depths, above = [], []
+    for segment, mask_len in enumerate(batch.mask_lens):
+        begin, end = batch.kv_indptr[segment], batch.kv_indptr[segment + 1]
+        first, last = batch.q_indptr[segment], batch.q_indptr[segment + 1]
+        for row in range(first, last):
+            own = end - (last - row)  # the row's own entry
+            if mask_len == 0:
+                depth, before = 0, own - 1
+            else:
+                tree = end - mask_len
+                seen = words[row] & ((1 << (own - tree)) - 1)  # ancestors without the row itself
+                depth, before = seen.bit_count() + 1, tree + seen.bit_length() - 1
+            depths.append(depth)
+            above.append(entries[before] if before >= begin else -1)
+    return np.array(depths, np.int64), np.array(above, np.int64)

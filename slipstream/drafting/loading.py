@@ -1,0 +1,177 @@
+"""From settings to drafters with weights: folders resolved, slots sized.
+
+It knows nothing about how a network works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from slipstream.base.config import DraftSection, ModelSection
+from slipstream.base.errors import ModelError
+from slipstream.drafting.at_once import AtOnce, spare_slots
+from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle2 import Eagle2Network
+from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
+from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.heads.lent import lent_lm_head
+from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
+from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
+from slipstream.drafting.merged import MergedDrafter
+from slipstream.drafting.network import Network, run_network
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.standalone import StandaloneNetwork
+from slipstream.drafting.token_map import MappedModel, load_token_map
+from slipstream.drafting.whole import WholeTrees
+from slipstream.engine.compiled import compiled
+from slipstream.engine.flashinfer import FlashInferAttention
+from slipstream.engine.fp8 import check_fp8, into_fp8
+from slipstream.engine.fused import halves_for
+from slipstream.engine.graphs import CudaCapture
+from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.int8 import check_int8
+from slipstream.engine.layers import Linear
+from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
+from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.weights import load_model
+from slipstream.models.folder import resolve
+from slipstream.observe.log import logger
+
+N = TypeVar("N", bound=Network)
+
+
+def load_standalone(section: DraftSection) -> Drafter:
+    """A drafter over the model folder or name in ``section.model``. Raises ModelError."""
+    folder = resolve(section.model)
+    config = ModelConfig.from_folder(folder)
+    _check_int8(section)
+    vocabulary = _token_map(section, config.vocab_size)
+    model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
+                                    attention=section.attention, kernels=section.kernels,
+                                    quantize="none" if section.quantize == "auto" else section.quantize)
+    if vocabulary is not None:
+        model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
+        vocabulary = vocabulary.to(model.device)
+    return _drafter(section, StandaloneNetwork(ModelRunner(model, _num_slots(section, config)), vocabulary))
+
+
+def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
+    """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
+    head = read_head(resolve(section.model), resolve(model.path))
+    device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    _check_int8(section)
+    ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
+            else section.kernels)
+    graphs = section.graphs and device.type == "cuda" and not section.compile
+    spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
+    network = _ready(section, lambda halves: EagleNetwork(
+        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare,
+        whole=section.quantize in ("auto", "int8")), head.config)
+    _quantized(section, network.linears())
+    return _drafter(section, network, _at_once(section, network) if spare else None,
+                    WholeTrees(network) if network.grows_trees else None)
+
+
+def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
+    """A drafter over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``. Raises
+    ModelError."""
+    if section.quantize == "int8":
+        raise ModelError("draft.quantize: int8 is for eagle3 and standalone; use none or fp8 with eagle2")
+    target = resolve(model.path)
+    vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
+    head = read_eagle2_head(resolve(section.model), target, vocabulary)
+    device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    network = _ready(section, lambda halves: Eagle2Network(
+        head, section.dtype, device, num_slots, halves, section.attention), head.config)
+    _quantized(section, network.linears())
+    return _drafter(section, network)
+
+
+def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
+    """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
+    the target in ``model.path``. Raises ModelError."""
+    if section.quantize not in ("auto", "none"):
+        raise ModelError("draft.quantize: it is for eagle2, eagle3 and standalone; use none with mtp")
+    target = resolve(model.path)
+    head = read_mtp(resolve(section.model) if section.model else target, target)
+    vocabulary = _token_map(section, head.vocab_size)
+
+    def build(halves: Halves) -> Network:
+        blocks = mtp_blocks(head, section.dtype, section.device, halves, section.attention)
+        return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
+
+    if head.layout.own_kind:
+        if section.compile:
+            logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
+                                    what=section.drafter)
+        return _drafter(section, build(EAGER))
+    return _drafter(section, _ready(section, build, ModelConfig.from_folder(head.folder)))
+
+
+def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, attention: str = "auto") -> Blocks:
+    """The decoder layers of a head, on whichever engine has them; ``halves`` are those of ``decoder.py``'s. Raises
+    ModelError."""
+    kind, place = dtype_of(dtype), device_of(device)
+    if not head.layout.own_kind:
+        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, halves, attention)
+    # transformers takes seconds to import, which other heads need not pay.
+    from slipstream.engine.hf import HFLayers
+
+    return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
+
+
+def _ready(section: DraftSection, build: Callable[[Halves], N], config: ModelConfig) -> N:
+    """config: of the layers."""
+    if section.compile and section.quantize not in ("auto", "none"):
+        raise ModelError("draft.quantize: it is for drafters without compile")
+    if section.compile:
+        return compiled(build, run_network, section.drafter)
+    return build(halves_for(section.kernels, config, dtype_of(section.dtype), device_of(section.device)))
+
+
+def _check_int8(section: DraftSection) -> None:
+    if section.quantize == "int8":
+        native = section.kernels != "torch" and section.attention == "auto" and not section.compile
+        check_int8("draft.quantize", section.quantize, section.dtype, section.device, native=native)
+
+
+def _quantized(section: DraftSection, linears: Iterable[Linear]) -> None:
+    if section.quantize == "fp8":
+        check_fp8(dtype_of(section.dtype), device_of(section.device))
+        into_fp8(linears)
+
+
+def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
+    if not section.token_map:
+        return None
+    return load_token_map(section.token_map, vocab_size, section.growth.topk)
+
+
+def _num_slots(section: DraftSection, config: ModelConfig) -> int:
+    return section.slots or default_slots(config, dtype_of(section.dtype), section.max_sessions, section.max_context,
+                                          device=section.device)
+
+
+def _at_once(section: DraftSection, network: EagleNetwork) -> AtOnce | None:
+    if not isinstance(network.attention, FlashInferAttention):
+        return None
+    growth, window = section.growth, min(section.max_context or network.max_context, network.max_context)
+    made = AtOnce(network, network.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device),
+                  network.slots, window)
+    logger("draft").info("graphs captured", count=made.warm())
+    return made
+
+
+def _drafter(section: DraftSection, network: Network, at_once: AtOnce | None = None,
+             whole: WholeTrees | None = None) -> Drafter:
+    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once,
+                           whole)
+    if not section.combine_ngram:
+        return neural
+    return MergedDrafter(neural, NgramDrafter(section.ngram, section.max_sessions, neural.trees),
+                         section.ngram.trust_match)

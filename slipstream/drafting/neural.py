@@ -1,0 +1,299 @@
+"""NeuralDrafter: sessions, catching up and tree growth over any ``Network``, batch-first.
+
+Rules:
+1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
+   shortest first; a session that is still behind afterwards grows nothing this time and goes on the next.
+2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``grow.TreeGrowth``).
+3. A session for which there are no slots, or no target states, grows nothing: late is never an error.
+4. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
+
+It knows nothing about the network's kind, links or verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from slipstream.base.config import GrowthSection
+from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
+from slipstream.drafting.at_once import AtOnce
+from slipstream.drafting.context import DraftContext, Indices
+from slipstream.drafting.grow import ROOT, Children, TreeGrowth
+from slipstream.drafting.network import Network, Output
+from slipstream.drafting.sent import Proposal, SentTrees, send
+from slipstream.drafting.whole import WholeTrees
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.kv import Slots
+from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
+from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+
+PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait for at most
+
+
+class NeuralDrafter:
+    """A ``drafters.base.Drafter`` with weights. ``max_context`` 0: what the network was trained for."""
+
+    max_nodes = MAX_NODES - 1
+
+    def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
+                 max_context: int = 0, at_once: AtOnce | None = None, whole: WholeTrees | None = None) -> None:
+        window = min(max_context or network.max_context, network.max_context)
+        self.name = name
+        self.features: FeatureSpec | None = network.features
+        self.vocab_size = network.vocab_size
+        self.hidden_size = network.hidden_size
+        self.max_context = window
+        self.max_sessions = max_sessions
+        self._network = network
+        self._at_once, self._whole = at_once, whole
+        self.reshape(growth)
+        self._contexts: dict[int, DraftContext] = {}
+        self.trees = SentTrees()
+
+    def reshape(self, growth: GrowthSection) -> None:
+        """Trees that begin from now on have this shape. Raises ConfigError for one that is too deep."""
+        if self.max_context < 2 * (growth.num_steps + 1):
+            raise ConfigError(f"draft.max_context: {self.max_context} tokens are too few for trees of depth "
+                              f"{growth.num_steps}; raise it or lower draft.growth.num_steps")
+        self._growth = growth
+
+    @property
+    def slots(self) -> Slots:
+        """The network's KV slots: all of them are free when no session is open."""
+        return self._network.slots
+
+    def open(self, opens: Sequence[Open]) -> list[int]:
+        """Begin sessions (again); returns the ids beyond ``max_sessions``. Nothing is computed yet."""
+        refused = []
+        for message in opens:
+            known = self._contexts.get(message.session)
+            if known is None and len(self._contexts) >= self.max_sessions:
+                refused.append(message.session)
+                continue
+            tokens = message.tokens.tolist()
+            history = TokenHistory.of(message.sampling, tokens[:message.prompt_len])
+            if history is not None:
+                history.append(tokens[message.prompt_len:])
+            sent = self.trees.open(message.session, len(tokens))
+            if known is not None:
+                self.slots.free(known.close())
+            self._contexts[message.session] = DraftContext(
+                message.session, message.sampling, message.prompt_len, tokens, sent, history, self.max_context,
+                self._network.lag, self._network.keeps and (not self._network.lag or self._growth.own_states))
+        return refused
+
+    def absorb(self, features: Sequence[Features]) -> None:
+        """Take target states of the prompt. What does not fit the spec is passed over: its session grows nothing."""
+        spec = self.features
+        if spec is None:
+            return
+        known = [f for f in features if f.session in self._contexts and _fits(f, spec)]
+        if not known:
+            return
+        for message, rows in zip(known, self._network.read(known), strict=True):
+            self.slots.free(self._contexts[message.session].take(message.start, rows))
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Append committed tokens and their states; the next tree begins at the new base."""
+        known = [c for c in commits if c.session in self._contexts]
+        for message in known:
+            self.slots.free(self._contexts[message.session].commit(message.tokens.tolist()))
+        self.absorb([c.features for c in known if c.features is not None])
+        # Here too, so that a session that is followed without growing holds no more than a window of states.
+        self._slide([self._contexts[message.session] for message in known])
+
+    def close(self, ids: Sequence[int]) -> None:
+        """Forget sessions and free their slots."""
+        for session in ids:
+            context = self._contexts.pop(session, None)
+            if context is not None:
+                self.slots.free(context.close())
+                self.trees.close(session)
+
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session, ``steps`` levels deeper at
+        most (0: ``num_steps``)."""
+        began_s = perf_counter()
+        self.deepen(ids, budgets, steps)
+        growths = []
+        for session, budget in zip(ids, budgets, strict=True):
+            context = self._contexts.get(session)
+            if context is not None:
+                growths.append(send([self.proposals(session)], self.limit(budget), context.sent).growth(
+                    session, context.base, began_s))
+        return growths
+
+    def limit(self, budget: int) -> int:
+        """Nodes of one ``grow``, of a budget."""
+        return min(budget, self._growth.num_draft_tokens)
+
+    def has_tree(self, session: int) -> bool:
+        """Whether a known session has caught up with its newest token."""
+        return self._contexts[session].tree is not None
+
+    def proposals(self, session: int) -> Iterator[Proposal]:
+        """What a known session's tree holds and the target does not (see ``sent.send``)."""
+        context = self._contexts[session]
+        return iter(()) if context.tree is None else context.tree.proposals(context.sent)
+
+    def deepen(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> None:
+        """Compute the trees of known sessions as deep as ``grow`` needs them; nothing is sent."""
+        wanted = {session: self.limit(budget)
+                  for session, budget in zip(ids, budgets, strict=True) if session in self._contexts}
+        contexts = {session: self._contexts[session] for session in wanted}
+        if steps:
+            self._aim(contexts.values())
+        # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
+        most = min(self._growth.num_steps, steps or self._growth.num_steps)
+        left = {session: min(most, budget) for session, budget in wanted.items()}
+        behind = [c for c in contexts.values() if c.behind]
+        if self._whole is not None:
+            self._slide(behind)
+            for session, levels in self._whole.grow(behind, left, self._growth.topk).items():
+                left[session] -= levels
+            behind = [c for c in behind if c.behind]
+        for session in self._catch_up(behind) if behind else ():
+            left[session] -= 1
+        if self._at_once is not None:
+            for session, levels in self._at_once.deepen(left, contexts).items():
+                left[session] -= levels
+        while True:
+            level = [c for session, c in contexts.items() if left[session] > 0 and self._can_deepen(c)]
+            if not level or not self._deepen(level):
+                break
+            for session in left:
+                left[session] -= 1
+
+    def _aim(self, contexts: Iterable[DraftContext]) -> None:
+        for context in contexts:
+            context.ahead = True
+            if context.tree is not None:
+                context.tree.aim()
+
+    def _catch_up(self, contexts: Sequence[DraftContext]) -> set[int]:
+        """Compute pending rows. Returns the sessions that reached their newest token and have a new tree."""
+        self._slide(contexts)
+        builder, taken, rows_left = BatchBuilder(), list[tuple[DraftContext, Indices, bool]](), PREFILL_ROWS
+        inputs: list[torch.Tensor] = []
+        for context in sorted(contexts, key=lambda c: c.num_pending):
+            count = min(context.num_pending, rows_left)
+            slots = self._alloc(count)
+            if slots is None:
+                continue
+            rows = range(context.done, context.done + count)
+            builder.add(context.tokens[rows.start:rows.stop], [row - context.origin for row in rows], slots.tolist(),
+                        context.slots, logits="last")
+            taken.append((context, slots, context.complete and count == context.num_pending))
+            states = context.pull(count)
+            if states is not None:
+                inputs.append(states)
+            rows_left -= count
+        if not taken:
+            return set()
+        try:
+            output = self._forward(builder, inputs)
+        except DeviceFull:
+            for _, slots, _ in taken:  # nobody's yet
+                self.slots.free(slots)
+            raise
+        fresh = set()
+        for place, (context, slots, finished) in enumerate(taken):
+            context.computed(slots)
+            if not finished:
+                continue
+            if context.tree is None:
+                context.tree = TreeGrowth(self._growth.topk, most=MAX_HELD if context.ahead else MAX_NODES)
+                self._expand(context, context.tree.frontier, output, range(place, place + 1))
+                fresh.add(context.session)
+            else:
+                self._expand(context, [ROOT], output, range(place, place + 1))
+        return fresh
+
+    def _slide(self, contexts: Sequence[DraftContext]) -> None:
+        for context in contexts:
+            self.slots.free(context.slide(self._growth.num_steps))
+
+    def _can_deepen(self, context: DraftContext) -> bool:
+        tree = context.tree
+        if tree is None or context.behind or not tree.frontier or context.sent.full:
+            return False
+        # A frontier at depth d stands at base - 1 + d and must fit the window too.
+        return context.base + tree.depth() - context.start <= self.max_context
+
+    def _deepen(self, contexts: Sequence[DraftContext]) -> bool:
+        """Compute the frontier of each tree and give its nodes children. False when nothing could be computed."""
+        builder, taken = BatchBuilder(), list[tuple[DraftContext, range]]()
+        inputs: list[torch.Tensor] = []
+        for context in contexts:
+            tree = context.tree
+            slots = self._alloc(len(tree.frontier)) if tree is not None else None
+            if tree is None or slots is None:
+                continue
+            rows = _add_frontier(builder, context, tree, slots.tolist())
+            context.tree_slots = np.concatenate([context.tree_slots, slots])
+            if context.lag:
+                inputs.append(context.states_of([tree.parents[node] for node in tree.frontier]))
+            taken.append((context, rows))
+        if not taken:
+            return False
+        output = self._forward(builder, inputs)
+        for context, rows in taken:
+            assert context.tree is not None
+            self._expand(context, context.tree.frontier, output, rows)
+        return True
+
+    def _expand(self, context: DraftContext, nodes: Sequence[int], output: Output, rows: range) -> None:
+        """Rank the children of ``nodes``, whose outputs are ``rows``: of the frontier, or of the root anew."""
+        tree = context.tree
+        assert tree is not None
+        paths = [tree.path(node) for node in nodes]
+        choice = ChoiceRows(context.sampling, rows, [context.base + len(path) for path in paths],
+                            [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
+        tokens, scores = rank(output.logits, choice, self._growth.topk, self._network.vocabulary)
+        if output.states is not None:
+            context.states.update((node, (output.states, row)) for node, row in zip(nodes, rows, strict=True))
+        children: list[Children] = list(zip(tokens.tolist(), scores.tolist(), strict=True))
+        if nodes == tree.frontier:
+            tree.expand(children)
+        else:
+            tree.correct(*children[0])
+
+    def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
+        device = self._network.device
+        try:
+            return self._network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull("the draft's device has no memory for this step; lower draft.slots or "
+                             "draft.max_sessions") from error
+
+    def _alloc(self, count: int) -> Indices | None:
+        try:
+            return self.slots.alloc(count) if count else None
+        except CapacityError:
+            return None
+
+
+def _add_frontier(builder: BatchBuilder, context: DraftContext, tree: TreeGrowth, slots: list[int]) -> range:
+    tokens = [tree.tokens[node] for node in tree.frontier]
+    positions = [context.base - 1 - context.origin + tree.depths[node] for node in tree.frontier]
+    mask_len = len(tree.computed) + len(tree.frontier)
+    if mask_len <= MAX_NODES:
+        return builder.add(tokens, positions, slots, np.concatenate([context.slots, context.tree_slots]), tree.words(),
+                           mask_len)
+    # No word has so many bits: each node is a sequence of its own, with its ancestors before it.
+    first = len(builder.tokens)
+    for node, token, position, slot in zip(tree.frontier, tokens, positions, slots, strict=True):
+        builder.add([token], [position], [slot],
+                    np.concatenate([context.slots, context.tree_slots[tree.above(node)]]))
+    return range(first, len(builder.tokens))
+
+
+def _fits(features: Features, spec: FeatureSpec) -> bool:
+    size = features.num_rows * spec.width * FEATURE_DTYPES[spec.dtype]
+    return (features.dtype == spec.dtype and features.num_rows >= 1 and features.start >= 0
+            and len(features.rows) == size)

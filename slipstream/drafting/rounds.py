@@ -1,0 +1,185 @@
+"""Rounds without a network: draft, verify, commit in one process, and what was accepted and how long it took.
+
+Rules:
+1. The drafter and the engine are those that serve: what is wrong in either shows here.
+2. Every tree is verified whole, greedily or at a temperature with keyed noise, and no policy looks on.
+3. The token that comes with the prompt is no round: nothing could be drafted for it.
+
+It knows nothing about services, or about how a drafter works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.drafting.base import Drafter
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.features import FeatureRows
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.sampling import ChoiceRows, choose
+from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.tree import MAX_NODES, DraftTree
+from slipstream.protocol.verify import walk
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """``reached[d]``: rounds in which a draft token at depth d + 1 was accepted."""
+
+    rounds: int = 0
+    reached: list[int] = field(default_factory=list)
+
+    def add(self, accepted: int) -> None:
+        """One round more, with so many accepted draft tokens."""
+        self.rounds += 1
+        self.reached.extend([0] * (accepted - len(self.reached)))
+        for depth in range(accepted):
+            self.reached[depth] += 1
+
+    @property
+    def length(self) -> float:
+        """Accepted draft tokens a round, plus one."""
+        return 1 + sum(self.reached) / max(1, self.rounds)
+
+    @property
+    def by_depth(self) -> list[float]:
+        """The share of rounds accepted at each depth, among those that were accepted at the depth above."""
+        before = [self.rounds, *self.reached]
+        return [here / above for here, above in zip(self.reached, before, strict=False) if above]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What rounds gave: acceptance, and the seconds of each draft and of each verification."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    draft_s: list[float] = field(default_factory=list)
+    verify_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Answering:
+    """One prompt that is being answered."""
+
+    session: int
+    sampling: Sampling
+    tokens: list[int]
+    slots: Indices  # KV of all tokens but the newest
+    first: int  # the answer begins here
+    over: bool = False
+
+
+def slots_needed(prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """KV slots of a runner that answers all ``prompts`` at once."""
+    return sum(len(prompt) + max_tokens + 2 * MAX_NODES for prompt in prompts)
+
+
+class Rounds:
+    """Answers prompts together. Without a drafter, or with a budget of 0, it decodes plain."""
+
+    def __init__(self, runner: ModelRunner, drafter: Drafter | None, max_tokens: int,
+                 temperature: float = 0.0) -> None:
+        self._runner = runner
+        self._temperature = temperature
+        self._drafter = drafter
+        self._spec = drafter.features if drafter is not None else None
+        self._rows = FeatureRows(self._spec, runner.linear) if self._spec is not None else None
+        self._max_tokens = max_tokens
+        self._eos = frozenset(runner.config.eos_token_ids)
+
+    def answer(self, prompts: Sequence[Sequence[int]], budget: int, tally: Tally) -> list[list[int]]:
+        """The answers' tokens; what they took joins ``tally``. Raises CapacityError when slots are too few."""
+        if self._spec is not None:
+            self._runner.set_taps(self._spec.layers)
+        all_ = [self._begin(session, list(prompt)) for session, prompt in enumerate(prompts, 1)]
+        while running := [a for a in all_ if not a.over]:
+            began_s = perf_counter()
+            trees = self._draft(running, budget)
+            drafted_s = perf_counter()
+            commits = self._verify(running, trees, tally.acceptance)
+            verified_s = perf_counter()
+            if self._drafter is not None:
+                self._drafter.commit(commits)
+            # What a drafter does with a commit is part of what drafting costs.
+            tally.draft_s.append(drafted_s - began_s + perf_counter() - verified_s)
+            tally.verify_s.append(verified_s - drafted_s)
+        for answering in all_:
+            self._end(answering)
+        return [a.tokens[a.first:] for a in all_]
+
+    def _begin(self, session: int, prompt: list[int]) -> Answering:
+        slots = self._runner.slots.alloc(len(prompt))
+        builder = BatchBuilder()
+        builder.add(prompt, range(len(prompt)), slots.tolist(), np.zeros(0, np.int64), logits="last")
+        logits = self._runner.forward(builder.build(self._runner.model.device))
+        sampling = Sampling(temperature=self._temperature, seed=session)
+        tokens = [*prompt, *choose(logits, [ChoiceRows(sampling, range(1), [len(prompt)], [0], None, [()])])]
+        if self._drafter is not None:
+            self._drafter.open([Open(session, np.array(tokens, np.int32), len(prompt), sampling)])
+        states = self._features(session, 0, slots)
+        if self._drafter is not None and states is not None:
+            self._drafter.absorb([states])
+        over = tokens[-1] in self._eos or self._max_tokens <= 1
+        return Answering(session, sampling, tokens, slots, len(prompt), over)
+
+    def _draft(self, running: Sequence[Answering], budget: int) -> list[DraftTree]:
+        roots = {a.session: DraftTree.root_only(len(a.tokens), a.tokens[-1]) for a in running}
+        if self._drafter is not None and budget:
+            for growth in self._drafter.grow(list(roots), [budget] * len(roots)):
+                roots[growth.session] = _with(roots[growth.session], growth)
+        return list(roots.values())
+
+    def _verify(self, running: Sequence[Answering], trees: Sequence[DraftTree], acceptance: Acceptance) -> list[Commit]:
+        """Verify all trees in one forward and make what was accepted part of the answers."""
+        builder, placed = BatchBuilder(), list[tuple[range, Indices]]()
+        for answering, tree in zip(running, trees, strict=True):
+            slots = self._runner.slots.alloc(len(tree))
+            plain = len(tree) == 1
+            rows = builder.add(tree.tokens.tolist(), (tree.base - 1 + tree.depths()).tolist(), slots.tolist(),
+                               answering.slots, None if plain else tree.ancestor_words().tolist(),
+                               0 if plain else len(tree))
+            placed.append((rows, slots))
+        logits, best = self._runner.scored(builder.build(self._runner.model.device))
+        choices = choose(logits, [_choice_rows(answering, tree, rows)
+                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)], best)
+        commits = []
+        for answering, tree, (rows, slots) in zip(running, trees, placed, strict=True):
+            verdict = walk(tree, choices[rows.start:rows.stop])
+            path = slots[list(verdict.path)]
+            self._runner.slots.free(np.setdiff1d(slots, path))
+            end = next((i + 1 for i, token in enumerate(verdict.tokens) if token in self._eos), len(verdict.tokens))
+            acceptance.add(min(verdict.num_accepted, end))
+            commits.append(Commit(answering.session, tree.base, np.array(verdict.tokens, np.int32),
+                                  self._features(answering.session, tree.base - 1, path), len(tree) - 1))
+            answering.slots = np.concatenate([answering.slots, path])
+            answering.tokens.extend(verdict.tokens)
+            answering.over = (end < len(verdict.tokens) or verdict.tokens[-1] in self._eos
+                              or len(answering.tokens) - answering.first >= self._max_tokens)
+        return commits
+
+    def _features(self, session: int, start: int, slots: Indices) -> Features | None:
+        if self._spec is None or self._rows is None:
+            return None
+        return Features(session, start, self._rows(self._runner.features(slots)), len(slots), self._spec.dtype)
+
+    def _end(self, answering: Answering) -> None:
+        if self._drafter is not None:
+            self._drafter.close([answering.session])
+        self._runner.slots.free(answering.slots)
+
+
+def _choice_rows(answering: Answering, tree: DraftTree, rows: range) -> ChoiceRows:
+    positions = (tree.base + tree.depths()).tolist()
+    outputs = [position - answering.first for position in positions]
+    return ChoiceRows(answering.sampling, rows, positions, outputs, None, [()] * len(tree))
+
+
+def _with(root: DraftTree, growth: Growth) -> DraftTree:
+    return root.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(), growth.scores.tolist())

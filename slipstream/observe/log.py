@@ -1,0 +1,74 @@
+"""Structured logs: one JSON object a line (or a console for people) on standard error.
+
+Rules:
+1. INFO is for life-cycle and changes of mode; nothing is logged for every request or round above DEBUG.
+2. What a user wrote or got, and what opens doors, is refused by key: the value is replaced, so that the mistake shows
+   and the secret does not. Log ids and lengths instead.
+
+It knows nothing about services. The configuration of structlog is one for the process, so only a composition root
+calls ``configure``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TextIO
+
+import structlog
+
+from slipstream.base.config import LogSection
+
+REFUSED_KEYS = frozenset({
+    "prompt", "prompts", "text", "content", "message", "messages", "completion", "answer", "tokens", "stop",
+    "api_key", "api_keys", "key", "password", "secret", "authorization", "headers", "body",
+})
+REFUSED = "[refused]"
+
+
+def configure(section: LogSection, stream: TextIO | None = None) -> None:
+    """Send all logs of this process, those of libraries included, to ``stream`` (None: standard error)."""
+    out = sys.stderr if stream is None else stream
+    level = logging.getLevelNamesMapping()[section.level.upper()]
+    shared: list[Any] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        refuse_private,
+    ]
+    renderer: Any = (structlog.processors.JSONRenderer() if section.format == "json"
+                     else structlog.dev.ConsoleRenderer(
+                         colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback))
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, *shared, structlog.processors.format_exc_info, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=out),
+    )
+    _adopt_libraries(out, level, shared, renderer)
+
+
+def logger(name: str) -> Any:
+    """A logger that says which part speaks: ``logger("router").info("draining", running=3)``."""
+    return structlog.get_logger(part=name)
+
+
+def refuse_private(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The processor of rule 2; looks into mappings too."""
+    for key, value in event.items():
+        if key.lower() in REFUSED_KEYS:
+            event[key] = REFUSED
+        elif isinstance(value, Mapping):
+            event[key] = refuse_private(_logger, _method, dict(value))
+    return event
+
+
+def _adopt_libraries(out: TextIO, level: int, shared: list[Any], renderer: Any) -> None:
+    """Libraries log through the standard library; they get the same form, and only from WARNING up."""
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+    ))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(max(level, logging.WARNING))

@@ -1,0 +1,300 @@
+"""What the services measure, under the prefix ``slipstream_``.
+
+Rules:
+1. Counters and histograms only; ratios are made in PromQL. Gauges say what is the case now.
+2. Every series carries ``service`` and ``model``. No label can be sized by a user: no request id, no prompt, no key.
+3. Methods take plain values and never fail for a value that the service may meet.
+4. Each object has its own registry: several services live in one process without sharing series.
+
+It knows nothing about sessions, trees or sockets of the services.
+"""
+
+from __future__ import annotations
+
+from slipstream.base.errors import STATUS
+from slipstream.observe.series import Registry
+
+STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
+                 0.5, 1.0, 2.5)
+FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+                       20.0, 40.0, 80.0)
+WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+REQUEST_SECONDS = tuple(0.05 * 2**i for i in range(14))
+NODES = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = tuple(range(17))
+RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+MODES = ("speculate", "shadow", "plain")
+# Values that labels begin with; what else comes is counted all the same.
+FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
+LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
+CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
+           ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
+           ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
+           ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
+OUTCOMES = ("used", "foreseen", "plain", "draft_missing", "discarded_late")
+POSITIONS = tuple(str(depth) for depth in range(1, 5))
+
+
+class ModeMetrics:
+    """Which mode a policy is in, and how it got there; the router and the target have one each."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._mode = registry.gauge("mode", "1 for the mode that new work gets, 0 for the others.", "mode")
+        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "from", "to",
+                                             "reason").begin(*CHANGES)
+
+    def now(self, mode: str) -> None:
+        for known in MODES:
+            self._mode.of(known).set(1 if known == mode else 0)
+
+    def changed(self, before: str, after: str, reason: str) -> None:
+        self._transitions.of(before, after, reason).inc()
+
+
+class RouterMetrics:
+    """Requests as clients see them."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = registry = Registry("router", model)
+        self.mode = ModeMetrics(registry)
+        self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
+        self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
+        self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
+        self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
+        self._duration = registry.histogram("request_duration_seconds", "Arrival to end.", REQUEST_SECONDS, "mode")
+        self._first = registry.histogram("time_to_first_token_seconds", "Arrival to first token.",
+                                         FIRST_TOKEN_SECONDS, "mode")
+        self._between = registry.histogram("inter_token_latency_seconds", "Time between commits, per token.",
+                                           TOKEN_SECONDS, "mode")
+        self._queue_wait = registry.histogram("queue_wait_seconds", "Arrival to admission.", WAIT_SECONDS)
+        self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
+        self._generated = registry.counter("generation_tokens_total", "Tokens generated.", "mode")
+        self._acceptance = registry.histogram("request_acceptance_ratio", "Accepted over drafted, per answer.", RATIOS)
+        self._fallbacks = registry.counter("fallback_requests_total", "Answers started plain or made so.",
+                                           "reason").begin(*zip(LEAVING))
+        self._retries = registry.counter("retries_total", "Requests moved to another target.", "peer")
+        self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
+        self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
+        self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
+        self.load(0, 0)
+
+    def request(self, endpoint: str, code: int, mode: str) -> None:
+        """``mode``: speculative, plain, mixed, or none for a request that got no token."""
+        self._requests.of(endpoint, str(code), mode).inc()
+
+    def finished(self, seconds: float, mode: str) -> None:
+        self._duration.of(mode).observe(seconds)
+
+    def failed(self, kind: str) -> None:
+        self._errors.of(kind).inc()
+
+    def load(self, in_flight: int, queued: int) -> None:
+        self._in_flight.of().set(in_flight)
+        self._queue.of().set(queued)
+
+    def admitted(self, waited_s: float, prompt_tokens: int) -> None:
+        self._queue_wait.of().observe(waited_s)
+        self._prompt.of().inc(prompt_tokens)
+
+    def first_token(self, seconds: float, mode: str) -> None:
+        self._first.of(mode).observe(seconds)
+
+    def commit(self, seconds: float, tokens: int, mode: str) -> None:
+        """``seconds`` since the commit before, which brought ``tokens`` tokens."""
+        self._between.of(mode).observe(seconds / max(tokens, 1))
+
+    def answered(self, tokens: int, drafted: int, accepted: int, mode: str) -> None:
+        self._generated.of(mode).inc(tokens)
+        if drafted:
+            self._acceptance.of().observe(accepted / drafted)
+
+    def fell_back(self, reason: str) -> None:
+        self._fallbacks.of(reason).inc()
+
+    def retried(self, peer: str) -> None:
+        self._retries.of(peer).inc()
+
+    def retry_refused(self) -> None:
+        self._budget.of().inc()
+
+    def breaker(self, peer: str, state: int) -> None:
+        self._breaker.of(peer).set(state)
+
+    def targets(self, ready: int) -> None:
+        self._ready.of().set(ready)
+
+    def target_known(self, peer: str) -> None:
+        """Its series are there, whatever has become of it."""
+        self._retries.of(peer)
+        self._breaker.of(peer)
+
+    def target_forgotten(self, peer: str) -> None:
+        self._retries.drop(peer)
+        self._breaker.drop(peer)
+
+
+class TargetMetrics:
+    """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = registry = Registry("target", model)
+        self.mode = ModeMetrics(registry)
+        self._requests = registry.counter("requests_total", "Requests ended.", "outcome")
+        self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens taken.")
+        self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
+        self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
+        self._rows = registry.histogram("step_rows", "Rows of one forward.", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+        self._rounds = registry.counter("rounds_total", "Decode rounds by what became of the draft.",
+                                        "outcome").begin(*zip(OUTCOMES))
+        self._drafts = registry.counter("drafts_total", "Rounds that verified at least one draft token.")
+        self._draft_tokens = registry.counter("draft_tokens_total", "Draft tokens verified.")
+        self._accepted = registry.counter("accepted_tokens_total", "Draft tokens that became part of an answer.")
+        self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
+        self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.",
+                                          "position").begin(*zip(POSITIONS))
+        self._nodes = registry.histogram("tree_nodes", "Draft nodes of one verification.", NODES)
+        self._length = registry.histogram("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
+        self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
+        self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
+        self._preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.")
+        self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with drafts.", "direction")
+        self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason").begin(
+            ("stopped",), ("closed",), ("unavailable",), ("overflow",))
+        self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
+        self._stale = registry.counter("stale_growths_total", "Growths that came too late to be of use.")
+        self._links = registry.gauge("drafts_connected", "Draft streams that are up.")
+        self._suspect = registry.gauge("pairing_suspect", "1: a drafter is right by chance at most.", "peer")
+        self._lossy = registry.gauge("lossy", "1: accept thresholds below 1, sampled answers are not the model's own.")
+        self._lenient = registry.counter("lenient_tokens_total", "Draft tokens taken though the target chose others.")
+        self._by_drafter = registry.counter("drafter_tokens_total", "Draft tokens verified and accepted, by who "
+                                            "proposed them.", "drafter", "kind")
+        self._moved = registry.counter("drafter_moves_total", "Answers whose drafter went and that another could take.")
+        self._expected = registry.gauge("drafts_expected", "Drafts that the configuration or discovery lists.")
+        self._full = registry.counter("device_full_total", "Steps that the device had no memory for.")
+        self._shedding = registry.gauge("shedding_level", "1 smaller trees, 2 plain, 3 no new answers; 0 all is well.")
+        self.shedding(0)
+        self.drafts_connected(0)  # one that never comes is missed too
+
+    def request(self, outcome: str) -> None:
+        """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
+        self._requests.of(outcome).inc()
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        self._prompt.of().inc(tokens)
+        self._cached.of().inc(cached)
+
+    def step(self, rows: int, draft_wait_s: float, verify_s: float, host_s: float) -> None:
+        self._rows.of().observe(rows)
+        self._step.of("draft_wait").observe(draft_wait_s)
+        self._step.of("verify").observe(verify_s)
+        self._step.of("host").observe(host_s)
+
+    def round(self, drafted: int, accepted: int, outcome: str = "used") -> None:
+        """One commit of one session. ``outcome``: one of OUTCOMES."""
+        self._rounds.of(outcome).inc()
+        self._bonus.of().inc()
+        if not drafted:
+            return
+        self._drafts.of().inc()
+        self._draft_tokens.of().inc(drafted)
+        self._accepted.of().inc(accepted)
+        self._nodes.of().observe(drafted)
+        self._length.of().observe(accepted)
+        for position in range(1, accepted + 1):
+            self._position.of(str(position)).inc()
+
+    def slots(self, total: int, free: int) -> None:
+        self._slots.of("used").set(total - free)
+        self._slots.of("free").set(free)
+
+    def sessions(self, running: int, waiting: int) -> None:
+        self._sessions.of("running").set(running)
+        self._sessions.of("waiting").set(waiting)
+
+    def preempted(self) -> None:
+        self._preempted.of().inc()
+
+    def wire_bytes(self, direction: str, count: int) -> None:
+        self._wire.of(direction).inc(count)
+
+    def drafter_lost(self, reason: str) -> None:
+        self._lost.of(reason).inc()
+
+    def invalid_growth(self, count: int = 1) -> None:
+        self._invalid.of().inc(count)
+
+    def stale_growth(self) -> None:
+        self._stale.of().inc()
+
+    def drafts_connected(self, count: int) -> None:
+        self._links.of().set(count)
+
+    def draft_gone(self, peer: str) -> None:
+        self._suspect.drop(peer)
+
+    def judged(self, drafter: str, drafted: int, accepted: int) -> None:
+        self._by_drafter.of(drafter, "drafted").inc(drafted)
+        self._by_drafter.of(drafter, "accepted").inc(accepted)
+
+    def moved(self) -> None:
+        self._moved.of().inc()
+
+    def pairing_suspect(self, peer: str, suspect: bool) -> None:
+        self._suspect.of(peer).set(suspect)
+
+    def lossy(self, lossy: bool) -> None:
+        self._lossy.of().set(lossy)
+
+    def lenient(self, tokens: int) -> None:
+        if tokens:
+            self._lenient.of().inc(tokens)
+
+    def drafts_expected(self, count: int) -> None:
+        self._expected.of().set(count)
+
+    def shedding(self, level: int, full: bool = False) -> None:
+        self._shedding.of().set(level)
+        self._full.of().inc(full)
+
+
+class DraftMetrics:
+    """Sessions and growth of a draft service."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = registry = Registry("draft", model)
+        self._sessions = registry.gauge("sessions_open", "Sessions that the drafter holds.")
+        self._expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
+                                         "reason").begin(("lease",))
+        self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
+        self._nodes = registry.counter("draft_tokens_total", "Nodes grown.")
+        self._commits = registry.counter("commits_total", "Commits absorbed.")
+        self._tokens = registry.counter("committed_tokens_total", "Tokens of absorbed commits.")
+        self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with targets.", "direction")
+        self._invalid = registry.counter("invalid_items_total", "Items refused by validation.")
+        self._peers = registry.gauge("targets_connected", "Target streams that are up.")
+        self.sessions_open(0)
+        self.targets_connected(0)
+
+    def sessions_open(self, count: int) -> None:
+        self._sessions.of().set(count)
+
+    def expired(self, reason: str) -> None:
+        self._expired.of(reason).inc()
+
+    def grew(self, seconds: float, nodes: int) -> None:
+        self._grow.of().observe(seconds)
+        self._nodes.of().inc(nodes)
+
+    def committed(self, tokens: int) -> None:
+        self._commits.of().inc()
+        self._tokens.of().inc(tokens)
+
+    def wire_bytes(self, direction: str, count: int) -> None:
+        self._wire.of(direction).inc(count)
+
+    def invalid_item(self, count: int = 1) -> None:
+        self._invalid.of().inc(count)
+
+    def targets_connected(self, count: int) -> None:
+        self._peers.of().set(count)

@@ -1,0 +1,57 @@
+"""Spans as OpenTelemetry has them, sent to a collector over OTLP.
+
+It is imported only where ``log.spans`` asks for it. It knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from slipstream.observe.spans import HEADER, Span, Spans, Value
+
+SEND_MS = 1000
+
+
+class Recorded:
+    """One span of OpenTelemetry."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier, trace.set_span_in_context(span))
+        self.parent = carrier.get(HEADER, "")
+
+    def event(self, name: str, **values: Value) -> None:
+        self._span.add_event(name, values)
+
+    def end(self, **values: Value) -> None:
+        if self._span.is_recording():
+            self._span.set_attributes(values)
+            self._span.end()
+
+
+class Recorder:
+    """Spans of one service."""
+
+    def __init__(self, provider: trace.TracerProvider) -> None:
+        self._tracer = provider.get_tracer("slipstream")
+
+    def begin(self, name: str, parent: str = "", **values: Value) -> Span:
+        context = TraceContextTextMapPropagator().extract({HEADER: parent} if parent else {}, Context())
+        return Recorded(self._tracer.start_span(name, context, attributes=values))
+
+
+def exported(collector: str, share: float, service: str) -> Spans:
+    """Spans that go to ``collector`` (http://host:port, or https) in batches, from a thread of the exporter's. A
+    request that brings no parent is followed with probability ``share``; what a parent says goes for its parts."""
+    resource = Resource.create({"service.name": f"slipstream-{service}"})
+    provider = TracerProvider(ParentBasedTraceIdRatio(share), resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=collector), schedule_delay_millis=SEND_MS))
+    return Recorder(provider)

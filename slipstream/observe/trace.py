@@ -1,0 +1,100 @@
+"""A trace of rounds in Chrome's format (chrome://tracing, ui.perfetto.dev): what each pod did, and when, side by side.
+
+Rules:
+1. Times are given by a monotone clock and written as the machine's wall clock, so files of several processes can be
+   joined (``merge``); across machines they agree as well as their clocks do.
+2. Without a path it keeps nothing; with one it keeps the newest ``KEPT`` events and writes them at the end.
+3. Numbers only: no token, no text, no request id.
+
+An arrow leads from ``left`` to ``came`` with the same key: a message on the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from slipstream.base.errors import ConfigError
+from slipstream.protocol.messages import Growth
+
+KEPT = 200_000
+Value = int | float
+
+
+class Trace:
+    """The trace of one process, called ``name`` in it."""
+
+    def __init__(self, path: str, name: str) -> None:
+        self._path = path
+        self._name = name
+        self._pid = crc32(f"{os.getpid()} {name}".encode())  # two of one process are two in the picture
+        self._offset_s = time.time() - time.monotonic()
+        self._rows: dict[str, int] = {}
+        self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._path)
+
+    def span(self, row: str, name: str, began_s: float, ended_s: float, **values: Value) -> None:
+        """Something took from ``began_s`` to ``ended_s``."""
+        self._add(row, began_s, ph="X", name=name, dur=round(1e6 * max(0.0, ended_s - began_s), 1), args=values)
+
+    def mark(self, row: str, name: str, at_s: float, **values: Value) -> None:
+        """Something happened."""
+        self._add(row, at_s, ph="i", s="t", name=name, args=values)
+
+    def left(self, row: str, name: str, key: str, at_s: float) -> None:
+        """A message leaves for another process."""
+        self._add(row, at_s, ph="s", cat="wire", name=name, id=key)
+
+    def came(self, row: str, name: str, key: str, at_s: float) -> None:
+        """It is there."""
+        self._add(row, at_s, ph="f", bp="e", cat="wire", name=name, id=key)
+
+    def write(self) -> None:
+        """Write what was kept. Raises ConfigError when the file cannot be written."""
+        if not self._path:
+            return
+        pid = self._pid
+        names: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": self._name}}]
+        names += [{"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
+                  for row, tid in self._rows.items()]
+        try:
+            Path(self._path).write_text(json.dumps({"traceEvents": [*names, *self._events]}))
+        except OSError as error:
+            raise ConfigError(f"log.trace: cannot write {self._path}: {error}") from error
+
+    def _add(self, row: str, at_s: float, **event: Any) -> None:
+        if self._path:
+            event.update(ts=round(1e6 * (at_s + self._offset_s), 1), pid=self._pid,
+                         tid=self._rows.setdefault(row, len(self._rows)))
+            self._events.append(event)
+
+
+def commit_key(session: int, base: int) -> str:
+    """Of the arrow of a Commit."""
+    return f"c{session}.{base}"
+
+
+def growth_key(growth: Growth) -> str:
+    """Of the arrow of a Growth."""
+    return f"g{growth.session}.{growth.base}.{int(growth.ids[0]) if len(growth.ids) else 0}"
+
+
+def merge(parts: Sequence[Path], into: Path) -> None:
+    """Join the traces of several processes into one. Raises ConfigError naming a file that is no trace."""
+    events: list[Any] = []
+    for part in parts:
+        try:
+            events += json.loads(part.read_text())["traceEvents"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{part}: not a trace: {error}") from error
+    into.write_text(json.dumps({"traceEvents": events}))

@@ -1,0 +1,216 @@
+"""What travels between a target and a draft, as frozen values; the wire turns them into protobuf and back.
+
+Rules:
+1. Positions are absolute: token i of a session stands at position i, the prompt included. ``base`` is the number of
+   committed tokens, so the newest one stands at ``base - 1``.
+2. Commits tile the answer: a commit at ``base`` appends its tokens at ``base, base + 1, …``; its last token is the
+   bonus token.
+3. The feature row at position i is the target state from which token i + 1 was chosen. A commit's rows therefore start
+   at ``base - 1`` and are as many as its tokens.
+4. Node ids in a growth are the drafter's and positive; a negative parent id ``-b`` names the committed token at b - 1.
+5. An empty growth says "I have nothing for this base": the target need not wait.
+
+Values check what belongs to themselves; what a peer may claim is checked in ``wire.codec``, before it gets here.
+It knows nothing about torch, sockets or algorithms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.tree import Floats, Ints
+
+PROTOCOL_VERSION = 1
+DROP_REASONS = ("capacity", "unknown", "gap", "expired", "invalid", "draining", "failed")
+FEATURE_DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one number
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens of one answer are chosen. Defaults are greedy decoding without limits.
+
+    The same values reach the drafter, which ranks its children by them (keyed noise shared through ``seed``).
+    ``stop_token_ids`` end the answer and include the end-of-text tokens of the model unless they are to be ignored.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0  # uint64
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "must be between 0 and 100"),
+            ("top_k", 0 <= self.top_k <= 1 << 30, "must be 0 (off) or positive"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
+            ("logit_bias", len(self.logit_bias) <= 300, "has more than 300 entries"),
+            ("logit_bias", all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "must be between -100 and 100"),
+            ("min_tokens", 0 <= self.min_tokens <= 1 << 30, "must not be negative"),
+            ("stop_token_ids", len(self.stop_token_ids) <= 64, "has more than 64 entries"),
+            ("seed", 0 <= self.seed < 1 << 64, "must fit 64 bits without a sign"),
+        )
+        for name, holds, message in checks:
+            if not holds:
+                raise InvalidRequest(name, message)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def path_dependent(self) -> bool:
+        """Whether the choice at a node depends on which tokens stand before it, beyond the logits."""
+        return (self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+                or self.min_tokens > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A matrix that the target multiplies its states with before it sends them. Two are equal by their digests."""
+
+    rows: int  # numbers of a row that is sent
+    columns: int  # numbers of the taps side by side
+    dtype: str  # of the weights, a key of FEATURE_DTYPES
+    digest: bytes  # SHA-256 of the weights
+    weights: bytes = field(default=b"", repr=False, compare=False)  # [rows, columns] row-major, little-endian
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return self.rows * self.columns * FEATURE_DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """Which target states a drafter reads. ``layers[j] = i`` taps the residual stream that enters layer i of the
+    target (0 is the embedding's output); i equal to the number of layers taps the state after the final norm, from
+    which the logits come. Rows are the taps side by side, ``width = len(layers) * hidden size``, or what a projection
+    makes of them, ``width = projection.rows``."""
+
+    layers: tuple[int, ...]
+    width: int
+    dtype: str = "float32"  # on the wire, a key of FEATURE_DTYPES
+    projection: Projection | None = None
+
+    def light(self) -> FeatureSpec:
+        """The same without the projection's weights: equal to it, and nothing to keep alive."""
+        if self.projection is None:
+            return self
+        return replace(self, projection=replace(self.projection, weights=b""))
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Target states of consecutive positions ``start, start + 1, …`` of one session."""
+
+    session: int
+    start: int
+    rows: bytes = field(repr=False)  # [M, width] row-major, little-endian
+    num_rows: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A session begins, or begins again: ``tokens`` is all that is committed so far. Idempotent."""
+
+    session: int
+    tokens: Ints = field(repr=False)  # int32 [L], L = base
+    prompt_len: int
+    sampling: Sampling
+    wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
+    trace: str = ""  # the traceparent of the answer; "": nobody follows
+    ahead: bool = False  # whether more may be grown than is wanted, while the target verifies
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens became part of the answer: ``tokens[:-1]`` were accepted draft tokens, the last is the bonus token."""
+
+    session: int
+    base: int
+    tokens: Ints  # int32 [M], M >= 1
+    features: Features | None = None
+    drafted: int = 0  # draft nodes that were verified in this round, root not counted
+    wanted: int = 63  # draft nodes that the target would verify next, at most; 0: follow, but grow nothing
+    ahead: bool = False  # as in Open, from here on
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """New nodes for a session's tree, drafted when ``base`` tokens were committed as far as the drafter knew."""
+
+    session: int
+    base: int
+    ids: Ints  # int32 [K] positive
+    parents: Ints  # int32 [K] ids: of this growth, of an earlier one, or -b for the committed token at b - 1
+    tokens: Ints  # int32 [K]
+    scores: Floats  # float32 [K] cumulative log scores relative to the root at ``base``
+    draft_s: float = 0.0  # seconds the drafter spent on it; for the target's cost model, never trusted for more
+
+    @staticmethod
+    def empty(session: int, base: int, draft_s: float = 0.0) -> Growth:
+        none = np.zeros(0, np.int32)
+        return Growth(session, base, none, none, none, np.zeros(0, np.float32), draft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The drafter gives a session up (no room, lost track, lease over); the target goes plain or opens it again."""
+
+    session: int
+    reason: str  # one of DROP_REASONS
+
+
+@dataclass(frozen=True, slots=True)
+class TargetHello:
+    """The target's half of the handshake."""
+
+    protocol_version: int
+    incarnation: int  # uint64, new for every stream; every frame of the stream carries it
+    model_id: str
+    vocab_size: int
+    tokenizer_hash: str
+    hidden_size: int
+    num_layers: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHello:
+    """The draft's half: what it is called, what it reads, and how much it takes. An empty hash fits every tokenizer."""
+
+    protocol_version: int
+    incarnation: int  # the target's, repeated
+    drafter: str  # for logs and metrics only; the target never decides by it
+    vocab_size: int  # 0: any
+    tokenizer_hash: str  # "": any
+    features: FeatureSpec | None
+    hidden_size: int  # of the target that the drafter was made for; 0: any
+    max_context: int  # tokens of a session that it looks at; it slides over longer ones
+    max_nodes: int  # nodes of one tree, root not counted
+    max_sessions: int
+    run_ahead: int = 0  # nodes that it grows beyond those that are wanted, where the target lets it
+
+
+DraftBound = Open | Features | Commit | Close
+TargetBound = Growth | Drop

@@ -1,0 +1,287 @@
+"""The two sides of one drafted session, without sockets, clocks or threads (sans-IO).
+
+Rules:
+1. The target's committed tokens are the only truth; everything the draft side holds is a cache of them.
+2. Both sides re-root on every commit. That is the whole asynchronous protocol: growth may cross a commit on the wire,
+   be late, be lost or come twice, and the worst that happens is a smaller tree.
+3. What a message does is looked up in a table, so every (state, event) has an answer; the tables are printed into
+   ``docs/PROTOCOL.md``.
+4. A peer's nonsense ends what the peer does for this session, never the session.
+
+It knows nothing about models, feature contents, links or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from math import isfinite
+
+import numpy as np
+
+from slipstream.base.errors import LocalProtocolError, RemoteProtocolError
+from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open, Sampling
+from slipstream.protocol.tree import MAX_NODES, DraftTree
+
+FORESEEN = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
+
+
+class TargetState(StrEnum):
+    ALONE = "alone"  # no drafter follows: plain decoding
+    FOLLOWED = "followed"  # a drafter holds the session open
+    CLOSED = "closed"
+
+
+class TargetEvent(StrEnum):
+    ATTACH = "attach"  # we send Open
+    COMMIT = "commit"  # we send Commit if followed
+    GROWTH = "growth"  # the drafter sent nodes
+    DROP = "drop"  # the drafter gave the session up
+    LOST = "lost"  # the link is gone
+    DETACH = "detach"  # we send Close and decode alone
+    CLOSE = "close"  # the answer is over
+
+
+class DraftState(StrEnum):
+    ABSENT = "absent"
+    OPEN = "open"
+
+
+class DraftEvent(StrEnum):
+    OPEN = "open"
+    FEATURES = "features"
+    COMMIT = "commit"  # continues the session
+    REPEAT = "repeat"  # a commit that is known already
+    GAP = "gap"  # a commit that does not continue what we hold
+    CLOSE = "close"
+    LOST = "lost"  # the link is gone
+    EXPIRE = "expire"  # nobody spoke of it for a lease
+
+
+# (state, event) -> (next state, what is done). "-" is nothing.
+TARGET_TABLE: dict[tuple[TargetState, TargetEvent], tuple[TargetState, str]] = {
+    (TargetState.ALONE, TargetEvent.ATTACH): (TargetState.FOLLOWED, "send Open"),
+    (TargetState.ALONE, TargetEvent.COMMIT): (TargetState.ALONE, "re-root"),
+    (TargetState.ALONE, TargetEvent.GROWTH): (TargetState.ALONE, "drop as stale"),
+    (TargetState.ALONE, TargetEvent.DROP): (TargetState.ALONE, "-"),
+    (TargetState.ALONE, TargetEvent.LOST): (TargetState.ALONE, "-"),
+    (TargetState.ALONE, TargetEvent.DETACH): (TargetState.ALONE, "-"),
+    (TargetState.ALONE, TargetEvent.CLOSE): (TargetState.CLOSED, "-"),
+    (TargetState.FOLLOWED, TargetEvent.ATTACH): (TargetState.FOLLOWED, "send Open again"),
+    (TargetState.FOLLOWED, TargetEvent.COMMIT): (TargetState.FOLLOWED, "re-root, send Commit"),
+    (TargetState.FOLLOWED, TargetEvent.GROWTH): (TargetState.FOLLOWED, "append what still fits"),
+    (TargetState.FOLLOWED, TargetEvent.DROP): (TargetState.ALONE, "keep the tree"),
+    (TargetState.FOLLOWED, TargetEvent.LOST): (TargetState.ALONE, "keep the tree"),
+    (TargetState.FOLLOWED, TargetEvent.DETACH): (TargetState.ALONE, "root only, send Close"),
+    (TargetState.FOLLOWED, TargetEvent.CLOSE): (TargetState.CLOSED, "send Close"),
+    (TargetState.CLOSED, TargetEvent.GROWTH): (TargetState.CLOSED, "drop as stale"),
+    (TargetState.CLOSED, TargetEvent.DROP): (TargetState.CLOSED, "-"),
+    (TargetState.CLOSED, TargetEvent.LOST): (TargetState.CLOSED, "-"),
+    (TargetState.CLOSED, TargetEvent.DETACH): (TargetState.CLOSED, "-"),
+    (TargetState.CLOSED, TargetEvent.CLOSE): (TargetState.CLOSED, "-"),
+}
+
+DRAFT_TABLE: dict[tuple[DraftState, DraftEvent], tuple[DraftState, str]] = {
+    (DraftState.ABSENT, DraftEvent.OPEN): (DraftState.OPEN, "open, grow"),
+    (DraftState.ABSENT, DraftEvent.FEATURES): (DraftState.ABSENT, "-"),
+    (DraftState.ABSENT, DraftEvent.COMMIT): (DraftState.ABSENT, "send Drop(unknown)"),
+    (DraftState.ABSENT, DraftEvent.REPEAT): (DraftState.ABSENT, "-"),
+    (DraftState.ABSENT, DraftEvent.GAP): (DraftState.ABSENT, "send Drop(unknown)"),
+    (DraftState.ABSENT, DraftEvent.CLOSE): (DraftState.ABSENT, "-"),
+    (DraftState.ABSENT, DraftEvent.LOST): (DraftState.ABSENT, "-"),
+    (DraftState.ABSENT, DraftEvent.EXPIRE): (DraftState.ABSENT, "-"),
+    (DraftState.OPEN, DraftEvent.OPEN): (DraftState.OPEN, "open again, grow"),
+    (DraftState.OPEN, DraftEvent.FEATURES): (DraftState.OPEN, "absorb"),
+    (DraftState.OPEN, DraftEvent.COMMIT): (DraftState.OPEN, "commit, grow"),
+    (DraftState.OPEN, DraftEvent.REPEAT): (DraftState.OPEN, "-"),
+    (DraftState.OPEN, DraftEvent.GAP): (DraftState.ABSENT, "free, send Drop(gap)"),
+    (DraftState.OPEN, DraftEvent.CLOSE): (DraftState.ABSENT, "free"),
+    (DraftState.OPEN, DraftEvent.LOST): (DraftState.ABSENT, "free"),
+    (DraftState.OPEN, DraftEvent.EXPIRE): (DraftState.ABSENT, "free, send Drop(expired)"),
+}
+
+
+class TargetSide:
+    """What the target knows of one session: its committed tokens, and the tree that a drafter grows below them."""
+
+    __slots__ = ("_opened_at", "_passed", "_root_scores", "heard", "prompt_len", "sampling", "session", "state",
+                 "tokens", "trace", "tree")
+
+    def __init__(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling,
+                 trace: str = "") -> None:
+        assert tokens and 0 < prompt_len <= len(tokens)
+        self.session = session
+        self.tokens = list(tokens)
+        self.prompt_len = prompt_len
+        self.sampling = sampling
+        self.trace = trace
+        self.state = TargetState.ALONE
+        self.tree = DraftTree.root_only(len(tokens), tokens[-1])
+        self.heard = False  # the drafter has answered for this base, be it with nothing
+        self._opened_at = 0  # growth of an earlier base belongs to an earlier opening
+        self._passed: dict[int, int] = {}  # ids of nodes that were committed -> their position
+        self._root_scores: dict[int, float] = {}  # base -> score of that base's root, relative to the opening's root
+
+    @property
+    def base(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        """Answer tokens committed so far."""
+        return len(self.tokens) - self.prompt_len
+
+    def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
+        """A drafter shall follow, from what is committed now."""
+        self._move(TargetEvent.ATTACH)
+        self._restart()
+        self._opened_at = self.base
+        self._root_scores = {self.base: 0.0}
+        return Open(self.session, np.array(self.tokens, np.int32), self.prompt_len, self.sampling, wanted,
+                    self.trace, ahead)
+
+    def commit(self, tokens: Sequence[int], features: Features | None = None, drafted: int = 0,
+               wanted: int = MAX_NODES - 1, ahead: bool = False) -> Commit | None:
+        """Append ``tokens`` to the answer and re-root. Returns what to send: None when nobody follows."""
+        assert len(tokens) >= 1
+        followed = self.state is TargetState.FOLLOWED
+        base = self.base
+        self._move(TargetEvent.COMMIT)
+        nodes = self.tree.follow(tokens)
+        self._remember(tokens, nodes)
+        self.tree = self.tree.below(nodes, tokens)
+        self.tokens.extend(tokens)
+        self.heard = False
+        if not followed:
+            return None
+        return Commit(self.session, base, np.array(tokens, np.int32), features, drafted, wanted, ahead)
+
+    def receive(self, message: Growth | Drop) -> int:
+        """Take what the drafter sent. Returns how many nodes joined the tree (-1: the message was stale).
+
+        Raises RemoteProtocolError when it claims to know more than was committed; the session then goes on alone.
+        """
+        if isinstance(message, Drop):
+            self._move(TargetEvent.DROP)
+            return 0
+        if self._move(TargetEvent.GROWTH) is not TargetState.FOLLOWED or message.base < self._opened_at:
+            return -1
+        if message.base > self.base:
+            raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
+        self.heard = self.heard or message.base == self.base
+        before = len(self.tree)
+        self._append(message)
+        return len(self.tree) - before
+
+    def foresee(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+        """Nodes from no drafter: a chain below the root."""
+        if tokens:
+            self.tree = self.tree.graft(tokens, scores, FORESEEN + MAX_NODES * self.base)
+
+    def lost(self) -> None:
+        """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""
+        self._move(TargetEvent.LOST)
+
+    def detach(self) -> Close | None:
+        """Decode alone from now on. Returns what to send, if anybody followed."""
+        followed = self.state is TargetState.FOLLOWED
+        self._move(TargetEvent.DETACH)
+        self._restart()
+        return Close(self.session) if followed else None
+
+    def close(self) -> Close | None:
+        """The answer is over. Returns what to send, if anybody followed."""
+        followed = self.state is TargetState.FOLLOWED
+        self._move(TargetEvent.CLOSE)
+        return Close(self.session) if followed else None
+
+    def _move(self, event: TargetEvent) -> TargetState:
+        row = TARGET_TABLE.get((self.state, event))
+        if row is None:
+            raise LocalProtocolError(f"session {self.session}: {event} in state {self.state}")
+        self.state = row[0]
+        return self.state
+
+    def _restart(self) -> None:
+        self.tree = DraftTree.root_only(self.base, self.tokens[-1])
+        self.heard = False
+        self._passed.clear()
+        self._root_scores.clear()
+
+    def _remember(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
+        # Growth that is on its way may name these nodes as parents, and scores them relative to an older root.
+        gained = float(self.tree.scores[nodes[-1]]) if nodes else 0.0
+        for position, node in enumerate(nodes, start=self.base):
+            self._passed[int(self.tree.ids[node])] = position
+        known = self._root_scores.get(self.base, 0.0)
+        self._root_scores[self.base + len(tokens)] = known + (gained if isfinite(gained) else 0.0)
+        if len(self._root_scores) > MAX_NODES:  # a drafter that says nothing must not make us remember for ever
+            del self._root_scores[min(self._root_scores)]
+
+    def _append(self, growth: Growth) -> None:
+        if growth.base == self.base and not self._passed:
+            self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
+                                         growth.scores.tolist())
+            return
+        self._forget_before(growth.base)
+        shift = self._root_scores.get(self.base, 0.0) - self._root_scores.get(growth.base, 0.0)
+        nodes: list[tuple[int, int, int, float]] = []
+        for node, parent, token, score in zip(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
+                                              growth.scores.tolist(), strict=True):
+            position = -parent - 1 if parent < 0 else self._passed.get(parent)
+            if position is None:
+                nodes.append((node, parent, token, score - shift))
+            elif position == self.base - 1:
+                nodes.append((node, -self.base, token, score - shift))
+            elif position < self.base - 1 and self.tokens[position + 1] == token:
+                self._passed[node] = position + 1
+                shift = score if position + 2 == self.base else shift
+        if nodes:
+            self.tree = self.tree.append(*zip(*nodes, strict=True))
+
+    def _forget_before(self, base: int) -> None:
+        # A drafter's base never goes back, so what stands before it is not named any more.
+        self._passed = {node: position for node, position in self._passed.items() if position >= base - 1}
+        self._root_scores = {b: score for b, score in self._root_scores.items() if b >= base}
+
+
+class DraftSide:
+    """What the draft service knows of one session: how far it follows, and when it was last spoken of."""
+
+    __slots__ = ("base", "heard_s", "session", "state")
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self.state = DraftState.ABSENT
+        self.base = 0
+        self.heard_s = 0.0
+
+    def receive(self, message: Open | Features | Commit | Close, now_s: float) -> DraftEvent:
+        """Take what the target sent and tell what it is. The caller does what the table says for that event."""
+        self.heard_s = now_s
+        event = self._classify(message)
+        self.apply(event)
+        if isinstance(message, Open):
+            self.base = len(message.tokens)
+        elif event is DraftEvent.COMMIT and isinstance(message, Commit):
+            self.base += len(message.tokens)
+        return event
+
+    def apply(self, event: DraftEvent) -> str:
+        """Move by ``event``; returns what the table says is to be done."""
+        state, action = DRAFT_TABLE[(self.state, event)]
+        self.state = state
+        return action
+
+    def _classify(self, message: Open | Features | Commit | Close) -> DraftEvent:
+        match message:
+            case Open():
+                return DraftEvent.OPEN
+            case Features():
+                return DraftEvent.FEATURES
+            case Close():
+                return DraftEvent.CLOSE
+            case Commit(base=base, tokens=tokens):
+                if base == self.base:
+                    return DraftEvent.COMMIT
+                return DraftEvent.REPEAT if base + len(tokens) <= self.base else DraftEvent.GAP

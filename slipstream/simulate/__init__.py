@@ -1,0 +1,1 @@
+"""Deployments in simulated time: real workers and policies on timed devices."""

@@ -1,0 +1,252 @@
+"""Timed devices: a target and a drafter that take set times and agree with a set chance, and compute nothing.
+
+Everything around them is real: scheduler, workers, policy, sessions, wire. So schedules can be measured on a machine
+without an accelerator, and a run says what the schedule costs, not what the arithmetic costs.
+
+Rules:
+1. The text is a law: the token after position p of a stream is a function of (seed, stream, p). A token carries its
+   stream, so an answer follows from the last token of its prompt, and no two streams meet.
+2. Which of a drafter's children is right is drawn by (seed, stream, position), so every schedule meets the same luck.
+3. A device sleeps on its engine thread until what it was given would be done; host work inside counts as its own.
+   Sockets and event loops go on meanwhile, as they do beside a real device.
+4. Two timed things that share a ``Device`` never run at once: target and drafter on one accelerator.
+
+It knows nothing about processes, links or schedules.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.base.errors import ConfigError
+from slipstream.drafting.grow import Children, TreeGrowth
+from slipstream.drafting.sent import SentTree
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import ModelConfig
+from slipstream.protocol.messages import Commit, Features, Growth, Open
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+
+SYMBOLS, STREAMS = 8, 64
+VOCAB = SYMBOLS * STREAMS
+MAX_CONTEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the two devices take, in seconds, and how well they agree."""
+
+    step_s: float = 0.020  # a target step of few rows
+    knee_rows: int = 200  # rows at which a step's arithmetic takes as long as reading the weights
+    draft_s: float = 0.005  # a whole tree of one batch
+    levels: int = 4  # of a tree; each takes its share of draft_s
+    width: int = 3  # nodes expanded in a level, and children of a node
+    acceptance: tuple[float, ...] = (0.75, 0.12, 0.05)  # chance that a node's first, second, … child is right
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.acceptance and all(p > 0 for p in self.acceptance) and sum(self.acceptance) <= 1):
+            raise ConfigError(f"acceptance: {self.acceptance} are not chances of different children")
+        if len(self.acceptance) >= SYMBOLS or self.width < 1 or self.levels < 1:
+            raise ConfigError(f"width, levels: at least 1; acceptance: fewer than {SYMBOLS} children")
+
+    def step_of(self, rows: int) -> float:
+        """Seconds of a target step: flat, then linear, with a soft corner (as a roofline has)."""
+        return self.step_s * float((1.0 + (rows / self.knee_rows) ** 3) ** (1 / 3))
+
+    def save(self, path: Path) -> Path:
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @staticmethod
+    def load(path: Path) -> Timing:
+        """What ``save`` wrote. Raises ConfigError."""
+        try:
+            fields = json.loads(path.read_text())
+            return Timing(**{**fields, "acceptance": tuple(fields["acceptance"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"cannot read timings from {path}: {error}") from error
+
+
+def mix(seed: int, stream: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each (seed, stream, position): uint64 [T] (the finaliser of splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = (np.uint64(seed * 2 + 1) * np.uint64(0x9E3779B97F4A7C15) + stream * np.uint64(0xD1342543DE82EF95)
+             + position * np.uint64(0x2545F4914F6CDD1D))
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+        return mixed
+
+
+class Law:
+    """The text, and what a drafter believes of it."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._seed = timing.seed
+        self._limits = np.cumsum(timing.acceptance)
+        self._scores = [math.log(p) for p in timing.acceptance]
+
+    def following(self, tokens: Sequence[int] | NDArray[np.int64],
+                  positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """The true token after each of ``tokens`` at ``positions``: int64 [T]."""
+        stream = np.asarray(tokens, np.uint64) // np.uint64(SYMBOLS)
+        symbol = mix(self._seed, stream, np.asarray(positions, np.uint64)) % np.uint64(SYMBOLS)
+        return (stream * np.uint64(SYMBOLS) + symbol).astype(np.int64)
+
+    def children(self, tokens: Sequence[int], positions: Sequence[int], count: int) -> list[Children]:
+        """For each node its ``count`` best children by the drafter's belief: tokens and log scores."""
+        truth = self.following(tokens, positions)
+        stream = np.asarray(tokens, np.uint64) // np.uint64(SYMBOLS)
+        luck = mix(self._seed + (1 << 32), stream, np.asarray(positions, np.uint64)) / np.float64(2**64)
+        right = np.searchsorted(self._limits, luck, side="right")
+        count = min(count, len(self._scores))
+        ranked: list[Children] = []
+        for token, rank in zip(truth.tolist(), right.tolist(), strict=True):
+            first = token - token % SYMBOLS
+            wrong = [first + (token + step) % SYMBOLS for step in range(1, count + 1)]
+            ranked.append(([token if place == rank else wrong[place] for place in range(count)],
+                           self._scores[:count]))
+        return ranked
+
+
+class Device:
+    """One thing that is busy for set times, one piece of work after the other."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def busy(self, began_s: float, seconds: float) -> None:
+        """Return when work that was given at ``began_s`` (of ``perf_counter``) and takes ``seconds`` is done."""
+        asked_s = time.perf_counter()
+        with self._turn:
+            waited_s = time.perf_counter() - asked_s
+            left_s = began_s + waited_s + seconds - time.perf_counter()
+            if left_s > 0:
+                time.sleep(left_s)
+
+
+class TimedModel:
+    """A ``engine.model.CausalModel`` that knows the law. Its states hold the token that comes next."""
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, timing: Timing, device: Device) -> None:
+        self.config = ModelConfig(
+            "timed", VOCAB, 1, 1, 1, 1, 1, 2, MAX_CONTEXT, 1e-6, 1e4, None, True, False, False, False, False, 0, ())
+        self._timing = timing
+        self._law = Law(timing)
+        self._device = device
+
+    def forward(self, batch: ForwardBatch, pool: KVPool,
+                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, 1], and nothing tapped: no timed drafter reads states."""
+        began_s = time.perf_counter()
+        following = self._law.following(batch.tokens.numpy(), batch.positions.numpy())
+        self._device.busy(began_s, self._timing.step_of(batch.num_rows))
+        return torch.from_numpy(following.astype(np.float32))[:, None], None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, 1] -> [R, V], one where the token stands."""
+        return torch.zeros(len(hidden), VOCAB).scatter_(1, hidden.long(), 1.0)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[:, None].to(self.dtype)
+
+
+@dataclass(slots=True)
+class TimedSession:
+    base: int
+    newest: int  # token
+    sent: SentTree
+    tree: TreeGrowth | None = None  # None: nothing was grown at this base
+
+    @property
+    def can_grow(self) -> bool:
+        return not self.sent.full and (self.tree is None or bool(self.tree.frontier))
+
+
+@dataclass(slots=True)
+class TimedDrafter:
+    """A ``drafters.base.Drafter`` that takes set times. ``keep``: what survives a commit is not drafted again."""
+
+    timing: Timing
+    device: Device
+    keep: bool = False
+    max_sessions: int = 1024
+    sessions: dict[int, TimedSession] = field(default_factory=dict)
+    law: Law = field(init=False)
+    name: str = "timed"
+    features: None = None
+    vocab_size: int = VOCAB
+    hidden_size: int = 0
+    max_context: int = MAX_CONTEXT
+    max_nodes: int = MAX_NODES - 1
+
+    def __post_init__(self) -> None:
+        self.law = Law(self.timing)
+
+    def open(self, opens: Sequence[Open]) -> list[int]:
+        """Begin sessions; all have room."""
+        for message in opens:
+            known = self.sessions.get(message.session)
+            sent = SentTree(len(message.tokens), 1 if known is None else known.sent.next_id)
+            self.sessions[message.session] = TimedSession(len(message.tokens), int(message.tokens[-1]), sent)
+        return []
+
+    def absorb(self, features: Sequence[Features]) -> None:
+        """Nothing: it reads tokens alone."""
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        for message in commits:
+            session = self.sessions[message.session]
+            tokens = message.tokens.tolist()
+            session.sent.commit(message.base, tokens)
+            session.base, session.newest = session.base + len(tokens), tokens[-1]
+            survives = self.keep and session.tree is not None and session.tree.reroot(tokens) is not None
+            session.tree = session.tree if survives else None
+
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        began_s = time.perf_counter()
+        known = [(number, self.sessions[number], budget) for number, budget in zip(ids, budgets, strict=True)
+                 if number in self.sessions]
+        levels, most = 0, steps or self.timing.levels
+        if steps:
+            for _, session, _ in known:
+                if session.tree is not None:
+                    session.tree.aim()
+        while levels < most and (level := [s for _, s, budget in known if s.can_grow and levels < budget]):
+            for session in level:
+                self._expand(session)
+            levels += 1
+        growths = [self._growth(number, session, budget) for number, session, budget in known]
+        self.device.busy(began_s, levels * self.timing.draft_s / self.timing.levels)
+        return growths
+
+    def close(self, ids: Sequence[int]) -> None:
+        for number in ids:
+            self.sessions.pop(number, None)
+
+    def _expand(self, session: TimedSession) -> None:
+        tree = session.tree = session.tree or TreeGrowth(self.timing.width, most=MAX_HELD)
+        tokens = [tree.tokens[node] if node >= 0 else session.newest for node in tree.frontier]
+        positions = [session.base - 1 + (tree.depths[node] if node >= 0 else 0) for node in tree.frontier]
+        tree.expand(self.law.children(tokens, positions, self.timing.width))
+
+    def _growth(self, number: int, session: TimedSession, budget: int) -> Growth:
+        if session.tree is None:
+            return Growth.empty(number, session.base)
+        nodes = session.tree.send(budget, session.sent)
+        return Growth(number, session.base, np.array(nodes.ids, np.int32), np.array(nodes.parents, np.int32),
+                      np.array(nodes.tokens, np.int32), np.array(nodes.scores, np.float32))

@@ -1,0 +1,91 @@
+"""A head's model card: what it is for, how it was made, what it is worth, where it ends.
+
+It knows nothing about how any of it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.models.folder import KNOWN
+from slipstream.train.evaluate import Worth
+from slipstream.train.fit import Progress
+from slipstream.train.head import Head
+from slipstream.train.recipe import Recipe
+from slipstream.train.shards import Shards
+
+
+def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: float, progress: Progress,
+         found: Sequence[Worth], num_prompts: int) -> str:
+    """The text of ``README.md``. target: a known model's name, or how its folder is called."""
+    return "\n".join((*_matter(target), *_top(target, head), *_data(recipe, shards, head, coverage),
+                      *_recipe(recipe, progress), *_worth(progress, found, num_prompts), *_limits(target)))
+
+
+def _matter(target: str) -> tuple[str, ...]:
+    if target not in KNOWN:
+        return ()
+    return "---", f"license: {KNOWN[target].license.lower()}", "tags: [speculative-decoding, eagle3]", "---", ""
+
+
+def _top(target: str, head: Head) -> tuple[str, ...]:
+    return (
+        f"# An EAGLE-3 head for {target}", "",
+        f"It drafts for {target} and for no other model. {head.num_parameters / 1e6:.1f} million parameters; it reads "
+        f"what enters the target's layers {', '.join(map(str, head.taps))}. The layout is the published one "
+        "(`LlamaForCausalLMEagle3`, arXiv 2503.01840): `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t` as differences, "
+        "`t2d` as a mask. The embedding is the target's.", "",
+        "    slipstream run --set draft.drafter=eagle3 --set draft.model=THIS_FOLDER", "")
+
+
+def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[str, ...]:
+    totals = shards.totals()
+    heats = ", ".join(f"{share:.0%} {f'at temperature {heat:g}' if heat else 'greedy'}"
+                      for heat, share in shards.temperatures().items())
+    asked = "Prompts were given." if recipe.prompts else (
+        "No outside text: the target wrote the questions too, from its own chat template and a list of openers "
+        "(as Magpie does, arXiv 2406.08464). No benchmark's prompts were used.")
+    return (
+        "## Data", "",
+        f"{totals.conversations:,} conversations with {totals.tokens:,} tokens, {totals.answer_tokens:,} of them in "
+        f"answers. {asked} Of the answers {heats}. One conversation in twenty was held out.",
+        f"The draft vocabulary are the {len(head.vocabulary):,} tokens used most; they cover {coverage:.1%} of the "
+        "answers' tokens.", "")
+
+
+def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
+    learnt = "questions and answers" if recipe.learn_questions else "answers"
+    return (
+        "## Recipe", "",
+        f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
+        f"the draft vocabulary, on {learnt}. It began from the target's last layer and `lm_head`. Muon for the "
+        f"layer's matrices, AdamW for the rest, peak learning rate {recipe.learning_rate:g}, cosine, about "
+        f"{recipe.rows_per_step} tokens a step.",
+        f"{progress.step:,} steps, {progress.rows:,} tokens, {progress.epoch + 1} epochs begun, "
+        f"{progress.seconds / 60:.0f} minutes on `{recipe.device}`. `training.svg` shows the curves.", "")
+
+
+def _worth(progress: Progress, found: Sequence[Worth], num_prompts: int) -> tuple[str, ...]:
+    lines = ["## What it is worth", ""]
+    if progress.history and progress.history[-1].held_out:
+        shares = " / ".join(f"{share:.3f}" for share in progress.history[-1].held_out)
+        lines += [f"Agreement with the target's likeliest token on held-out answers, by drafted token: {shares}.", ""]
+    if found:
+        lines += [f"Real drafting against the target, greedy, {num_prompts} held-out prompts, drafted by the code that "
+                  "serves:", "", "| shape | tokens a target step | acceptance by depth |", "|---|---|---|"]
+        lines += [f"| {a.shape} | {a.length:.2f} | {' / '.join(f'{share:.2f}' for share in a.by_depth)} |"
+                  for a in found]
+        lines.append("")
+    return tuple(lines)
+
+
+def _limits(target: str) -> tuple[str, ...]:
+    return (
+        "## Limits", "",
+        "The prompts above are the target's own, so acceptance on other text will differ; text that copies from a long "
+        "prompt is served better by the n-gram drafter. The head never changes an answer, only how fast it comes. Its "
+        f"weights derive from {target} and are under its licence{_licence(target)}.", "")
+
+
+def _licence(target: str) -> str:
+    return f" ({KNOWN[target].license})" if target in KNOWN else ""

@@ -1,0 +1,72 @@
+"""Checkpoints of a training: safetensors for what is learnt, JSON for where it is. No pickles.
+
+Rules:
+1. A checkpoint is a folder named by its step: ``head.safetensors``, ``optimizer.safetensors``, ``state.json``. It is
+   written beside its place and renamed when it is whole; then older ones go. A kill at any moment leaves a whole one.
+2. ``identity`` (what decides shapes and data) must be the same when training goes on.
+
+It knows nothing about what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    tensors: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+def save(folder: Path, step: int, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+    """Write the checkpoint of ``step`` and remove older ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"step-{step:08d}"
+    partial = place.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    save_file(_plain(checkpoint.tensors), partial / "head.safetensors")
+    save_file(_plain(checkpoint.optimizer), partial / "optimizer.safetensors")
+    text = json.dumps({"identity": dict(identity), "state": checkpoint.state})
+    (partial / "state.json").write_text(text, encoding="utf-8")
+    for file in partial.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    if place.exists():  # the same step again: nothing was trained in between
+        shutil.rmtree(place)
+    partial.rename(place)
+    for old in folder.glob("step-*"):
+        if old != place:
+            shutil.rmtree(old)
+
+
+def newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
+    """The newest whole checkpoint, None when there is none. Raises ConfigError when it is of another training."""
+    places = sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+    if not places:
+        return None
+    place = places[-1]
+    content = json.loads((place / "state.json").read_text(encoding="utf-8"))
+    differing = sorted(name for name in identity if content["identity"].get(name) != identity[name])
+    if differing:
+        raise ConfigError(f"{place}: was trained with another {', '.join(differing)}; choose another --out, or remove "
+                          f"{folder} to train anew on the same data")
+    return Checkpoint(load_file(place / "head.safetensors"), load_file(place / "optimizer.safetensors"),
+                      content["state"])
+
+
+def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,97 @@
+"""The first stage: the target talks until there are conversations enough or time is up (see ``talk``).
+
+Rules:
+1. What a folder holds already counts: numbers that are there are not made again, an interrupted run goes on. What a
+   kill loses is at most a shard's worth of tokens, or ``save_every_s`` of time.
+2. Shards are of one target: its fingerprint and the layers that are kept are their identity.
+
+It knows nothing about heads or training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.base.errors import ConfigError
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.weights import load_model
+from slipstream.train.dialogue import read_prompts, read_turns
+from slipstream.train.head import taps_of
+from slipstream.train.recipe import Recipe
+from slipstream.train.shards import Shards, Totals, remove_halves
+from slipstream.train.talk import Others, Task, talk
+
+ENDS = 1 << 20  # bytes at both ends of a weights file that its fingerprint reads
+
+
+def fingerprint(target: Path) -> str:
+    """Of a target's folder: its configuration, and the names, sizes and ends of its weights."""
+    digest = hashlib.sha256((target / "config.json").read_bytes())
+    for path in sorted(target.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(ENDS))
+            file.seek(max(0, size - ENDS))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
+    """What all shards of one folder have in common."""
+    return {"target": fingerprint(target), "layers": [*taps_of(config.num_layers), config.num_layers]}
+
+
+def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None]) -> Totals:
+    """Make conversations into ``folder`` until the recipe's tokens or time are used up, or its prompts. ``report`` gets
+    the totals and the share done now and then. Returns the totals. Raises ConfigError, ModelError, CapacityError."""
+    model = load_model(target, recipe.dtype, recipe.device)
+    identity = identity_of(target, model.config)
+    before = Shards([folder], identity).totals()
+    if share_of(recipe, before) >= 1.0:
+        return before
+    remove_halves(folder)
+    prompts = read_prompts(recipe.prompts) if recipe.prompts else None
+    task = Task(model, read_turns(target), prompts, folder, identity, recipe)
+    others = Others(task)
+    try:
+        if talk(task, 0, Account(task, report)):
+            others.stop()
+        others.join()
+    finally:
+        others.stop()
+    made = Shards([folder], identity).totals()
+    if not made.conversations:
+        raise ConfigError("no conversation was made: the time was too short, or every given prompt was too long "
+                          "(see --max-prompt)")
+    return made
+
+
+class Account:
+    """Says after each step of the first process whether the recipe has what it asks for, and reports."""
+
+    def __init__(self, task: Task, report: Callable[[Totals, float], None]) -> None:
+        self._task, self._report = task, report
+        self._made = Totals(0, 0, 0, 0.0)
+        self._seconds = float("inf")  # of the shard in the making, at the last step
+
+    def __call__(self, waiting: int, seconds: float) -> bool:
+        """waiting: tokens of the shard in the making. seconds: since it was begun."""
+        if seconds < self._seconds:  # another shard was begun
+            self._made = Shards([self._task.folder], self._task.identity).totals()
+        self._seconds = seconds
+        made = self._made
+        ahead = Totals(made.conversations, made.tokens + waiting, made.answer_tokens, made.seconds + seconds)
+        share = share_of(self._task.recipe, ahead)
+        self._report(ahead, min(1.0, share))
+        return share >= 1.0
+
+
+def share_of(recipe: Recipe, totals: Totals) -> float:
+    """How much of what the recipe asks for is there."""
+    tokens = totals.tokens / recipe.tokens if recipe.tokens else 0.0
+    return max(tokens, totals.seconds / recipe.generate_seconds())
+

@@ -1,0 +1,166 @@
+"""What conversations the target is asked to have: its own questions, or given ones; and the text around the turns.
+
+Rules:
+1. A plan is a pure function of (seed, number): an interrupted run makes the same plans again.
+2. Questions are the target's own (Magpie, arXiv 2406.08464): its chat template up to where the user speaks, then an
+   opener or nothing, then what it writes itself. Or they are given. No benchmark's prompts are in here.
+3. Two fifths of the answers are greedy, a fifth at temperature 0.7 and two fifths at 1: a head serves all of them, and
+   what is sampled is harder to foresee.
+4. Every twentieth conversation is held out: never trained on, drafted for in the evaluation.
+
+It knows nothing about models, batches or shards.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from slipstream.base.errors import ConfigError, ModelError
+from slipstream.models.folder import load_tokenizer, read_json
+
+MARKS = ("\ue000", "\ue001", "\ue002")  # private-use characters stand for the turns while the template is read
+HELD_OUT_EVERY = 20
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
+QUESTION_TEMPERATURES = (0.7, 1.0)
+SECOND_TURN_SHARE = 0.25
+OPENER_SHARE = 0.7
+OPENERS = (
+    "What", "How", "Why", "Can you", "Could you explain", "Explain", "Describe", "Write", "Write a short story about",
+    "Write a poem about", "Write an email to", "Write a letter to", "Write a blog post about", "Write a dialogue",
+    "Write a Python function", "Write a program that", "Here is a Python function:\n```python\ndef ", "Complete this "
+    "Python function:\n\ndef ", "Fix the bug in this code:\n", "Translate", "Summarize", "Summarize this article:\n\n",
+    "Read the following passage:\n\n", "Give me", "Give three", "List", "Name", "Compare", "Imagine", "Suppose",
+    "Pretend that you are", "You are", "I am", "I need", "I want to", "My", "Is it", "Are there", "Should I", "Who",
+    "When did", "Where", "Which", "Solve", "Calculate", "If", "A farmer has", "A shop sells", "Anna", "There are",
+    "Identify", "Classify", "Rewrite", "Edit the following text", "Create", "Design", "Plan", "Tell me", "Help me",
+    "Generate", "Rank", "Convert", "Define", "Discuss",
+)
+LONG_SHARE = 0.12  # of the conversations; a head that has seen short prompts alone is lost behind a page of text
+LONG_QUESTION = 768  # tokens
+LONG_OPENERS = (
+    "Summarize this article:\n\n", "Summarize the following news article in three sentences:\n\n(CNN)", "Read this "
+    "report and list its main points:\n\n", "Here is a long story. Tell me what happens in it:\n\n", "Article:\n\n",
+    "Write highlights for this article:\n\n", "Rewrite this text so that a child understands it:\n\n", "Translate this "
+    "letter into simple English:\n\nDear", "Here is my essay. What could be better?\n\n", "Explain what this program "
+    "does:\n```python\nimport",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One conversation to be. ``questions``: given turns; None where the target asks itself, after ``opener``."""
+
+    number: int
+    opener: str
+    questions: tuple[str | None, ...]
+    temperature: float  # of the answers
+    question_temperature: float
+    held_out: bool
+    max_question: int = 0  # tokens that the target may ask; 0: as the limits say
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The text around turns, as tokens. Without a chat template there are no turns: a conversation is one text."""
+
+    tokenizer: Tokenizer
+    opening: str  # before the first question
+    to_answer: str  # from a question to its answer
+    to_question: str  # from an answer to the next question
+    plain: bool
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def read_turns(folder: Path) -> Turns:
+    """The turns of a target's folder. Raises ModelError naming what cannot be used."""
+    config = read_json(folder / "tokenizer_config.json")
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    tokenizer = load_tokenizer(folder)
+    if not isinstance(source, str):
+        begin = _special(config.get("bos_token")) or _special(config.get("eos_token")) or "\n"
+        return Turns(tokenizer, begin, "", "", plain=True)
+    names = {name: text for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+             if (text := _special(config.get(name)))}
+    messages = [{"role": role, "content": mark}
+                for role, mark in zip(("user", "assistant", "user"), MARKS, strict=True)]
+    text = _render(source, {**names, "messages": messages, "add_generation_prompt": True})
+    pieces = [text]
+    for mark in MARKS:
+        pieces[-1:] = pieces[-1].split(mark, 1)
+    if len(pieces) != len(MARKS) + 1:
+        raise ModelError(f"{folder}: chat_template: it does not print what users and assistants say, in order")
+    return Turns(tokenizer, pieces[0], pieces[1], pieces[2], plain=False)
+
+
+def read_prompts(path: Path) -> list[tuple[str, ...]]:
+    """The user turns of a JSONL file: objects with ``turns`` (a list of texts) or ``prompt``. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts: cannot read {path}: {error}") from error
+    prompts = [_turns_of(line, f"--prompts: {path}, line {number}")
+               for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"--prompts: {path} holds no prompts; write one JSON object with 'prompt' a line")
+    return prompts
+
+
+def plan_of(number: int, seed: int, prompts: Sequence[tuple[str, ...]] | None, plain: bool = False) -> Plan | None:
+    """The plan of conversation ``number``; None when all ``prompts`` are used up."""
+    if prompts is not None and number >= len(prompts):
+        return None
+    dice = random.Random(f"{seed}/{number}")
+    temperature, asking = dice.choice(TEMPERATURES), dice.choice(QUESTION_TEMPERATURES)
+    opener = dice.choice(OPENERS) if dice.random() < OPENER_SHARE and not plain else ""
+    second = dice.random() < SECOND_TURN_SHARE and not plain
+    held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    if prompts is not None:
+        return Plan(number, "", prompts[number], temperature, asking, held_out)
+    if not plain and dice.random() < LONG_SHARE:
+        return Plan(number, dice.choice(LONG_OPENERS), (None,), temperature, asking, held_out, LONG_QUESTION)
+    return Plan(number, opener, (None, None) if second else (None,), temperature, asking, held_out)
+
+
+def _turns_of(line: str, where: str) -> tuple[str, ...]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}") from error
+    turns: Any = None
+    if isinstance(entry, dict):
+        turns = entry["turns"] if "turns" in entry else [entry.get("prompt")]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ConfigError(f"{where}: expected an object with 'turns' (a list of texts) or 'prompt' (a text)")
+    return tuple(turns)
+
+
+def _special(entry: object) -> str:
+    found = entry.get("content") if isinstance(entry, dict) else entry
+    return found if isinstance(found, str) else ""
+
+
+def _render(source: str, names: dict[str, Any]) -> str:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=["jinja2.ext.loopcontrols"])
+    environment.globals["raise_exception"] = _refuse
+    try:
+        return environment.from_string(source).render(names)
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
+        raise ModelError(f"chat_template: cannot be rendered: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,66 @@
+"""What a head is worth: real drafting against the real target, acceptance length and acceptance by depth.
+
+Rules:
+1. The head is loaded from its exported folder by the code that serves it, and its trees are verified by the engine
+   that serves: what is wrong in the export shows here.
+2. From the first answer of held-out conversations on, greedy or at a temperature; all of them advance together.
+
+It knows nothing about training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.base.config import DraftSection, Dtype, GrowthSection, ModelSection
+from slipstream.drafting import create
+from slipstream.drafting.rounds import Rounds, Tally, slots_needed
+from slipstream.engine.runner import ModelRunner
+from slipstream.engine.weights import load_model
+from slipstream.train.shards import ANSWER, Conversation
+
+SHAPES = {"chain of 5": GrowthSection(num_steps=5, topk=1, num_draft_tokens=5),
+          "tree of 16": GrowthSection(num_steps=5, topk=4, num_draft_tokens=16)}
+MAX_PROMPT = 512
+SLOTS = 2048  # of a head, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What drafting in one shape gave."""
+
+    shape: str
+    length: float  # accepted draft tokens a round, plus one
+    by_depth: tuple[float, ...]  # acceptance at each depth among the rounds that came so far
+    rounds: int
+
+
+def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[int]]:
+    """What stands before the first answers of conversations that have a question, at most ``most`` of them."""
+    prompts = []
+    for conversation in conversations:
+        first = int(np.argmax(np.asarray(conversation.roles) == ANSWER))
+        if 1 <= first <= MAX_PROMPT:
+            prompts.append([int(token) for token in conversation.tokens[:first]])
+    return prompts[:most]
+
+
+def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 96,
+             dtype: Dtype = "bfloat16", device: str = "cpu", temperature: float = 0.0) -> list[Worth]:
+    """What the head in folder ``head`` is worth on ``prompts`` in each of SHAPES. Raises ModelError."""
+    slots = slots_needed(prompts, max_tokens)
+    runner = ModelRunner(load_model(target, dtype, device), slots)
+    model = ModelSection(path=str(target), dtype=dtype, device=device)
+    worth = []
+    for shape, growth in SHAPES.items():
+        section = DraftSection(drafter="eagle3", model=str(head), dtype=dtype, device=device,
+                               slots=max(SLOTS, slots), growth=growth)
+        tally = Tally()
+        Rounds(runner, create(section, model), max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
+        found = tally.acceptance
+        worth.append(Worth(shape, found.length, tuple(found.by_depth), found.rounds))
+    return worth

@@ -1,0 +1,90 @@
+"""A trained head as a folder in the published layout, as every server of EAGLE-3 heads reads it.
+
+Rules:
+1. ``midlayer.*``, ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as differences (target id - draft id),
+   ``t2d`` as a mask. The embedding is the target's and is not written.
+2. Layers whose inputs are read are named where they are not the published default; ids then name layers by their
+   output (see ``slipstream.drafting.heads.eagle_checkpoint``, rule 3).
+3. The folder is written beside its place and renamed file by file, ``config.json`` last: what is there loads.
+
+It knows nothing about training. Format: arXiv 2503.01840, architecture ``LlamaForCausalLMEagle3``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from slipstream.drafting.heads.eagle_checkpoint import ARCHITECTURE
+from slipstream.drafting.heads.layout import LAYER
+from slipstream.engine.model import ModelConfig, RopeScaling
+from slipstream.train.head import Head
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str] | None = None) -> None:
+    """Write the head into ``folder``; what stands there under the same names is replaced. texts: further files."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
+    for name, text in (texts or {}).items():
+        (partial / name).write_text(text, encoding="utf-8")
+    (partial / CONFIG).write_text(json.dumps(published_config(head, dtype), indent=2) + "\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (WEIGHTS, *(texts or {}), CONFIG):
+        (partial / name).replace(folder / name)
+    partial.rmdir()
+
+
+def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The head's tensors by their published names."""
+    vocabulary = head.vocabulary.cpu()
+    tensors = {name.replace(f"{LAYER}.", "midlayer."): tensor.detach().to("cpu", dtype).contiguous()
+               for name, tensor in head.tensors.items()}
+    tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
+    tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, vocabulary, True)
+    return tensors
+
+
+def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of ``config.json``."""
+    config = head.config
+    eagle: dict[str, Any] = {"use_aux_hidden_state": True}
+    eagle["eagle_aux_hidden_state_layer_ids"] = layer_ids(head.taps, head.target_layers)
+    return {
+        "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_act": "silu",
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps,
+        **_rope(config), "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+        "vocab_size": config.vocab_size, "draft_vocab_size": len(head.vocabulary),
+        "target_hidden_size": head.target_hidden, "num_aux_hidden_states": len(head.taps),
+        "eos_token_id": list(config.eos_token_ids), "torch_dtype": str(dtype).removeprefix("torch."),
+        "eagle_config": eagle,
+    }
+
+
+def layer_ids(taps: tuple[int, ...], num_layers: int) -> list[int]:
+    """The published ids of layers whose inputs are ``taps``."""
+    default = (2, num_layers // 2, num_layers - 3)
+    return list(taps) if taps == default else [tap - 1 for tap in taps]
+
+
+def _rope(config: ModelConfig) -> dict[str, Any]:
+    scaling: RopeScaling | None = config.rope_scaling
+    if scaling is None:
+        return {"rope_theta": config.rope_theta, "rope_scaling": None}
+    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+                    "original_max_position_embeddings": scaling.original_context}
+    return {"rope_theta": config.rope_theta, "rope_scaling": written}

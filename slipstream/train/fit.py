@@ -1,0 +1,196 @@
+"""Training: epochs over the shards, Muon and AdamW with a cosine, a checkpoint a minute, agreement on what is held out.
+
+Rules:
+1. The order of an epoch is a pure function of (seed, epoch), so a run that goes on takes the batches that come next.
+2. Progress is steps done of steps allowed or time spent of time allowed, whichever is further; the learning rate
+   follows it. Time and steps of earlier runs count.
+3. Weights are float32; products are bfloat16 under autocast where that is faster on this device (measured once).
+
+It knows nothing about generation or drafting.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.train.checkpoint import Checkpoint
+from slipstream.train.crew import Crew, Part
+from slipstream.train.head import Head
+from slipstream.train.optimizer import Optimizer
+from slipstream.train.recipe import Recipe
+from slipstream.train.shards import Conversation
+from slipstream.train.unroll import rows_of, unroll
+
+WARMUP_STEPS = 30
+FLOOR = 0.02  # of the learning rate, at the end
+VALIDATION = 16  # conversations looked at while training
+MAX_GRADIENT = 0.5
+SMOOTH = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One line of the history: how training stood at a step."""
+
+    step: int
+    seconds: float
+    loss: float
+    agreement: tuple[float, ...]  # on training rows, by unrolled step
+    held_out: tuple[float, ...]  # on held-out rows; empty when there are none
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a training is; what a checkpoint's state holds."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0  # of the epoch, next to come
+    seconds: float = 0.0
+    rows: int = 0
+    loss: float = 0.0  # smoothed
+    agreement: list[float] = field(default_factory=list)  # smoothed, by unrolled step
+    history: list[Point] = field(default_factory=list)
+
+
+class Training:
+    """One head, its optimiser and its progress. ``save`` writes a checkpoint."""
+
+    def __init__(self, head: Head, recipe: Recipe, training: Sequence[Conversation], held_out: Sequence[Conversation],
+                 save: Callable[[int, Checkpoint], None]) -> None:
+        self.head, self.recipe, self.progress = head, recipe, Progress()
+        self._training, self._save = training, save
+        self._held_out = rows_of(held_out[:VALIDATION], head, recipe.max_rows) if held_out else None
+        self._optimizer = Optimizer(head.tensors, recipe.learning_rate)
+        self._device = head.embedding.device
+        half = half_is_faster(self._device, head.config.hidden_size)
+        self._dtype = torch.bfloat16 if half else torch.float32
+        self._sizes = [min(len(c.tokens), recipe.max_rows) for c in training]
+        self._crew = Crew(head.tensors, self._compute, recipe.processes)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from ``checkpoint``."""
+        with torch.no_grad():
+            for name, tensor in self.head.tensors.items():
+                tensor.copy_(checkpoint.tensors[name])
+        self._optimizer.load(checkpoint.optimizer)
+        state = dict(checkpoint.state)
+        history = [Point(p["step"], p["seconds"], p["loss"], tuple(p["agreement"]), tuple(p["held_out"]))
+                   for p in state.pop("history")]
+        self.progress = Progress(**state, history=history)
+
+    def run(self, seconds: float, report: Callable[[Progress, float], None]) -> None:
+        """Train until the recipe's steps or ``seconds`` (of all runs) are used up. ``report`` gets the progress and
+        its share after each step."""
+        began = saved = time.monotonic()
+        before = self.progress.seconds
+        while (share := self._share(seconds)) < 1.0:
+            for batch in self._rest_of_epoch():
+                self._step(batch, share)
+                now = time.monotonic()
+                self.progress.seconds = before + now - began
+                share = self._share(seconds)
+                report(self.progress, min(1.0, share))
+                if now - saved >= self.recipe.save_every_s:
+                    self.checkpoint()
+                    saved = time.monotonic()
+                if share >= 1.0:
+                    break
+        self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Note how training stands, and save it."""
+        now = self.progress
+        if not now.history or now.history[-1].step != now.step:
+            now.history.append(Point(now.step, now.seconds, now.loss, tuple(now.agreement), self._validate()))
+        state: dict[str, Any] = asdict(now)
+        self._save(now.step, Checkpoint(dict(self.head.tensors), self._optimizer.moments(), state))
+
+    def _share(self, seconds: float) -> float:
+        steps = self.progress.step / self.recipe.steps if self.recipe.steps else 0.0
+        return max(steps, self.progress.seconds / seconds)
+
+    def _rest_of_epoch(self) -> Sequence[Sequence[int]]:
+        """The batches that are left of the present epoch, or of the next one."""
+        left = self._epoch(self.progress.epoch)[self.progress.batch:]
+        if not left:
+            self.progress.epoch, self.progress.batch = self.progress.epoch + 1, 0
+            left = self._epoch(self.progress.epoch)
+        return left
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        order = list(range(len(self._training)))
+        random.Random(f"{self.recipe.seed}/{epoch}").shuffle(order)
+        batches: list[list[int]] = [[]]
+        size = 0
+        for index in order:
+            if batches[-1] and size + self._sizes[index] > self.recipe.rows_per_step:
+                batches.append([])
+                size = 0
+            batches[-1].append(index)
+            size += self._sizes[index]
+        return batches
+
+    def _step(self, batch: Sequence[int], share: float) -> None:
+        now = self.progress
+        now.batch += 1
+        part = self._crew.run(batch, [self._sizes[index] for index in batch])
+        if part.weight == 0:
+            return
+        torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT)
+        self._optimizer.step(rate(now.step, share))
+        keep = SMOOTH if now.step else 0.0
+        now.loss = keep * now.loss + (1 - keep) * part.loss
+        now.agreement = [keep * old + (1 - keep) * new
+                         for old, new in zip(now.agreement or part.agreement, part.agreement, strict=True)]
+        now.step += 1
+        now.rows += part.rows
+
+    def _compute(self, batch: Sequence[int]) -> Part:
+        """The gradients of conversations, and what they tell."""
+        for tensor in self.head.tensors.values():
+            tensor.grad = None
+        if not batch:
+            return Part(0, 0, 0.0, ())
+        rows = rows_of([self._training[index] for index in batch], self.head, self.recipe.max_rows,
+                       self.recipe.learnt_roles)
+        if len(rows.wanted) == 0:
+            return Part(len(rows.tokens), 0, 0.0, ())
+        unrolled = unroll(self.head, rows, self.recipe.unroll, self._dtype)
+        unrolled.loss.backward()  # type: ignore[no-untyped-call]
+        return Part(len(rows.tokens), len(rows.wanted), float(unrolled.loss.detach()), tuple(unrolled.agreement))
+
+    @torch.no_grad()
+    def _validate(self) -> tuple[float, ...]:
+        if self._held_out is None:
+            return ()
+        return unroll(self.head, self._held_out, self.recipe.unroll, self._dtype).agreement
+
+
+def rate(step: int, share: float) -> float:
+    """The learning rate at ``step`` with ``share`` of the training done, of its peak."""
+    cosine = FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
+
+
+def half_is_faster(device: torch.device, hidden: int) -> bool:
+    """Whether this device multiplies bfloat16 faster than float32, both cast from float32 as autocast does."""
+    x, w = torch.randn(512, 4 * hidden, device=device), torch.randn(4 * hidden, 4 * hidden, device=device)
+
+    def seconds(dtype: torch.dtype) -> float:
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            float(F.linear(x.to(dtype), w.to(dtype)).sum())
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    return seconds(torch.bfloat16) < seconds(torch.float32)

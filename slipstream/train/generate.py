@@ -1,0 +1,238 @@
+"""Self-generation: the target has conversations with itself, many at a time, and its states are kept on the way.
+
+Rules:
+1. A continuous batch: every step computes what is pending of all running conversations in one ``ForwardBatch``; a
+   conversation that ends makes room for the next plan.
+2. All conversations share the KV of the text before the first question.
+3. Slots are reserved for a conversation as long as it may become, so nothing runs out in its middle.
+4. When generation ends on purpose, unfinished conversations are kept as they are: they are as true as finished ones.
+
+It knows nothing about files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.base.errors import CapacityError
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.runner import ModelRunner
+from slipstream.train.dialogue import Plan, Turns
+from slipstream.train.shards import ANSWER, GIVEN, QUESTION, Conversation
+
+STEP_ROWS = 1024  # of one forward, so that given prompts come in chunks
+SHORTEST_QUESTION = 2  # tokens; below it the target had nothing to ask
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In tokens. A given prompt above ``max_prompt`` is left out."""
+
+    max_prompt: int = 1024
+    max_question: int = 128
+    max_answer: int = 256
+
+
+@dataclass(slots=True)
+class Talk:
+    """One running conversation."""
+
+    plan: Plan
+    slots: NDArray[np.int64]  # reserved for it, behind the shared ones
+    tokens: list[int]
+    roles: list[int]
+    done: int  # tokens whose KV is there
+    greedy: dict[int, int] = field(default_factory=dict)
+    turn: int = 0
+    asking: bool = False
+    spoken: int = 0  # tokens of the present question or answer
+
+    def say(self, tokens: Sequence[int], role: int) -> None:
+        self.tokens.extend(tokens)
+        self.roles.extend([role] * len(tokens))
+
+
+class Generator:
+    """Runs plans on a runner whose taps are the head's layers and the final state, in this order."""
+
+    def __init__(self, runner: ModelRunner, turns: Turns, plans: Iterator[Plan], batch: int, limits: Limits,
+                 seed: int) -> None:
+        self._runner, self._turns, self._plans = runner, turns, plans
+        self._batch, self._limits = batch, limits
+        self._eos = frozenset(runner.config.eos_token_ids)
+        self._dice = torch.Generator(runner.model.device).manual_seed(seed)
+        self._to_answer, self._to_question = turns.encode(turns.to_answer), turns.encode(turns.to_question)
+        self._opening = turns.encode(turns.opening)
+        self._talks: list[Talk] = []
+        self._waiting: Plan | None = None  # there was no room for it
+        self._shared = self._share(self._opening[:-1])
+
+    @property
+    def running(self) -> bool:
+        """Whether another ``step`` has anything to do."""
+        self._admit()
+        return bool(self._talks)
+
+    def step(self) -> list[Conversation]:
+        """One forward. Returns the conversations that ended."""
+        self._admit()
+        builder, ready = BatchBuilder(), list[Talk]()
+        room = STEP_ROWS
+        for talk in self._talks:
+            count = min(len(talk.tokens) - talk.done, room)
+            if count == 0:
+                continue
+            self._add(builder, talk, count)
+            room -= count
+            if talk.done == len(talk.tokens):
+                ready.append(talk)
+        logits = self._runner.forward(builder.build(self._runner.model.device))
+        if not ready:
+            return []
+        greedy, chosen = choose(logits, [self._temperature(talk) for talk in ready], self._dice)
+        ended = [talk for talk, best, token in zip(ready, greedy, chosen, strict=True)
+                 if self._advance(talk, best, token)]
+        return [kept for talk in ended if (kept := self._end(talk)) is not None]
+
+    def stop(self) -> list[Conversation]:
+        """End all conversations where they are."""
+        return [kept for talk in list(self._talks) if (kept := self._end(talk)) is not None]
+
+    def _share(self, tokens: list[int]) -> NDArray[np.int64]:
+        slots = self._runner.slots.alloc(len(tokens))
+        if tokens:
+            builder = BatchBuilder()
+            builder.add(tokens, range(len(tokens)), slots.tolist(), np.zeros(0, np.int64), logits="none")
+            self._runner.forward(builder.build(self._runner.model.device))
+        return slots
+
+    def _admit(self) -> None:
+        while len(self._talks) < self._batch:
+            plan = self._waiting or next(self._plans, None)
+            self._waiting = None
+            if plan is None:
+                return
+            size = self._size(plan)
+            if size == 0:
+                continue
+            try:
+                slots = self._runner.slots.alloc(size)
+            except CapacityError:
+                if not self._talks:
+                    raise
+                self._waiting = plan
+                return
+            self._talks.append(self._begin(plan, slots))
+
+    def _size(self, plan: Plan) -> int:
+        """Slots that a conversation may need; 0 when it is too long."""
+        size = 1 + len(self._turns.encode(plan.opener))
+        for question in plan.questions:
+            given = len(self._turns.encode(question)) if question is not None else 0
+            if given > self._limits.max_prompt:
+                return 0
+            size += (given or self._most_asked(plan)) + self._limits.max_answer
+            size += len(self._to_answer) + len(self._to_question)
+        return size if size + len(self._shared) <= self._runner.config.max_context else 0
+
+    def _most_asked(self, plan: Plan) -> int:
+        return plan.max_question or self._limits.max_question
+
+    def _begin(self, plan: Plan, slots: NDArray[np.int64]) -> Talk:
+        talk = Talk(plan, slots, list(self._opening), [GIVEN] * len(self._opening), len(self._shared))
+        if not self._turns.plain:
+            self._ask(talk, self._turns.encode(plan.opener))
+        return talk
+
+    def _ask(self, talk: Talk, opener: Sequence[int] = ()) -> None:
+        question = talk.plan.questions[talk.turn]
+        talk.spoken, talk.asking = 0, question is None
+        if question is None:
+            talk.say(opener, GIVEN)
+        else:
+            talk.say([*self._turns.encode(question), *self._to_answer], GIVEN)
+
+    def _add(self, builder: BatchBuilder, talk: Talk, count: int) -> None:
+        shared = len(self._shared)
+        own = talk.done - shared
+        last = talk.done + count == len(talk.tokens)
+        builder.add(talk.tokens[talk.done:talk.done + count], range(talk.done, talk.done + count),
+                    talk.slots[own:own + count].tolist(), np.concatenate([self._shared, talk.slots[:own]]),
+                    logits="last" if last else "none")
+        talk.done += count
+
+    def _temperature(self, talk: Talk) -> float:
+        return talk.plan.question_temperature if talk.asking else talk.plan.temperature
+
+    def _advance(self, talk: Talk, best: int, token: int) -> bool:
+        """Take the next token. True when the conversation is over."""
+        talk.greedy[len(talk.tokens) - 1] = best
+        over = token in self._eos
+        talk.spoken += 1
+        if talk.asking:
+            return self._asked(talk, token, over)
+        talk.say([token], ANSWER)
+        if not over and talk.spoken < self._limits.max_answer:
+            return False
+        talk.turn += 1
+        if talk.turn == len(talk.plan.questions):
+            return True
+        follow = self._to_question
+        talk.say(follow[1:] if over and follow[:1] == [token] else follow, GIVEN)
+        self._ask(talk)
+        return False
+
+    def _asked(self, talk: Talk, token: int, over: bool) -> bool:
+        if over and talk.spoken <= SHORTEST_QUESTION:
+            return True
+        if not over:
+            talk.say([token], QUESTION)
+        if over or talk.spoken >= self._most_asked(talk.plan):
+            talk.say(self._to_answer, GIVEN)
+            talk.asking, talk.spoken = False, 0
+        return False
+
+    def _end(self, talk: Talk) -> Conversation | None:
+        """Take a conversation out. None when nothing in it is an answer."""
+        self._talks.remove(talk)
+        count = talk.done
+        states = self._runner.features(np.concatenate([self._shared, talk.slots[:count - len(self._shared)]]))
+        self._runner.slots.free(talk.slots)
+        kept = min(len(talk.tokens), count + 1)  # the newest token was chosen, but not computed
+        roles = np.array(talk.roles[:kept], np.uint8)
+        if not (roles == ANSWER).any():
+            return None
+        rows = np.zeros((kept, states.shape[1]), np.uint16)
+        rows[:count] = states.to(torch.bfloat16).cpu().view(torch.uint16).numpy()
+        greedy = np.array([talk.greedy.get(i, -1) for i in range(kept)], np.int32)
+        return Conversation(talk.plan.number, talk.plan.held_out, talk.plan.temperature,
+                            np.array(talk.tokens[:kept], np.int32), roles, greedy, rows)
+
+
+@torch.inference_mode()
+def choose(logits: torch.Tensor, temperatures: Sequence[float],
+           dice: torch.Generator) -> tuple[list[int], list[int]]:
+    """The likeliest token of each row of ``logits`` [R, V], and a sampled one at each row's temperature (0: the same).
+
+    By inversion of the cumulative sum in float32: several times as fast as noise over a whole vocabulary, and nobody
+    has to be able to draw the same sample again.
+    """
+    on_cpu = logits.device.type == "cpu"  # numpy's argmax is vectorised there, torch's is not
+    greedy = torch.from_numpy(logits.numpy().argmax(1)) if on_cpu else logits.argmax(1)
+    hot = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    best: list[int] = greedy.tolist()
+    if not hot:
+        return best, best
+    heat = torch.tensor([temperatures[row] for row in hot], dtype=logits.dtype, device=logits.device)[:, None]
+    mass = logits[hot].div_(heat).softmax(1).cumsum(1)
+    drawn = torch.rand(len(hot), 1, generator=dice, device=logits.device) * mass[:, -1:]
+    tokens = torch.searchsorted(mass, drawn.to(mass.dtype)).clamp_(max=logits.shape[1] - 1)[:, 0].tolist()
+    chosen = list(best)
+    for row, token in zip(hot, tokens, strict=True):
+        chosen[row] = int(token)
+    return best, chosen

@@ -1,0 +1,122 @@
+"""The head that is trained: named tensors as they are published, and what the target lends it.
+
+Rules:
+1. ``tensors`` are the trained ones in float32, by the names of the published layout (``midlayer.*``, ``fc``, ``norm``,
+   ``lm_head``); exporting is writing them down.
+2. Warm start: the layer is the target's last one (its attention reads the state's half of the input; the token's half
+   begins small and random), ``lm_head`` and ``norm`` are the target's; ``fc`` passes the deepest state through and
+   adds a little of the others, which measured far better than a random one.
+3. The draft vocabulary are the tokens that the target's answers use most; ties go to the lower id.
+4. States read: those that enter layers 2, n // 2 and n - 3, the published default; targets too shallow for it name
+   their layers.
+
+It knows nothing about data or optimisers. Format: arXiv 2503.01840, architecture ``LlamaForCausalLMEagle3``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.drafting.heads.layout import LAYER
+from slipstream.engine.layers import take
+from slipstream.engine.model import ModelConfig
+from slipstream.train.shards import ANSWER, Conversation
+
+SMALL = 0.02  # spread of what begins random, as models of this size are initialised
+FAINT = 0.005
+
+Tensors = dict[str, torch.Tensor]
+Counts = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Head:
+    """A head in training, on its device."""
+
+    config: ModelConfig  # of the one layer; vocab_size is the target's
+    taps: tuple[int, ...]
+    tensors: Tensors  # float32, trained
+    vocabulary: torch.Tensor  # int64 [V'] target ids, ascending
+    embedding: torch.Tensor  # [V, H] the target's, not trained
+    teacher: torch.Tensor  # [V', H] the target's lm_head over the draft vocabulary
+    target_layers: int
+    target_hidden: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(t.numel() for t in self.tensors.values())
+
+
+def taps_of(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs a head reads."""
+    if num_layers >= 6:
+        return 2, num_layers // 2, num_layers - 3
+    return 0, num_layers // 2, num_layers - 1
+
+
+def layer_config(target: ModelConfig) -> ModelConfig:
+    """The measures of the head's layer: the target's, one layer, a plain Llama."""
+    return replace(target, model_type="llama", num_layers=1, tied_embeddings=False, qkv_bias=False, o_bias=False,
+                   mlp_bias=False, qk_norm=False, sliding_window=0)
+
+
+def answer_counts(conversations: Iterable[Conversation], vocab: int) -> Counts:
+    """How often answers use each token, [V]."""
+    counts = np.zeros(vocab, np.int64)
+    for conversation in conversations:
+        counts += np.bincount(conversation.tokens[conversation.roles == ANSWER], minlength=vocab)
+    return counts
+
+
+def draft_vocabulary(counts: Counts, size: int) -> torch.Tensor:
+    """The ``size`` tokens that answers use most, int64 ascending."""
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def coverage(counts: Counts, vocabulary: torch.Tensor) -> float:
+    """The share of answer tokens that are in ``vocabulary``."""
+    return float(counts[vocabulary.numpy()].sum() / max(1, counts.sum()))
+
+
+def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, seed: int,
+              device: torch.device) -> Head:
+    """A head that begins where the target ends. tensors: the target's checkpoint."""
+    config, taps = layer_config(target), taps_of(target.num_layers)
+    hidden, size, last = config.hidden_size, config.head_dim, f"model.layers.{target.num_layers - 1}"
+    dice = torch.Generator().manual_seed(seed)
+
+    def own(name: str, *shape: int) -> torch.Tensor:
+        return take(tensors, name, *shape).float().clone()
+
+    def widened(name: str, heads: int) -> torch.Tensor:
+        token = SMALL * torch.randn(heads * size, hidden, generator=dice)
+        return torch.cat((token, own(f"{last}.self_attn.{name}.weight", heads * size, hidden)), 1)
+
+    fc = FAINT * torch.randn(hidden, len(taps) * hidden, generator=dice)
+    fc[:, -hidden:] += torch.eye(hidden)
+    lm_head = own("model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight", target.vocab_size,
+                  hidden)[vocabulary]
+    made = {
+        "fc.weight": fc,
+        f"{LAYER}.self_attn.q_proj.weight": widened("q_proj", config.num_heads),
+        f"{LAYER}.self_attn.k_proj.weight": widened("k_proj", config.num_kv_heads),
+        f"{LAYER}.self_attn.v_proj.weight": widened("v_proj", config.num_kv_heads),
+        f"{LAYER}.hidden_norm.weight": own(f"{last}.input_layernorm.weight", hidden),
+        f"{LAYER}.input_layernorm.weight": torch.ones(hidden),
+        "norm.weight": own("model.norm.weight", hidden),
+        "lm_head.weight": lm_head,
+    }
+    inner = config.intermediate_size
+    for name, shape in (("self_attn.o_proj", (hidden, config.num_heads * size)), ("mlp.gate_proj", (inner, hidden)),
+                        ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
+                        ("post_attention_layernorm", (hidden,))):
+        made[f"{LAYER}.{name}.weight"] = own(f"{last}.{name}.weight", *shape)
+    trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
+    embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
+    return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True),
+                target.num_layers, hidden)

@@ -1,0 +1,80 @@
+"""The settings of one training, and how its time is divided.
+
+Rules:
+1. Time goes to generation first: for a small head, more data beats more epochs.
+2. What counts is the time that was spent in all runs on a folder together: an interrupted run goes on, and a larger
+   ``minutes`` goes on where a smaller one ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.base.config import Dtype
+from slipstream.base.errors import ConfigError
+from slipstream.train.generate import Limits
+from slipstream.train.shards import ANSWER, QUESTION
+
+GENERATE_SHARE = 0.6
+TRAIN_SHARE = 0.35  # the rest is loading and evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """``minutes`` 0: no limit but ``tokens`` and ``steps``, which 0 leaves open in turn. ``generate`` and ``train``
+    False leave a stage out."""
+
+    minutes: float = 10.0
+    tokens: int = 0  # answer and question tokens to generate, in all
+    steps: int = 0  # of the optimiser
+    generate: bool = True
+    train: bool = True
+    prompts: Path | None = None
+    batch: int = 0  # conversations at a time; 0: 64 on a CPU, 512 on a GPU
+    limits: Limits = field(default_factory=Limits)
+    draft_vocab: int = 8192
+    unroll: int = 3
+    learning_rate: float = 1.5e-3
+    rows_per_step: int = 2048
+    max_rows: int = 1024  # of one conversation
+    learn_questions: bool = True  # what the target asks is its own text too
+    dtype: Dtype = "bfloat16"  # of the target while it generates, and of the exported head
+    device: str = "cpu"
+    processes: int = 1  # that train together, one thread each; more than one on a CPU only
+    save_every_s: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
+                                  or (self.train and self.steps <= 0)):
+            raise ConfigError("--minutes: without a time limit give --tokens and --steps, or nothing would end it")
+        if not 1 <= self.unroll <= 16:
+            raise ConfigError(f"--unroll: expected 1 to 16 steps, found {self.unroll}")
+
+    @property
+    def conversations_at_once(self) -> int:
+        return self.batch or (512 if self.device.startswith("cuda") else 64)
+
+    @property
+    def learnt_roles(self) -> tuple[int, ...]:
+        return (ANSWER, QUESTION) if self.learn_questions else (ANSWER,)
+
+    def identity(self) -> dict[str, Any]:
+        """What a training that goes on must have in common with what it began as."""
+        return {name: getattr(self, name) for name in ("draft_vocab", "unroll", "learning_rate", "rows_per_step",
+                                                       "max_rows", "learn_questions", "seed")}
+
+    def generate_seconds(self) -> float:
+        """For generation; infinite without a time limit."""
+        if self.minutes <= 0:
+            return float("inf")
+        return self.minutes * 60 * (GENERATE_SHARE if self.train else 1.0)
+
+    def train_seconds(self, generated_s: float) -> float:
+        """For training, after ``generated_s`` went to generation: what generation left is added."""
+        if self.minutes <= 0:
+            return float("inf")
+        share = TRAIN_SHARE + (0.0 if self.generate else GENERATE_SHARE)
+        return max(share * self.minutes * 60, (GENERATE_SHARE + TRAIN_SHARE) * self.minutes * 60 - generated_s)

@@ -1,0 +1,154 @@
+"""Shards: generated conversations with the target's states, on disk, read through memory maps.
+
+Rules:
+1. A shard is a folder: ``tokens.npy`` int32 [T], ``roles.npy`` uint8 [T], ``greedy.npy`` int32 [T], ``states.npy``
+   uint16 [T, W] (bfloat16 bits), and ``index.json`` with the conversations in them. It is written beside its place and
+   renamed when it is whole, so a run that is killed leaves whole shards only.
+2. ``greedy[i]`` is the target's likeliest token after token i; -1 where its logits were not asked for. ``states[i]``
+   are its tapped states and its final state after token i.
+3. ``identity`` (the target and what is tapped) is the same in all shards of a folder; shards of another are refused.
+
+It knows nothing about where conversations come from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.base.errors import ConfigError
+
+FORMAT = 1
+GIVEN, QUESTION, ANSWER = 0, 1, 2  # roles of tokens: template and given text, the target's questions, its answers
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    number: int
+    held_out: bool
+    temperature: float
+    tokens: NDArray[np.int32]  # [T]
+    roles: NDArray[np.uint8]  # [T]
+    greedy: NDArray[np.int32]  # [T]
+    states: NDArray[np.uint16]  # [T, W]
+
+    @property
+    def num_answer(self) -> int:
+        return int((self.roles == ANSWER).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What all shards of a folder hold."""
+
+    conversations: int
+    tokens: int
+    answer_tokens: int
+    seconds: float  # spent on making them
+
+
+class ShardWriter:
+    """Collects conversations; ``flush`` makes a shard of them. Several may write into one folder, each under its own
+    ``mark`` of lower-case letters."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], mark: str = "") -> None:
+        self.folder = folder
+        self._identity, self._mark = dict(identity), mark
+        self._waiting: list[Conversation] = []
+        self.num_waiting = 0  # tokens
+        folder.mkdir(parents=True, exist_ok=True)
+        self._next = max((_number(path) for path in _places(folder)), default=-1) + 1
+
+    def add(self, conversation: Conversation) -> None:
+        self._waiting.append(conversation)
+        self.num_waiting += len(conversation.tokens)
+
+    def flush(self, seconds: float) -> None:
+        """Write what waits as one shard. seconds: what it took to make. Nothing waits: nothing is written."""
+        if not self._waiting:
+            return
+        place = self.folder / f"shard-{self._next:05d}{self._mark}"
+        partial = place.with_suffix(".partial")
+        partial.mkdir()
+        for name in ("tokens", "roles", "greedy", "states"):
+            np.save(partial / f"{name}.npy", np.concatenate([getattr(c, name) for c in self._waiting]))
+        entries = [{"number": c.number, "held_out": c.held_out, "temperature": c.temperature, "tokens": len(c.tokens),
+                    "answer_tokens": c.num_answer} for c in self._waiting]
+        index = {"format": FORMAT, "identity": self._identity, "seconds": seconds, "conversations": entries}
+        (partial / "index.json").write_text(json.dumps(index), encoding="utf-8")
+        for file in partial.iterdir():
+            _sync(file)
+        partial.rename(place)
+        self._next += 1
+        self._waiting, self.num_waiting = [], 0
+
+
+class Shards:
+    """The whole shards of some folders, as they are now."""
+
+    def __init__(self, folders: Sequence[Path], identity: Mapping[str, Any]) -> None:
+        """Raises ConfigError when a shard was made under another identity."""
+        self._entries: list[tuple[Path, dict[str, Any]]] = []
+        for place in [place for folder in folders for place in _places(folder)]:
+            index = json.loads((place / "index.json").read_text(encoding="utf-8"))
+            if index["format"] != FORMAT or index["identity"] != dict(identity):
+                raise ConfigError(f"{place}: was made with another target or layout; choose another folder, or remove "
+                                  f"{place.parent}")
+            self._entries.append((place, index))
+
+    def numbers(self) -> set[int]:
+        """Of all conversations."""
+        return {entry["number"] for _, index in self._entries for entry in index["conversations"]}
+
+    def temperatures(self) -> dict[float, float]:
+        """The share of conversations answered at each temperature, ascending."""
+        found = Counter(entry["temperature"] for _, index in self._entries for entry in index["conversations"])
+        return {temperature: found[temperature] / found.total() for temperature in sorted(found)}
+
+    def totals(self) -> Totals:
+        entries = [entry for _, index in self._entries for entry in index["conversations"]]
+        return Totals(len(entries), sum(e["tokens"] for e in entries), sum(e["answer_tokens"] for e in entries),
+                      sum(index["seconds"] for _, index in self._entries))
+
+    def conversations(self, held_out: bool) -> Iterator[Conversation]:
+        """All that are held out, or all others; their states are views of memory maps, one file a shard."""
+        for place, index in self._entries:
+            tokens, roles, greedy = (np.load(place / f"{name}.npy", allow_pickle=False)
+                                     for name in ("tokens", "roles", "greedy"))
+            states = np.load(place / "states.npy", mmap_mode="r", allow_pickle=False)
+            first = 0
+            for entry in index["conversations"]:
+                rows = slice(first, first + entry["tokens"])
+                first = rows.stop
+                if entry["held_out"] == held_out:
+                    yield Conversation(entry["number"], held_out, entry["temperature"], tokens[rows], roles[rows],
+                                       greedy[rows], states[rows])
+
+
+def remove_halves(folder: Path) -> None:
+    """Remove what a killed run left half written. While nobody writes."""
+    for left in folder.glob("*.partial"):
+        shutil.rmtree(left)
+
+
+def _places(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("shard-*") if path.suffix != ".partial")
+
+
+def _number(place: Path) -> int:
+    return int(place.name.removeprefix("shard-").rstrip(ascii_lowercase))
+
+
+def _sync(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())

@@ -1,0 +1,131 @@
+"""From a target's folder to a head's: collect, vocabulary, train, export, evaluate, card. Each stage goes on where an
+interrupted run left it.
+
+Rules:
+1. ``work`` keeps what is made on the way: shards, and checkpoints of the one training that runs on them. The same
+   command again goes on; another recipe for the head is refused by name.
+2. Further folders of shards (``data``) of the same target are trained on too.
+3. The draft vocabulary is chosen once, when training begins, and lives in the checkpoints.
+
+It knows nothing about progress bars; ``Watcher`` is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slipstream.base.errors import ConfigError
+from slipstream.engine.model import ModelConfig, device_of, dtype_of
+from slipstream.engine.weights import load_tensors
+from slipstream.train.card import card
+from slipstream.train.checkpoint import Checkpoint, newest, save
+from slipstream.train.collect import collect, identity_of
+from slipstream.train.evaluate import Worth, evaluate, prompts_of
+from slipstream.train.export import export
+from slipstream.train.fit import Progress, Training
+from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
+from slipstream.train.plot import curves
+from slipstream.train.recipe import Recipe
+from slipstream.train.shards import Shards, Totals
+
+VOCABULARY = "vocabulary"  # among a checkpoint's tensors
+SHORTEST = 3  # tokens of a conversation with a row in it
+EVALUATED = 16  # held-out conversations that are drafted for
+
+
+class Watcher(Protocol):
+    """Is told how it goes."""
+
+    def collecting(self, totals: Totals, share: float) -> None: ...
+
+    def training(self, progress: Progress, share: float) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    target: Path
+    name: str  # of the target, for the card
+    out: Path
+    work: Path
+    data: tuple[Path, ...]
+    recipe: Recipe
+
+
+def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
+    """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
+    recipe, config = job.recipe, ModelConfig.from_folder(job.target)
+    if recipe.generate:
+        with _threads(1 if recipe.processes > 1 else 0):
+            collect(job.target, job.work, recipe, watcher.collecting)
+    shards = Shards([job.work, *job.data], identity_of(job.target, config))
+    totals = shards.totals()
+    if not totals.conversations:
+        raise ConfigError(f"there are no conversations in {job.work}: leave --no-generate out, or name a folder of "
+                          "them with --data")
+    watcher.say(f"{totals.conversations} conversations, {totals.tokens} tokens, {totals.answer_tokens} of them "
+                "in answers")
+    if not recipe.train:
+        return ()
+    head, covered, training = _train(job, config, shards, watcher)
+    dtype = dtype_of(recipe.dtype)
+    export(head, job.out, dtype)
+    watcher.say("drafting for held-out prompts")
+    prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
+    found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device) if prompts else []
+    now = training.progress
+    export(head, job.out, dtype, {
+        "training.svg": curves(now.history),
+        "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))})
+    return found
+
+
+def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> tuple[Head, float, Training]:
+    recipe, device = job.recipe, device_of(job.recipe.device)
+    ours, held_out = ([talk for talk in shards.conversations(kept) if len(talk.tokens) >= SHORTEST]
+                      for kept in (False, True))
+    if not ours:
+        raise ConfigError("every conversation so far is held out: generate more (--minutes, --tokens)")
+    folder = job.work / "checkpoints"
+    identity = {**recipe.identity(), **identity_of(job.target, config)}
+    begun = newest(folder, identity)
+    counts = answer_counts(ours, config.vocab_size)
+    vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if begun is None else begun.tensors[VOCABULARY]
+    covered = coverage(counts, vocabulary)
+    watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
+    head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
+    with _threads(1 if recipe.processes > 1 else 0):
+        training = Training(head, recipe, ours, held_out, _saver(folder, vocabulary, identity))
+        if begun is not None:
+            training.resume(begun)
+            watcher.say(f"going on at step {training.progress.step}")
+        training.run(recipe.train_seconds(shards.totals().seconds), watcher.training)
+    return head, covered, training
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads inside an operation; 0: as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _saver(folder: Path, vocabulary: torch.Tensor, identity: dict[str, Any]) -> Callable[[int, Checkpoint], None]:
+    def write(step: int, checkpoint: Checkpoint) -> None:
+        tensors = checkpoint.tensors | {VOCABULARY: vocabulary}
+        save(folder, step, Checkpoint(tensors, checkpoint.optimizer, checkpoint.state), identity)
+
+    return write
+
+
