@@ -18,10 +18,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from slipstream import __version__
-from slipstream.__main__ import app, models_app
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
+from slipstream.cli.commands import app, models_app
 from slipstream.cli.conversation import Conversation
 from slipstream.cli.launch import SHARED_CORES, Launch, joined, places, require_free
 from slipstream.cli.terminal import Told, complain, show_answer, summary
@@ -200,7 +200,7 @@ def test_an_address_of_another_machine_is_not_called_taken() -> None:
 @pytest.mark.parametrize(("shared", "spins"), [("true", "0"), ("false", None)])
 def test_a_service_by_hand_waits_as_a_launched_one_does(shared: str, spins: str | None) -> None:
     """What torch and gRPC read when they are loaded is set before: here the service is refused right after that."""
-    code = ("import os, sys; from slipstream.__main__ import app; from slipstream.base.errors import ConfigError\n"
+    code = ("import os, sys; from slipstream.cli.commands import app; from slipstream.base.errors import ConfigError\n"
             "try: app(['draft', '--set', 'draft.drafter=ngram', '--set', 'draft.listen=0.0.0.0:1', '--set', "
             f"'target.shared_cores={shared}'])\n"
             "except ConfigError: print([*map(os.environ.get, ('GOMP_SPINCOUNT', 'GRPC_EXPERIMENTS')), "

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from slipstream.__main__ import app
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
+from slipstream.cli.commands import app
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.heads.lent import lent_lm_head

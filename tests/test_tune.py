@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.__main__ import app
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError
+from slipstream.cli.commands import app
 from slipstream.cli.tuning import numbers, prompts_of, with_pair
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
