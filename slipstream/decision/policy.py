@@ -24,8 +24,7 @@ Rules:
 8. Every PLAIN_EVERY rounds one is plain, so that the cost of a plain step is measured and not remembered.
 
 It knows no clock, no session, no drafter, and keeps no logs. A target has one for each session. A router has one for
-each model and draft pool, and feeds it the pieces of all its answers, each as one round with ``plain_s`` set to what a
-plain step takes now (the mean of pieces with nothing drafted): then neither row counts nor ``StepCosts`` matter. It
+each model and draft pool, and feeds it the pieces of all its answers, each as one round with its own ``plain_s``. It
 switches answers by ``mode``; while ``probing`` it lets a small share speculate and feeds theirs alone.
 
 Sources: goodput as the objective, arXiv 2406.14066; restart cost, arXiv 2512.22420.
@@ -34,15 +33,13 @@ Sources: goodput as the objective, arXiv 2406.14066; restart cost, arXiv 2512.22
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.estimates import Experience, Ledger, StepCosts
 from slipstream.decision.exchanges import ExchangeByLoad, ExchangeTimes
 from slipstream.decision.goodput import Goodput, Round
 from slipstream.decision.probe import Probe
+from slipstream.decision.record import Decision, Mode, Reason, Seen, Transition, Why
 
 __all__ = ["ExchangeTimes", "Experience", "Mode", "Reason", "Round", "SpeculationPolicy", "StepCosts", "Transition"]
 
@@ -51,28 +48,9 @@ REPAY_S = 10.0
 PLAIN_EVERY = 64
 PROBE_LIMIT_S = 5.0  # a drafter that has not answered by then has failed the probe
 OVERLOAD_S = 0.1  # between two looks whether it is over
+IDLE_TOKENS = 128  # committed since a tree was asked for: to tell a drafter of more would cost time there
 FAILED_PROBES = 3  # before shadow becomes plain
 SILENT_ROUNDS = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
-
-Reason = Literal["acceptance_low", "draft_unavailable", "draft_timeout", "overload", "incompatible", "probe_ok",
-                 "probe_failed", "operator", "drafter_ready"]
-
-
-class Mode(StrEnum):
-    SPECULATE = "speculate"
-    SHADOW = "shadow"
-    PLAIN = "plain"
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A change of mode, with the gain that was believed then."""
-
-    at_s: float
-    before: Mode
-    after: Mode
-    reason: Reason
-    gain: float
 
 
 class SpeculationPolicy:
@@ -86,7 +64,9 @@ class SpeculationPolicy:
         self.num_probes = 0
         self.allowed = config.enabled and config.max_nodes > 0
         self._config = config
-        self._goodput = Goodput(config, costs, exchange or ExchangeTimes(), experience or Experience())
+        self._exchange = exchange or ExchangeTimes()
+        self._shared = isinstance(self._exchange, ExchangeByLoad)
+        self._goodput = Goodput(config, costs, self._exchange, experience or Experience())
         self._since_s = self._quiet_since_s = self._next_probe_s = now_s
         self._backoff_s = config.probe_after_s
         self._failed = 0
@@ -102,7 +82,7 @@ class SpeculationPolicy:
 
     @property
     def gain(self) -> float:
-        """Of the latest ten rounds or so in which drafts were asked for."""
+        """Of the latest rounds in which drafts were asked for."""
         return self._goodput.recent.gain
 
     def wants_drafts(self, now_s: float) -> bool:
@@ -150,6 +130,33 @@ class SpeculationPolicy:
         if not self._wants or self._measures_plain:
             return False
         return bool(self._probe or self._silent or (not self._idle and self._goodput.pays(gain)))
+
+    def decide(self, now_s: float, seen: Seen) -> Decision:
+        """The coming round, from what is there after a commit."""
+        lookup = self.foresees(seen.chances, seen.followed, seen.others) if seen.chances else 0
+        verify = self.budget(now_s, seen.others)
+        asks = self._worth_asking(now_s, seen)
+        self._goodput.tell_others(seen.others)
+        stays = self.mode is not Mode.PLAIN or self._wants
+        follow = (stays and not (self._shared and seen.unasked > IDLE_TOKENS)) if seen.followed else asks
+        want = verify if asks and not lookup else 0
+        wait_s, enough = (self.deadline_s(), self.enough()) if seen.followed and not lookup else (0.0, 0.0)
+        return Decision(self.mode, verify, lookup, want, follow, bool(want and seen.grows_ahead), wait_s, enough,
+                        self._why(lookup, asks, seen))
+
+    def _worth_asking(self, now_s: float, seen: Seen) -> bool:
+        if not isinstance(self._exchange, ExchangeByLoad):
+            return self._wants
+        # On the target's own cores, a tree that nobody waits for slows the step beside it.
+        self.budget(now_s, self._exchange.load - 1)
+        return self.asks(not seen.followed)
+
+    def _why(self, lookup: int, asks: bool, seen: Seen) -> Why:
+        rows: tuple[tuple[bool, Why], ...] = (
+            (not self.allowed, "forbidden"), (lookup > 0, "prompt lookup"), (self.probing, "a probe"),
+            (self._measures_plain, "measures plain"), (not self._wants, "drafts do not pay"),
+            (not seen.followed, "no drafter"), (not asks, "too slow"))
+        return next((why for holds, why in rows if holds), "drafts pay")
 
     def enough(self) -> float:
         """Draft tokens that a tree must promise for the step to begin at once, within ``deadline_s``."""
