@@ -25,7 +25,7 @@ Rules:
 
 It knows no clock, no session, no drafter, and keeps no logs. A target has one for each session. A router has one for
 each model and draft pool, and feeds it the pieces of all its answers, each as one round with its own ``plain_s``. It
-switches answers by ``mode``; while ``probing`` it lets a small share speculate and feeds theirs alone. See arXiv 2406.14066.
+switches answers by ``mode``; while ``probing`` it lets a small share speculate and feeds theirs alone.
 """
 
 from __future__ import annotations
