@@ -19,16 +19,8 @@ import numpy as np
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.exchanges import ExchangeByLoad
-from slipstream.decision.policy import (
-    ExchangeTimes,
-    Experience,
-    Mode,
-    Reason,
-    Round,
-    SpeculationPolicy,
-    StepCosts,
-    Transition,
-)
+from slipstream.decision.policy import ExchangeTimes, Experience, Round, SpeculationPolicy, StepCosts
+from slipstream.decision.record import Mode, Reason, Transition
 from slipstream.engine.prefix import RadixCache
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import TokenHistory
