@@ -60,7 +60,7 @@ class ColdTrees:
         section = settled_draft(DraftSection(), model)
         head = read_head(resolve(section.model), resolve(model.path))
         network = EagleNetwork(head, section.dtype, device_of(section.device), SLOTS, section.project_features,
-                               kernels=section.kernels, whole=section.quantize in ("auto", "int8"))
+                               kernels=model.kernels, whole=section.quantize in ("auto", "int8"))
         self.timed = TimedTrees(network) if whole and network.grows_trees else None
         neural = NeuralDrafter(section.drafter, network, section.growth, 1,
                                whole=None if self.timed is None else WholeTrees(self.timed))

@@ -66,8 +66,8 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     torch.set_num_threads(threads(section.threads))
     name = config.router.model_name or folder.name
     if section.tensor_parallel == 1:
-        model = load_model(folder, section.dtype, section.device, section.engine, section.compile, section.attention,
-                           section.graphs, section.exact, section.quantize, section.kernels)
+        model = load_model(folder, section.dtype, section.device, section.engine, graphs=True,
+                           exact=section.kernels == "native", quantize=section.quantize, kernels=section.kernels)
         if isinstance(model, NativeDecoder):
             # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
             torch.set_num_threads(1)

@@ -22,7 +22,7 @@ from slipstream.cli.manual import config_yaml
     ("draft.growth.topk=17", "draft.growth.topk: must be at most 16"),
     ("draft.lease_s=0", "draft.lease_s: must be above 0"),
     ("draft.lease_s=soon", "draft.lease_s: 'soon' is not a number"),
-    ("model.compile=perhaps", "model.compile: 'perhaps' is neither true nor false"),
+    ("draft.compile=perhaps", "draft.compile: 'perhaps' is neither true nor false"),
     ("model.dtype=fp16", "model.dtype: 'fp16' is not known; write 'float64', 'float32', 'bfloat16' or 'float16'"),
     ("model.path=8", "model.path: 8 is not text; YAML takes it as such in quotes: '8'"),
     ("target.policy=3", "target.policy: is a section: write its settings below it, one a line, or "

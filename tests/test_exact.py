@@ -136,5 +136,5 @@ def test_a_model_whose_rows_depend_on_their_company_fails_its_trial(folder: Path
 
 @pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}, {"compile_layers": True}])
 def test_it_is_refused_elsewhere(folder: Path, other: dict[str, object]) -> None:
-    with pytest.raises(ModelError, match=r"model\.exact"):
+    with pytest.raises(ModelError, match=r"model\.kernels: native is for"):
         load_model(folder, **{"exact": True, "dtype": "bfloat16", **other})

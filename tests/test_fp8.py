@@ -86,7 +86,7 @@ def test_a_model_in_fp8_says_nearly_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "said"), [
-    ({"dtype": "float32"}, "dtype bfloat16, and this is float32"), ({"exact": True}, "without exact"),
+    ({"dtype": "float32"}, "dtype bfloat16, and this is float32"), ({"exact": True}, "without kernels native"),
     ({"engine": "hf"}, "engine decoder"), ({"compile_layers": True}, "without compile")])
 def test_it_is_refused_elsewhere(tmp_path: Path, other: dict[str, object], said: str) -> None:
     folder = write_tiny_model(tmp_path, **SHAPE)
@@ -134,7 +134,7 @@ def test_a_draft_in_fp8_grows_trees(tmp_path: Path, kind: str) -> None:
     def drafter(**settings: object) -> Drafter:
         section = DraftSection.model_validate({"model": str(head), "quantize": "fp8", "slots": 400, "drafter": kind,
                                                **settings})
-        return {"standalone": lambda: load_standalone(section), "eagle3": lambda: load_eagle(section, model),
+        return {"standalone": lambda: load_standalone(section, model), "eagle3": lambda: load_eagle(section, model),
                 "eagle2": lambda: load_eagle2(section, model)}[kind]()
 
     eight = drafter()

@@ -268,11 +268,11 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
         tmp_path / "head", eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
                                         target_hidden_size=64))
 
-    def grown(quantize: str = "int8", **settings: Any) -> list[int]:
+    def grown(quantize: str = "int8", kernels: str = "auto", **settings: Any) -> list[int]:
+        model = ModelSection.model_validate({"path": str(target), "kernels": kernels})
         section = DraftSection.model_validate({"model": str(head), "quantize": quantize, "slots": 400,
                                                "drafter": kind, **settings})
-        drafter = (load_standalone(section) if kind == "standalone"
-                   else load_eagle(section, ModelSection(path=str(target))))
+        drafter = (load_standalone if kind == "standalone" else load_eagle)(section, model)
         drafter.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])
         if drafter.features is not None:
             count = len(TEXT) - 1
@@ -283,7 +283,7 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
 
     assert len(grown()) == len(grown("auto", kernels="torch")) == 8
     assert grown("auto") == grown("int8" if kind == "eagle3" else "none")
-    for other in ({"dtype": "float32"}, {"kernels": "torch"}, {"attention": "torch"}, {"compile": True}):
+    for other in ({"dtype": "float32"}, {"kernels": "torch"}, {"compile": True}):
         with pytest.raises(ModelError, match=r"draft\.quantize: int8 is for the CPU kernels of our own"):
             grown(**other)
 

@@ -259,8 +259,7 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path) -> None:
 @pytest.mark.parametrize(("settings", "problem"), [
     ({"ranks": 3}, "num_attention_heads 4 of this model does not divide by 3"),
     ({"ranks": 4}, "num_key_value_heads 2 of this model does not divide by 4"),
-    ({"engine": "hf"}, "for engine decoder"), ({"exact": True}, "without compile, exact and kernels native"),
-    ({"kernels": "native"}, "without compile, exact and kernels native"),
+    ({"engine": "hf"}, "for engine decoder"), ({"kernels": "native"}, "without kernels native"),
     ({"device": "cuda:1"}, "cannot be shared out"), ({"device": "cuda", "ranks": 16}, "16 GPUs are wanted"),
 ])
 def test_what_cannot_be_cut_is_refused_before_a_process_is_started(folder: Path, settings: dict[str, object],

@@ -21,7 +21,6 @@ from slipstream.base.errors import ConfigError
 from slipstream.base.mistakes import explained
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
-Attention = Literal["auto", "torch", "flashinfer"]
 Kernels = Literal["auto", "native", "torch"]
 Quantize = Literal["none", "fp8", "int8"]
 Listen = Annotated[str, BeforeValidator(listening)]  # host:port
@@ -40,17 +39,12 @@ class ModelSection(Section):
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
     threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
-    compile: bool = Field(False, description="torch.compile for the decoder's layers: needs a C++ compiler and "
-                          "half a minute at start; 10 % slower than eager on the CPU that it was measured on")
-    attention: Attention = Field("auto", description="auto: FlashInfer on a GPU where it is installed, else torch's")
     kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
                              "its C++ compiler, and on a GPU, where Triton is, after a trial; torch's elsewhere; "
-                             "native: those on a CPU, or an error; torch: none of ours")
+                             "native: those on a CPU, after a trial that drafts change no bit, or an error; torch: "
+                             "none of ours, drafts' included")
     quantize: Quantize = Field("none", description="int8: weights as whole numbers, for kernels of our own on a CPU; "
                                "fp8: 8 bits in floating point, for GPUs (Hopper or newer); both may change answers")
-    exact: bool = Field(False, description="start only if bfloat16 answers equal plain decoding's bit for bit: with "
-                        "kernels native, after a trial (`make bench-exact`)")
-    graphs: bool = Field(True, description="CUDA graphs of small steps; with FlashInfer's attention only")
     tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs of one target that share its model, layer by layer; "
                                  "its heads and intermediate_size must divide by it")
 
@@ -91,12 +85,9 @@ class DraftSection(Section):
                                    "a third of the bytes; off: it sends them as they are")
     combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
-    attention: Attention = Field("auto", description="of the draft model or head; as in model")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "
                             "EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
-    kernels: Kernels = Field("auto", description="as in model; on a CPU of a draft model or an EAGLE-3 head")
-    graphs: bool = Field(True, description="an EAGLE-3 head's tree as one CUDA graph; with FlashInfer's attention only")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     threads: int = Field(0, ge=0)

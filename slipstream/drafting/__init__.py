@@ -37,7 +37,7 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
     if section.drafter == "standalone":
         from slipstream.drafting.loading import load_standalone
 
-        return load_standalone(section)
+        return load_standalone(section, model)
     if section.drafter == "eagle2":
         from slipstream.drafting.loading import load_eagle2
 

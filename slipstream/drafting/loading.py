@@ -45,14 +45,15 @@ from slipstream.observe.log import logger
 N = TypeVar("N", bound=Network)
 
 
-def load_standalone(section: DraftSection) -> Drafter:
-    """A drafter over the model folder or name in ``section.model``. Raises ModelError."""
+def load_standalone(section: DraftSection, target: ModelSection) -> Drafter:
+    """A drafter over the model folder or name in ``section.model``; of ``target`` only ``kernels`` counts. Raises
+    ModelError."""
     folder = resolve(section.model)
     config = ModelConfig.from_folder(folder)
-    _check_int8(section)
+    _check_int8(section, target)
     vocabulary = _token_map(section, config.vocab_size)
     model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
-                                    attention=section.attention, kernels=section.kernels,
+                                    kernels=_kernels(target),
                                     quantize="none" if section.quantize == "auto" else section.quantize)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
@@ -64,13 +65,13 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    _check_int8(section)
+    _check_int8(section, model)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
-            else section.kernels)
-    graphs = section.graphs and device.type == "cuda" and not section.compile
+            else _kernels(model))
+    graphs = device.type == "cuda" and not section.compile
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
-    network = _ready(section, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves, section.attention, ours, spare,
+    network = _ready(section, model, lambda halves: EagleNetwork(
+        head, section.dtype, device, num_slots, section.project_features, halves, kernels=ours, spare_slots=spare,
         whole=section.quantize in ("auto", "int8")), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, _at_once(section, network) if spare else None,
@@ -86,8 +87,8 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    network = _ready(section, lambda halves: Eagle2Network(
-        head, section.dtype, device, num_slots, halves, section.attention), head.config)
+    network = _ready(section, model, lambda halves: Eagle2Network(
+        head, section.dtype, device, num_slots, halves), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
@@ -102,7 +103,7 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, head.vocab_size)
 
     def build(halves: Halves) -> Network:
-        blocks = mtp_blocks(head, section.dtype, section.device, halves, section.attention)
+        blocks = mtp_blocks(head, section.dtype, section.device, halves)
         return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
 
     if head.layout.own_kind:
@@ -110,7 +111,7 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
             logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
                                     what=section.drafter)
         return _drafter(section, build(EAGER))
-    return _drafter(section, _ready(section, build, ModelConfig.from_folder(head.folder)))
+    return _drafter(section, _ready(section, model, build, ModelConfig.from_folder(head.folder)))
 
 
 def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, attention: str = "auto") -> Blocks:
@@ -125,18 +126,23 @@ def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, a
     return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
 
 
-def _ready(section: DraftSection, build: Callable[[Halves], N], config: ModelConfig) -> N:
+def _kernels(target: ModelSection) -> str:
+    """Drafts compute on kernels of our own where they can, unless none of ours are wanted."""
+    return "torch" if target.kernels == "torch" else "auto"
+
+
+def _ready(section: DraftSection, target: ModelSection, build: Callable[[Halves], N], config: ModelConfig) -> N:
     """config: of the layers."""
     if section.compile and section.quantize not in ("auto", "none"):
         raise ModelError("draft.quantize: it is for drafters without compile")
     if section.compile:
         return compiled(build, run_network, section.drafter)
-    return build(halves_for(section.kernels, config, dtype_of(section.dtype), device_of(section.device)))
+    return build(halves_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
 
 
-def _check_int8(section: DraftSection) -> None:
+def _check_int8(section: DraftSection, target: ModelSection) -> None:
     if section.quantize == "int8":
-        native = section.kernels != "torch" and section.attention == "auto" and not section.compile
+        native = target.kernels != "torch" and not section.compile
         check_int8("draft.quantize", section.quantize, section.dtype, section.device, native=native)
 
 

@@ -27,7 +27,7 @@ TRIAL_CONTEXT, TRIAL_ROWS = 120, 16
 def check_exact(model: CausalModel) -> CausalModel:
     """The model, after its trial. Raises ModelError."""
     if not passes_trial(model):
-        raise ModelError("model.exact: on this machine a tree's rows differ from plain steps; serve with "
+        raise ModelError("model.kernels: native: on this machine a tree's rows differ from plain steps; serve with "
                          "model.dtype=float32 instead")
     return model
 

@@ -36,8 +36,6 @@ class Part:
     folder: str
     dtype: str
     device: str
-    attention: str = "auto"
-    graphs: bool = True
     threads: int = 0  # of a CPU; 0: leave them as they are
     quantize: str = "none"  # or fp8
     kernels: str = "auto"  # or torch
@@ -61,8 +59,8 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
     """The first part of a model. Raises ModelError where it cannot be cut as the section says, or devices are missing;
     before anything is loaded."""
     ranks, field = section.tensor_parallel, "model.tensor_parallel"
-    if section.engine != "decoder" or section.compile or section.exact or section.kernels == "native":
-        raise ModelError(f"{field}: it is for engine decoder, without compile, exact and kernels native")
+    if section.engine != "decoder" or section.kernels == "native":
+        raise ModelError(f"{field}: it is for engine decoder, without kernels native")
     if section.device not in ("cpu", "cuda"):
         raise ModelError(f"{field}: device '{section.device}' cannot be shared out; use cuda (the first GPUs) or cpu")
     if section.device == "cuda" and torch.cuda.device_count() < ranks:
@@ -73,8 +71,8 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
                          "none or fp8")
     dtype_of(section.dtype)
     part_config(ModelConfig.from_folder(folder), ranks)
-    return Part(0, ranks, 0, str(folder), section.dtype, section.device, section.attention, section.graphs,
-                section.threads, section.quantize, section.kernels)
+    return Part(0, ranks, 0, str(folder), section.dtype, section.device, section.threads,
+                section.quantize, section.kernels)
 
 
 def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
@@ -82,11 +80,11 @@ def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
     config = ModelConfig.from_folder(part.folder)
     dtype, device = dtype_of(part.dtype), part.place
     own = part_config(config, part.ranks)
-    attention = attention_for(part.attention, own, dtype, device)
+    attention = attention_for("auto", own, dtype, device)
     decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention,
                               operations_for(part.kernels, own, dtype, device))
     if part.quantize == "fp8":
         decoder = with_fp8(decoder)
-    if part.graphs and isinstance(attention, FlashInferAttention):
+    if isinstance(attention, FlashInferAttention):
         return GraphedDecoder(decoder, attention, CudaCapture(device))
     return decoder

@@ -68,10 +68,10 @@ def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu",
     if whole:
         check_int8("model.quantize", quantize, dtype, device, native=plain and kernels != "torch")
     elif quantize != "none" and (exact or engine != "decoder" or compile_layers):
-        raise ModelError("model.quantize: it is for engine decoder, without exact and without compile")
+        raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native and without compile")
     if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
-        raise ModelError("model.exact: it is for dtype bfloat16, device cpu, engine decoder and without compile; "
-                         "float32 and float64 need no such mode")
+        raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder, without compile; "
+                         "float32 and float64 need no such kernels")
     if engine == "hf":
         if attention == "flashinfer":
             raise ModelError("attention 'flashinfer' cannot be used: engine hf gathers slots; use engine: decoder, or "
