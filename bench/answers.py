@@ -2,7 +2,7 @@
 
 Rules:
 1. Every answer is asked plain and with each drafter; one at a time, as a single user would.
-2. A given model is asked our own questions with its shipped head, with n-grams and with both; a random one, which
+2. A given model is asked our own questions with its shipped head and with n-grams; a random one, which
    has no head, continues random text with itself as its draft.
 3. float32 must give the same tokens; bfloat16 may differ where two tokens are nearly as likely, and that is counted.
 
@@ -50,8 +50,7 @@ class Subject:
         prompts = [codec.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
         drafters: list[tuple[str, Mapping[str, object]]] = [("ngram", {"drafter": "ngram"})]
         if head is not None:
-            eagle = {"drafter": "eagle3", "model": head.name}
-            drafters += [("head", eagle), ("head and ngram", {**eagle, "combine_ngram": True})]
+            drafters.append(("head", {"drafter": "eagle3", "model": head.name}))
         return Subject(folder, prompts, drafters, 128)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """What a greedy draft tree costs where nothing is in a cache: between two trees of a round a target reads all of its
 weights, and what Python, numpy and torch need in between is in memory again. A part of ``make bench-host``.
 
-The drafter is the one that ``make run`` has: the head that is shipped for the default model, n-grams beside it. Tokens
-and states are random: no text repeats itself, and shapes are those of any text. It knows nothing about services.
+The drafter is the one that ``make run`` has: the head that is shipped for the default model. Tokens
+and states are random, and shapes are those of any text. It knows nothing about services.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import torch
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
-from slipstream.drafting.merged import MergedDrafter
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.whole import WholeTrees
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import device_of
@@ -62,9 +60,8 @@ class ColdTrees:
         network = EagleNetwork(head, section.dtype, device_of(section.device), SLOTS, section.project_features,
                                kernels=model.kernels, whole=section.quantize in ("auto", "int8"))
         self.timed = TimedTrees(network) if whole and network.grows_trees else None
-        neural = NeuralDrafter(section.drafter, network, section.growth, 1,
-                               whole=None if self.timed is None else WholeTrees(self.timed))
-        self._drafter = MergedDrafter(neural, NgramDrafter(section.ngram, 1, neural.trees), section.ngram.trust_match)
+        self._drafter = NeuralDrafter(section.drafter, network, section.growth, 1,
+                                      whole=None if self.timed is None else WholeTrees(self.timed))
         self._dice = np.random.default_rng(0)
         self._vocab_size, self._base = network.vocab_size, CONTEXT
         self._memory = torch.ones(READ // 8, dtype=torch.int64)

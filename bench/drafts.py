@@ -37,7 +37,7 @@ from bench.entrants import NAMES, Entrant, Served, draft_settings
 from bench.prompts import Question, read
 from bench.report import Row, save, write
 from router_service.tokens import TextCodec
-from slipstream.base.config import DraftSection, ModelSection
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import SlipstreamError
 from slipstream.cli.terminal import complain
 from slipstream.drafting.rounds import Acceptance
@@ -256,7 +256,7 @@ def main() -> None:
 
 def usual() -> list[str]:
     """All drafters but standalone, whose draft would be the target itself."""
-    return [name for name in NAMES[:-1] if name != "default" or "combine_ngram" in DraftSection.model_fields]
+    return list(NAMES[:-1])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fleet import READY_S, Process, free_port
-from slipstream.base.config import DraftSection, WireSection
+from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.target import TargetClient
 
@@ -34,13 +34,12 @@ def draft_settings(name: str, model: str, head: str) -> tuple[str, ...]:
         "ngram": ("draft.drafter=ngram", "draft.model=''"),
         "eagle3-chain5": (*eagle, *shape(5, 1, 5)),
         "eagle3-tree16": (*eagle, *shape(5, 4, 16)),
-        "default": (*eagle, "draft.combine_ngram=true"),
+        "default": eagle,
         "standalone": ("draft.drafter=standalone", f"draft.model={model}"),
     }
     if name not in known:
         raise ConfigError(f"no drafter '{name}' here; there are {', '.join(NAMES)}")
-    alone = name != "default" and "combine_ngram" in DraftSection.model_fields
-    return (*known[name], "draft.combine_ngram=false") if alone else known[name]
+    return known[name]
 
 
 def shape(steps: int, topk: int, nodes: int) -> tuple[str, ...]:

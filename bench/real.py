@@ -29,14 +29,11 @@ from slipstream.simulate.timed import Timing
 
 HEAD = "smollm2-135m-eagle3"
 SLOTS = 4096
-OWN = "eagle3, own states"
 DRAFTERS: dict[str, dict[str, object]] = {
     "ngram": {"drafter": "ngram"},
     "eagle3": {"drafter": "eagle3", "model": HEAD},
-    OWN: {"drafter": "eagle3", "model": HEAD, "growth": {"own_states": True}},
-    "default": {"drafter": "eagle3", "model": HEAD, "combine_ngram": True},
 }
-SWEPT = "default"  # the one that is asked over every round trip
+SWEPT = "eagle3"  # the one that is asked over every round trip
 
 
 def drafters(model: ModelSection) -> dict[str, Callable[[], Drafter]]:
@@ -70,8 +67,8 @@ def cells(rtts_ms: Sequence[float]) -> list[tuple[str, str, float]]:
     """(drafter, schedule, round trip): every drafter at 1 ms, one of them at all."""
     rows = [(SWEPT, "plain", 0.0), (SWEPT, "colocated", 0.0)]
     rows += [(SWEPT, schedule, rtt_ms) for schedule in ("serial", "run-ahead") for rtt_ms in rtts_ms]
-    others = [(name, schedule, 1.0) for name in DRAFTERS if name != SWEPT for schedule in ("serial", "run-ahead")]
-    return [*rows, *(row for row in others if row != (OWN, "serial", 1.0))]  # it differs in growth ahead alone
+    return [*rows, *((name, schedule, 1.0) for name in DRAFTERS if name != SWEPT
+                     for schedule in ("serial", "run-ahead"))]
 
 
 def run(folder: str | None, sets: Sequence[str], count: int, tokens: int, rtts_ms: Sequence[float]) -> None:

@@ -59,7 +59,7 @@ WRONG = {
     "a model for ngram": (("draft.pools[0].name=a", "draft.pools[0].model=m", "config.draft.drafter=ngram"),
                           "its drafter is ngram"),
     "a model for auto": (("draft.pools[0].name=a", "draft.pools[0].model=m"), "say for which one with config.drafter"),
-    "combined with what": (("config.draft.combine_ngram=true",), "say for which one with config.drafter"),
+    "a map for what": (("config.draft.token_map=ids.json",), "say for which one with config.drafter"),
     "pools of one name": (("draft.pools[0].name=a", "draft.pools[1].name=a"), 'the name "a" is there twice'),
     "nothing but shares": (("draft.pools[0].name=a", "draft.pools[0].share=10"), "every pool has a share"),
     "shares above all": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[0].share=60",

@@ -33,7 +33,7 @@ from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, 
 from tests.tiny import VOCAB, write_tiny_model
 
 MAX_TOKENS = 40
-DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "merged", "noisy",
+DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "noisy",
             "hostile")
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -67,14 +67,14 @@ def write_map(path: Path) -> Path:
 
 def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
     model = ModelSection(path=str(folders["target"]), dtype="float64")
-    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8, own_states=True)
+    growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
     if kind == "ngram":
         return create(DraftSection(drafter="ngram", ngram=NgramSection(min_match=1)), model)
-    head = {"mapped": "eagle2", "merged": "eagle3"}.get(kind, kind)
+    head = {"mapped": "eagle2"}.get(kind, kind)
     name = head if head in ("eagle2", "eagle3") else "standalone"
-    made = create(DraftSection(drafter=name, model=str(folders[head]), combine_ngram=kind == "merged",
+    made = create(DraftSection(drafter=name, model=str(folders[head]),
                                token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64", slots=2048,
-                               ngram=NgramSection(min_match=1, trust_match=3), growth=growth), model)
+                               growth=growth), model)
     return SwitchableDrafter(made, VOCAB) if kind == "noisy" else made
 
 

@@ -43,9 +43,9 @@ def test_a_model_without_a_head_gets_ngrams() -> None:
     assert isinstance(create(load().draft, config.model), NgramDrafter)
 
 
-def test_the_default_model_gets_its_head_and_ngrams_beside_it() -> None:
+def test_the_default_model_gets_its_head() -> None:
     draft = settled(Config()).draft
-    assert (draft.drafter, draft.model, draft.combine_ngram) == ("eagle3", "smollm2-135m-eagle3", True)
+    assert (draft.drafter, draft.model) == ("eagle3", "smollm2-135m-eagle3")
 
 
 def test_a_named_drafter_is_left_alone() -> None:
@@ -53,7 +53,7 @@ def test_a_named_drafter_is_left_alone() -> None:
     assert settled(config) == config
 
 
-@pytest.mark.parametrize("override", ["draft.model=somewhere", "draft.token_map=ids.json", "draft.combine_ngram=true"])
+@pytest.mark.parametrize("override", ["draft.model=somewhere", "draft.token_map=ids.json"])
 def test_what_only_a_named_drafter_knows_is_refused(override: str) -> None:
     field = override.partition("=")[0]
     with pytest.raises(ConfigError, match=field):

@@ -58,8 +58,6 @@ class NgramSection(Section):
     max_bfs_breadth: int = Field(4, ge=1, le=16)
     match_type: Literal["BFS", "PROB"] = Field("BFS", description="BFS: newest continuation first; PROB: most frequent")
     capacity: int = Field(1_000_000, ge=1000, description="nodes that one session's trie may hold")
-    trust_match: int = Field(6, ge=1, description="draft.combine_ngram: a match of so many tokens, where such matches "
-                             "came true before, goes without the head; above max_trie_depth: never")
 
 
 class GrowthSection(Section):
@@ -69,21 +67,18 @@ class GrowthSection(Section):
     num_steps: int = Field(3, ge=1, le=16, description="depth of the tree")
     topk: int = Field(4, ge=1, le=16, description="children of a node; 1 is a chain")
     num_draft_tokens: int = Field(8, ge=1, le=63, description="nodes that are sent, root not counted")
-    own_states: bool = Field(False, description="with run_ahead, a head's tree goes on below a commit from its own "
-                             "states; off: it is drafted anew from the target's")
 
 
 class DraftSection(Section):
     listen: Listen = "127.0.0.1:50052"
     metrics_listen: Listen = "127.0.0.1:9102"
     drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
-        "auto", description="auto: the head that is shipped for this model, with n-grams beside it, else ngram")
+        "auto", description="auto: the head that is shipped for this model, else ngram")
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
                        "head inside the target's own folder")
     token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
     project_features: bool = Field(True, description="the target applies an EAGLE-3 head's fc before it sends states: "
                                    "a third of the bytes; off: it sends them as they are")
-    combine_ngram: bool = Field(False, description="n-gram nodes join the tree of a draft model or head; not for ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "

@@ -51,8 +51,7 @@ def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     kind = drafter or (config.draft.drafter if config.draft.drafter not in ("auto", "ngram") else "eagle3")
     if not head and not config.draft.model and kind != "mtp":
         raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")
-    draft = config.draft.model_copy(update={"drafter": kind, "model": head or config.draft.model,
-                                            "combine_ngram": False})
+    draft = config.draft.model_copy(update={"drafter": kind, "model": head or config.draft.model})
     model = config.model.model_copy(update={"path": target or config.model.path})
     return config.model_copy(update={"draft": draft, "model": model})
 

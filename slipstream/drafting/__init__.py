@@ -24,9 +24,6 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
-        if section.combine_ngram:
-            raise ConfigError("draft.combine_ngram: an ngram drafter has nothing to be combined with; leave it out, or "
-                              "choose a draft.drafter with a model")
         return NgramDrafter(section.ngram, section.max_sessions)
     if section.drafter == "mtp":
         from slipstream.drafting.loading import load_mtp

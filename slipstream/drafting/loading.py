@@ -21,10 +21,8 @@ from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
-from slipstream.drafting.merged import MergedDrafter
 from slipstream.drafting.network import Network, run_network
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.drafting.whole import WholeTrees
@@ -175,9 +173,5 @@ def _at_once(section: DraftSection, network: EagleNetwork) -> AtOnce | None:
 
 def _drafter(section: DraftSection, network: Network, at_once: AtOnce | None = None,
              whole: WholeTrees | None = None) -> Drafter:
-    neural = NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once,
-                           whole)
-    if not section.combine_ngram:
-        return neural
-    return MergedDrafter(neural, NgramDrafter(section.ngram, section.max_sessions, neural.trees),
-                         section.ngram.trust_match)
+    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once,
+                         whole)

@@ -35,7 +35,6 @@ class Network(Protocol):
     """A draft model or head on one device."""
 
     lag: int
-    keeps: bool  # trees go on below a commit, from this network's own states until the target's are here
     vocab_size: int  # of the target
     hidden_size: int  # of the target; 0: any
     features: FeatureSpec | None  # None with lag 0

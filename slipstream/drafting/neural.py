@@ -84,7 +84,7 @@ class NeuralDrafter:
                 self.slots.free(known.close())
             self._contexts[message.session] = DraftContext(
                 message.session, message.sampling, message.prompt_len, tokens, sent, history, self.max_context,
-                self._network.lag, self._network.keeps and (not self._network.lag or self._growth.own_states))
+                self._network.lag, not self._network.lag)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:

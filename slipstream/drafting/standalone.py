@@ -24,7 +24,6 @@ class StandaloneNetwork:
     """A ``network.Network`` over a whole causal model."""
 
     lag = 0
-    keeps = True
     hidden_size = 0
     features: FeatureSpec | None = None
 

@@ -3,7 +3,7 @@
 Rules:
 1. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is. Any
    other target gets n-grams, which fit all.
-2. A shipped head is combined with n-grams: the one is right in free text, the other where text repeats itself.
+2. A shipped head drafts alone: where text repeats itself the target looks up by itself what comes next.
 
 It knows nothing about how drafters work.
 """
@@ -26,13 +26,13 @@ def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
     """The same for the section alone."""
     if draft.drafter != "auto":
         return draft
-    for field in ("model", "token_map", "combine_ngram"):
+    for field in ("model", "token_map"):
         if getattr(draft, field):
             raise ConfigError(f"draft.{field}: say for which drafter, as in draft.drafter: eagle3")
     head = head_for(model.path)
     if head is None:
         return draft.model_copy(update={"drafter": "ngram"})
-    return draft.model_copy(update={"drafter": "eagle3", "model": head.name, "combine_ngram": True})
+    return draft.model_copy(update={"drafter": "eagle3", "model": head.name})
 
 
 def head_for(target: str, heads: Path = HEADS_ROOT) -> KnownHead | None:

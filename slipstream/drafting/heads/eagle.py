@@ -42,7 +42,6 @@ class EagleNetwork:
     """A ``network.Network`` over an EAGLE-3 head."""
 
     lag = 1
-    keeps = True
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, halves: Halves = EAGER, attention: str = "auto",

@@ -34,7 +34,6 @@ class Eagle2Network:
     """A ``network.Network`` over an EAGLE-1 or EAGLE-2 head."""
 
     lag = 1
-    keeps = True
 
     def __init__(self, head: Eagle2Head, dtype: str, device: torch.device, num_slots: int,
                  halves: Halves = EAGER, attention: str = "auto") -> None:

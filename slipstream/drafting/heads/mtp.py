@@ -89,7 +89,6 @@ class MtpNetwork:
         kind, device, config = blocks.dtype, blocks.device, blocks.config
         self.vocab_size, self.hidden_size = head.vocab_size, head.hidden_size
         self.max_context = config.max_context
-        self.keeps = len(head.layers) == 1  # a node that moves up would be another layer's
         self._spec = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
         self.features: FeatureSpec | None = self._spec
         self.vocabulary = None if vocabulary is None else vocabulary.to(device)

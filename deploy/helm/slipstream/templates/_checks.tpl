@@ -96,8 +96,8 @@
 {{- if not .share -}}{{- $open = add1 $open -}}{{- end -}}
 {{- $settings := include "slipstream.poolSettings" (dict "root" $ "pool" .) | fromYaml -}}
 {{- $drafter := default "auto" $settings.drafter -}}
-{{- if and (eq $drafter "auto") (or .model $settings.token_map $settings.combine_ngram) -}}
-{{- fail (printf "draft.pools: pool %q has a model, token_map or combine_ngram but no drafter: say for which one with config.drafter" .name) -}}
+{{- if and (eq $drafter "auto") (or .model $settings.token_map) -}}
+{{- fail (printf "draft.pools: pool %q has a model or token_map but no drafter: say for which one with config.drafter" .name) -}}
 {{- end -}}
 {{- if and (eq $drafter "ngram") .model -}}
 {{- fail (printf "draft.pools: pool %q has the model %q but its drafter is ngram, which needs none: set config.drafter or leave model empty" .name .model) -}}
