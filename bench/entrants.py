@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fleet import READY_S, Process, free_port
-from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.target import TargetClient
 
@@ -61,7 +60,7 @@ class Served:
         settings = (f"target.listen={address}", f"target.metrics_listen=127.0.0.1:{ports[1]}",
                     f"target.drafts={list(drafts)}", *SLOTS, *settings)
         process = Process("target_service", settings, ports[1], folder / f"{name}.log")
-        return Served(process, TargetClient(address, WireSection()))
+        return Served(process, TargetClient(address))
 
     async def start(self) -> None:
         """Start it and wait until it has its draft. Raises Unavailable."""

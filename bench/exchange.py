@@ -72,7 +72,7 @@ class Caller:
 
 async def serve(port: int, echo: Echo) -> None:
     """Until it is ended."""
-    server = GrpcServer(f"127.0.0.1:{port}", WireSection(), [DraftServicer(echo, WireSection())])
+    server = GrpcServer(f"127.0.0.1:{port}", WireSection(), [DraftServicer(echo)])
     await server.start()
     await asyncio.Event().wait()
 
@@ -82,7 +82,7 @@ async def exchanges(commit: Commit, hello: TargetHello, repeats: int, serving: S
     port that follows. Raises Unavailable."""
     port, caller = free_port(), Caller()
     other = await asyncio.create_subprocess_exec(*serving, str(port), stdin=subprocess.DEVNULL)
-    link = DraftLink(f"127.0.0.1:{port}", hello, caller, WireSection(), check_pair)
+    link = DraftLink(f"127.0.0.1:{port}", hello, caller, check_pair)
     running = asyncio.create_task(link.run())
     times = []
     try:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import httpx
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import Unavailable
 from slipstream.cli.launch import SHARED_CORES, answers
 from slipstream.wire.target import TargetClient
@@ -119,7 +118,7 @@ class Pair:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.draft = Process(self.draft_module, settings, ports[1], self.folder / f"{self.name}-draft.log")
         self.target = Process("target_service", settings, ports[3], self.folder / f"{self.name}-target.log")
-        self.client = TargetClient(addresses[2], WireSection())
+        self.client = TargetClient(addresses[2])
 
     async def start(self) -> None:
         """Start both and wait until the target has its draft. Raises Unavailable."""

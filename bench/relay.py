@@ -51,7 +51,7 @@ class RelayFront:
 
 
 async def relay(target: str, listen: str) -> None:
-    client = TargetClient(target, WireSection())
+    client = TargetClient(target)
     await client.info()  # which tells it that answers may share a call
     server = GrpcServer(listen, WireSection(), [InferenceServicer(RelayFront(client))])
     await server.start()

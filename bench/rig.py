@@ -16,7 +16,6 @@ from bench.fleet import Process, free_port
 from bench.readers import Reader
 from bench.report import FOLDER as REPORTS
 from bench.report import Row
-from slipstream.base.config import WireSection
 from slipstream.base.errors import Unavailable
 from slipstream.cli.process import kept_up
 from slipstream.observe.trace import merge
@@ -90,7 +89,7 @@ async def deployed(schedule: str, rtt_ms: float, timing: Timing, traced: bool = 
                     (address["relay"], address["draft"], "--delay-ms", str(rtt_ms / 2)))
     draft = process("draft", "draft metrics")
     target = process("colocated" if schedule == "colocated" else "target", "metrics")
-    client = TargetClient(address["target"], WireSection())
+    client = TargetClient(address["target"])
     parts = [target] if schedule in ("colocated", "plain") else [draft, relay, target]
     try:
         for part in parts:

@@ -31,7 +31,7 @@ from bench.floor import floor
 from bench.report import Row, write
 from bench.work import cpu_s, resident
 from router_service.tokens import TextCodec
-from slipstream.base.config import ModelSection, WireSection
+from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
 from slipstream.protocol.chat import ChatOptions
 from slipstream.protocol.messages import Sampling
@@ -74,7 +74,7 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
     target = Process("bench.timed_service", settings, ports["target.metrics_listen"], FOLDER / "routing-target.log",
                      ("target", str(timing.save(FOLDER / "routing.json"))))
     router = Process("router_service", settings, ports["router.metrics_listen"], FOLDER / "routing-router.log")
-    client = TargetClient(target_at, WireSection())
+    client = TargetClient(target_at)
     http = Server(ports["router.listen"], "timed", kept=[])
 
     async def direct(stream: int, tokens: int, came: list[float]) -> None:
@@ -119,7 +119,7 @@ async def relay(target: str) -> AsyncIterator[tuple[int, int]]:
 @asynccontextmanager
 async def calling(port: int, prompt: str) -> AsyncIterator[Ask]:
     """The public gRPC service on ``port``, asked to complete ``prompt``."""
-    caller = AsyncCaller(f"127.0.0.1:{port}", WireSection())
+    caller = AsyncCaller(f"127.0.0.1:{port}")
 
     async def ask(stream: int, tokens: int, came: list[float]) -> None:
         options = ChatOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)

@@ -32,7 +32,6 @@ from bench.readers import Window, stream
 from bench.report import FOLDER, Row, write
 from bench.rig import connected
 from bench.work import cpu_s
-from slipstream.base.config import WireSection
 from slipstream.simulate.timed import Timing
 from slipstream.wire.target import TargetClient
 
@@ -82,7 +81,7 @@ async def deployed(targets: int, drafts: int, timing: Timing) -> AsyncIterator[R
 
     rig = Rig([process("target", i, a) for i, a in enumerate(targets_at)],
               [process("draft", i, a) for i, a in enumerate(drafts_at)],
-              [TargetClient(address, WireSection()) for address in targets_at])
+              [TargetClient(address) for address in targets_at])
     try:
         for part in (*rig.drafts, *rig.targets):
             part.start()

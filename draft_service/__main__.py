@@ -26,8 +26,8 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
 async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """The same for a draft that is put together already."""
     tls = tls_files(config.wire.tls)
-    servicer = DraftServicer(draft.worker, config.wire, connected=draft.metrics.targets_connected)
-    server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls, reflect=config.wire.reflection)
+    servicer = DraftServicer(draft.worker, connected=draft.metrics.targets_connected)
+    server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)

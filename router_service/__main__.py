@@ -22,10 +22,10 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     """Serve until ``stop`` is set, then drain. ``backends`` (name to backend) take the place of
     ``router.targets``; they stay the caller's. ``ready`` is called once the ports listen."""
     tls, addresses = tls_files(config.wire.tls), config.router.targets if backends is None else ()
-    clients = {address: TargetClient(address, config.wire, tls=tls) for address in fixed(addresses)}
+    clients = {address: TargetClient(address, tls=tls) for address in fixed(addresses)}
 
     def connect(address: str, name: str) -> TargetClient:
-        return TargetClient(address, config.wire, tls=dialling(tls, name))
+        return TargetClient(address, tls=dialling(tls, name))
 
     try:
         service = RouterService(config, clients if backends is None else backends, connect)

@@ -32,6 +32,7 @@ from slipstream.observe.spans import NoSpans, Spans
 from slipstream.protocol.chat import Usage
 from slipstream.protocol.requests import Answer, Request, TargetInfo
 
+MAX_N = 8  # answers that one request may ask for
 LONG_TEXT = 16_384  # characters that are tokenized in a thread, so that others are not held up
 
 
@@ -158,8 +159,8 @@ class Gateway:
         info = self._info()
         if model != self.model:
             raise NotFound("model", f"no model {model!r} here; GET /v1/models lists what there is", "model_not_found")
-        if options.n > self._section.max_n:
-            raise InvalidRequest("n", f"must be at most {self._section.max_n}")
+        if options.n > MAX_N:
+            raise InvalidRequest("n", f"must be at most {MAX_N}")
         if any(token >= info.vocab_size for token, _ in options.sampling.logit_bias):
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
         limits = tuple(_room(param, prompt, options.max_tokens, info) for prompt in prompts)

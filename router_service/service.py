@@ -50,7 +50,7 @@ class RouterService:
                                spans=spans_of(config.log, "router"))
         self._http = HttpListener(create_app(self.gateway, keys, section), section, config.wire)
         front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
-        self._grpc = GrpcServer(section.grpc_listen, config.wire, [front], reflect=section.reflection)
+        self._grpc = GrpcServer(section.grpc_listen, config.wire, [front])
         self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)
         self._tls = tls_files(config.wire.tls)
         self._tasks: list[asyncio.Task[None]] = []

@@ -39,13 +39,12 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
     def connect(address: str, name: str) -> DraftLink:
-        return DraftLink(address, target.hello, target.worker, config.wire, check_pair, tls=dialling(tls, name),
+        return DraftLink(address, target.hello, target.worker, check_pair, tls=dialling(tls, name),
                          counts=counts)
 
     drafts = Drafts(connect, target.worker)
     known.append(drafts)
-    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls,
-                        reflect=config.wire.reflection)
+    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set)

@@ -155,7 +155,7 @@ async def local_link(rig: Rig, peers: PeerEvents, events: LinkEvents | None = No
 @contextmanager
 def local_link_to(hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> Iterator[LocalLink]:
     """The same for a target that is not a rig."""
-    link = LocalLink("local", hello, events, peers, WIRE, check_pair)
+    link = LocalLink("local", hello, events, peers, check_pair)
     link.restore()
     try:
         yield link
@@ -166,9 +166,9 @@ def local_link_to(hello: TargetHello, events: LinkEvents, peers: PeerEvents) -> 
 @asynccontextmanager
 async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
     """Join them over loopback gRPC."""
-    server = GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(peers, WIRE)])
+    server = GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(peers)])
     port = await server.start()
-    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, WIRE, check_pair)
+    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, check_pair)
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(10):
         while not link.status().connected:

@@ -87,7 +87,7 @@ def asked(number: int, max_tokens: int = 20) -> Request:
 async def served(steps: Steps) -> AsyncIterator[tuple[GrpcServer, TargetClient]]:
     """``steps`` behind a client whose answers share a call."""
     server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(steps)])
-    client = TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+    client = TargetClient(f"127.0.0.1:{await server.start()}")
     await client.info()
     try:
         yield server, client
@@ -203,7 +203,7 @@ async def raw_target(many: Callable[[Any], Awaitable[None]]) -> AsyncIterator[Ta
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("slipstream.v1.TargetService", service)])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    client = TargetClient(f"127.0.0.1:{port}", WIRE, connect_s=0.3)
+    client = TargetClient(f"127.0.0.1:{port}", connect_s=0.3)
     await client.info()
     try:
         yield client

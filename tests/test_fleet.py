@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import pytest
 
-from slipstream.base.config import Config, WireSection, load
+from slipstream.base.config import Config, load
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.policy import PROBE_SHARE
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling, TargetHello
@@ -157,7 +157,7 @@ async def test_an_address_that_takes_connections_and_says_nothing_costs_nothing(
     server = await asyncio.start_server(swallow, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with timed_target() as target:
-        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker, WireSection(), check_pair)
+        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker, check_pair)
         dialling = asyncio.create_task(link.run())
         for stream in range(2):
             assert not any(piece.wait_s for piece in await answer(target, stream))

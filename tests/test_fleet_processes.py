@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 from bench.fleet import Process, free_port
-from slipstream.base.config import WireSection
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
@@ -49,7 +48,7 @@ class Fleet:
                         f"target.drafts=[{known}]", "target.slots=32768", "draft.run_ahead=40")
             (self.drafts if role == "draft" else self.targets).append(
                 Process("bench.timed_service", settings, metrics, self.folder / f"{number}.log", (role, str(timing))))
-        self.clients = [TargetClient(f"127.0.0.1:{listen}", WireSection()) for listen, _ in ports[DRAFTS:]]
+        self.clients = [TargetClient(f"127.0.0.1:{listen}") for listen, _ in ports[DRAFTS:]]
 
     async def total(self, name: str, **labels: str) -> float:
         """Of both targets."""

@@ -32,7 +32,7 @@ from tests.api_server import StandIn, endpoint
 from tests.pair import STUBBORN, target
 from tests.test_discovery import kubeconfig, until
 from tests.test_lossless import SAMPLINGS, tokens_of
-from tests.test_wire import HELLO, WIRE, Target
+from tests.test_wire import HELLO, RULES, Target
 
 PROMPT = tuple(b"the cat sat on the mat. the cat sat on the")
 
@@ -81,7 +81,7 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     serving = asyncio.create_task(host(config, build(config), stop, ready.set))
     await ready.wait()
     told = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, told, WIRE, check_pair)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, told, check_pair, rules=RULES)
     linking = asyncio.create_task(link.run())
     await until(lambda: link.status().connected)
     link.send([Open(1, np.array([5, 6, 7, 5, 6], np.int32), 5, Sampling(), 4)])
@@ -108,7 +108,7 @@ class Cluster:
         self._base: dict[str, Any] = {
             "model": {"path": str(folder), "dtype": "float32", "threads": 1}, "log": {"level": "warning"},
             "target": {"policy": STUBBORN.model_dump()},  # the router's
-            "wire": {"kubeconfig": kubeconfig(scratch, api), "connect_backoff_max_s": 0.2},
+            "wire": {"kubeconfig": kubeconfig(scratch, api)},
         }
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

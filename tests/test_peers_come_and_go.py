@@ -16,6 +16,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.messages import Drop, Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
+from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import WatchRules, following
 from slipstream.wire.link import DraftLink, Link
 from slipstream.wire.peers import DraftServicer
@@ -30,7 +31,8 @@ from tests.echo import EchoTarget
 from tests.test_discovery import kubeconfig, until
 from tests.test_wire import HELLO, Echo, Target
 
-WIRE = WireSection(connect_backoff_max_s=0.1)
+WIRE = WireSection()
+RULES = ConnectionRules(backoff_max_s=0.1)
 QUICK = WatchRules(repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
 ROSTER = RosterRules(leave_s=0.3, silent_s=0.6)
 ADDRESSES = ("kubernetes:///target.ns:grpc",)
@@ -88,7 +90,7 @@ async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | N
     await api.start()
 
     def connect(address: str, name: str) -> TargetClient:
-        return TargetClient(address, WIRE, tls=dialling(client, name), connect_s=1.0)
+        return TargetClient(address, tls=dialling(client, name), connect_s=1.0)
 
     targets = Targets({}, connect, rules=ROSTER)
     rules = BalanceRules(poll_every_s=0.05, poll_timeout_s=1.0)
@@ -228,7 +230,7 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     pods, echo = Pods(api), Echo()
 
     def connect(address: str, name: str) -> DraftLink:
-        return DraftLink(address, HELLO, told, WIRE, check_pair)
+        return DraftLink(address, HELLO, told, check_pair, rules=RULES)
 
     drafts = Drafts(connect, told, rules=ROSTER)
     drafts.fix(("127.0.0.1:9",))
@@ -238,8 +240,8 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
         return {status.address for status in drafts.statuses() if status.connected}
 
     async with following(ADDRESSES, kubeconfig(tmp_path, api), drafts.seen, QUICK) as directory:
-        a = await pods.start("a", DraftServicer(echo, WIRE))
-        b = await pods.start("b", DraftServicer(echo, WIRE))
+        a = await pods.start("a", DraftServicer(echo))
+        b = await pods.start("b", DraftServicer(echo))
         await until(lambda: up() == {a, b})
         assert drafts.num_fixed == 1 and directory.listed == 2
         await pods.list("a", ready=False)

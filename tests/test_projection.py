@@ -15,7 +15,7 @@ import pytest
 import torch
 from grpc import aio
 
-from slipstream.base.config import DraftSection, GrowthSection, ModelSection, WireSection
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import PairingError, RemoteProtocolError
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
@@ -270,7 +270,7 @@ async def hostile_draft(rig: Rig, messages: Sequence[bytes], ends: bool) -> tupl
         "slipstream.v1.DraftService", {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)})])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, WireSection(), check_pair)
+    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, check_pair)
 
 
 @pytest.mark.parametrize(("messages", "ends", "problem"), [

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.fleet import Process, free_port
-from slipstream.base.config import ModelSection, NgramSection, WireSection
+from slipstream.base.config import ModelSection, NgramSection
 from slipstream.base.errors import ModelError, RanksLost, Unavailable
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.backend import TorchPages
@@ -192,7 +192,7 @@ class Served:
             f"model.path={folder}", "model.dtype=float64", "model.tensor_parallel=2", "model.threads=1",
             "target.drafts=[]", "target.slots=4096", f"target.listen=127.0.0.1:{listen}",
             f"target.metrics_listen=127.0.0.1:{metrics}"), metrics, log)
-        self.client = TargetClient(f"127.0.0.1:{listen}", WireSection())
+        self.client = TargetClient(f"127.0.0.1:{listen}")
 
     async def __aenter__(self) -> Served:
         self.process.start()

@@ -42,7 +42,7 @@ async def stack(folder: Path, draft_folder: Path) -> AsyncIterator[Stack]:
         peers = await opened.enter_async_context(drafting(drafter))
         await opened.enter_async_context(grpc_link(rig, peers))
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(rig.service)])
-        client = TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+        client = TargetClient(f"127.0.0.1:{await server.start()}")
         opened.push_async_callback(server.drain, 0.1)
         opened.push_async_callback(client.aclose)
         yield Stack(rig, await opened.enter_async_context(routing(folder, client, policy=STUBBORN, model_name="tiny")))

@@ -17,7 +17,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
 from slipstream.wire.certificate import ends_at
-from slipstream.wire.channel import open_channel
+from slipstream.wire.channel import ConnectionRules, open_channel
 from slipstream.wire.link import DraftLink
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer
@@ -28,7 +28,8 @@ from tests.echo import EchoTarget
 from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit, eventually
 
 pytestmark = needs_openssl
-WIRE = WireSection(connect_backoff_max_s=0.2)
+WIRE = WireSection()
+RULES = ConnectionRules(backoff_max_s=0.2)
 LONG = Request("r", (1, 2, 3), Sampling(), 400)
 
 
@@ -41,7 +42,7 @@ async def serving(files: TlsFiles, backend: EchoTarget | None = None) -> AsyncIt
 
 async def ask(port: int, files: TlsFiles | None) -> str:
     """The model of the target that listens there."""
-    client = TargetClient(f"127.0.0.1:{port}", WIRE, tls=files, connect_s=5.0)
+    client = TargetClient(f"127.0.0.1:{port}", tls=files, connect_s=5.0)
     try:
         return (await client.info()).model_id
     finally:
@@ -94,11 +95,11 @@ async def test_only_allowed_names_come_in(tmp_path: Path, names: str, fits: bool
         with pytest.raises(Unavailable, match="none of its names is allowed"):
             await ask(port, client)
         # Health, streams and answers alike.
-        channel = open_channel(f"127.0.0.1:{port}", WIRE, client)
+        channel = open_channel(f"127.0.0.1:{port}", client)
         with pytest.raises(Exception, match="PERMISSION_DENIED"):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         await channel.close()
-        target = TargetClient(f"127.0.0.1:{port}", WIRE, tls=client, connect_s=5.0)
+        target = TargetClient(f"127.0.0.1:{port}", tls=client, connect_s=5.0)
         with pytest.raises(Unavailable, match="none of its names is allowed"):
             _ = [piece async for piece in target.submit(LONG)]
         await target.aclose()
@@ -108,10 +109,10 @@ async def test_a_draft_lets_in_targets_alone(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
     echo, target = Echo(), Target()
     files = replace(issue(ca, "draft"), allowed_names=("target.ns.svc",))
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE)], tls=files)
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo)], tls=files)
     address = f"127.0.0.1:{await server.start()}"
-    strange = DraftLink(address, HELLO, Target(), WIRE, check_pair, tls=issue(ca, "router"))
-    link = DraftLink(address, HELLO, target, WIRE, check_pair, tls=issue(ca, "target", "DNS:target.ns.svc"))
+    strange = DraftLink(address, HELLO, Target(), check_pair, rules=RULES, tls=issue(ca, "router"))
+    link = DraftLink(address, HELLO, target, check_pair, rules=RULES, tls=issue(ca, "target", "DNS:target.ns.svc"))
     tasks = [asyncio.create_task(one.run()) for one in (strange, link)]
     await eventually(lambda: link.status().connected and "none of its names" in strange.status().problem)
     link.send([commit()])
@@ -142,7 +143,7 @@ async def test_certificates_are_replaced_under_load_and_nothing_fails(tmp_path: 
     both = (ours / "ca.pem").read_bytes() + (theirs / "ca.pem").read_bytes()
     target = EchoTarget(pause_s=0.002, end=10_000)
     async with serving(server_files, target) as port:
-        client = TargetClient(f"127.0.0.1:{port}", WIRE, tls=client_files, connect_s=5.0)
+        client = TargetClient(f"127.0.0.1:{port}", tls=client_files, connect_s=5.0)
         stop, answers = asyncio.Event(), 0
 
         async def load() -> None:

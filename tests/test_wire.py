@@ -38,6 +38,7 @@ from slipstream.protocol.messages import (
 )
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, TargetInfo
+from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_target_hello
@@ -49,7 +50,8 @@ from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetClient, TargetServicer
 
-WIRE = WireSection(connect_backoff_max_s=0.2)
+WIRE = WireSection()
+RULES = ConnectionRules(backoff_max_s=0.2)
 HIDDEN = 64
 HELLO = TargetHello(1, 0, "tiny", 1000, "abc", HIDDEN, 2, 4096)
 DRAFT = DraftHello(1, 0, "echo", 1000, "abc", FeatureSpec((1,), HIDDEN, "float32"), HIDDEN, 256, 63, 16)
@@ -133,12 +135,12 @@ class Rig:
     task: asyncio.Task
 
     @staticmethod
-    async def start(echo: Echo | None = None, listen: str = LOOPBACK, wire: WireSection = WIRE, **options) -> Rig:
+    async def start(echo: Echo | None = None, listen: str = LOOPBACK, rules: ConnectionRules = RULES, **options) -> Rig:
         echo, target = echo or Echo(), Target()
-        servicer = DraftServicer(echo, wire)
-        server = GrpcServer(listen, wire, [servicer])
+        servicer = DraftServicer(echo, rules=rules)
+        server = GrpcServer(listen, WIRE, [servicer], rules=rules)
         port = await server.start()
-        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, wire, check_pair, **options)
+        link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=rules, **options)
         return Rig(target, echo, servicer, server, link, asyncio.create_task(link.run()))
 
     async def up(self) -> Rig:
@@ -180,7 +182,7 @@ async def test_order_is_kept_over_many_sends_from_threads() -> None:
 
 async def test_a_version_the_draft_does_not_speak_is_refused_by_name() -> None:
     rig = await Rig.start()
-    old = DraftLink(rig.link.address, replace(HELLO, protocol_version=99), Target(), WIRE, check_pair)
+    old = DraftLink(rig.link.address, replace(HELLO, protocol_version=99), Target(), check_pair, rules=RULES)
     task = asyncio.create_task(old.run())
     await eventually(lambda: "protocol_version" in old.status().problem)
     task.cancel()
@@ -210,7 +212,7 @@ async def test_reconnects_after_the_draft_restarts() -> None:
     await rig.server.drain(0)
     await eventually(lambda: len(rig.target.downs) == 1)
     rig.link.send([commit()])  # down: nothing happens
-    rig.server = GrpcServer(f"127.0.0.1:{rig.server.port}", WIRE, [DraftServicer(rig.echo, WIRE)])
+    rig.server = GrpcServer(f"127.0.0.1:{rig.server.port}", WIRE, [DraftServicer(rig.echo)])
     await rig.server.start()
     await rig.up()
     rig.link.send([commit(9)])
@@ -240,8 +242,8 @@ async def test_a_bad_item_costs_its_session_only() -> None:
 
 
 async def test_oversized_features_are_split_and_an_oversized_item_costs_its_session() -> None:
-    small = WireSection(max_message_bytes=64 << 10)
-    rig = await (await Rig.start(wire=small)).up()
+    small = ConnectionRules(message_bytes=64 << 10)
+    rig = await (await Rig.start(rules=small)).up()
     rows = np.arange(1000 * HIDDEN, dtype="<f4").tobytes()
     rig.link.send([Features(1, 0, rows, 1000, "float32"), Open(2, ints(*[1] * 20_000), 1, Sampling()), commit()])
     await eventually(lambda: len(rig.target.items) == 2)
@@ -276,7 +278,7 @@ async def test_a_stale_frame_is_dropped_and_counted() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, WIRE, check_pair)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES)
     task = asyncio.create_task(link.run())
     await eventually(lambda: target.items == [Drop(2, "gap")])
     assert link.counts.stale_frames == 1 and target.downs == []
@@ -291,7 +293,7 @@ async def test_a_frame_that_is_none_resets_the_stream() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    task = asyncio.create_task(DraftLink(f"127.0.0.1:{port}", HELLO, target, WIRE, check_pair).run())
+    task = asyncio.create_task(DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES).run())
     await eventually(lambda: len(target.downs) >= 1)
     assert target.downs[0] == "protocol: frame"
     task.cancel()
@@ -304,7 +306,7 @@ async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
 
     server, port = await raw_draft(behave)
     target = Target()
-    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, WIRE, check_pair, max_batches=8)
+    link = DraftLink(f"127.0.0.1:{port}", HELLO, target, check_pair, rules=RULES, max_batches=8)
     task = asyncio.create_task(link.run())
     await eventually(lambda: link.status().connected)
     rows = bytes(1000 * HIDDEN * 4)
@@ -319,7 +321,7 @@ async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
 
 async def test_a_target_that_does_not_read_is_ended() -> None:
     echo = Echo()
-    servicer = DraftServicer(echo, WIRE, max_batches=4)
+    servicer = DraftServicer(echo, max_batches=4)
     server = GrpcServer(LOOPBACK, WIRE, [servicer])
     port = await server.start()
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -336,7 +338,7 @@ async def test_a_target_that_does_not_read_is_ended() -> None:
 
 async def test_a_peer_that_says_nothing_is_refused_within_the_deadline() -> None:
     echo = Echo()
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE, handshake_s=0.05)])
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, handshake_s=0.05)])
     port = await server.start()
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream("/slipstream.v1.DraftService/Exchange")()
@@ -348,9 +350,9 @@ async def test_a_peer_that_says_nothing_is_refused_within_the_deadline() -> None
 
 async def test_more_targets_than_allowed_are_refused() -> None:
     echo, connected = Echo(), []
-    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, WIRE, max_peers=1, connected=connected.append)])
+    server = GrpcServer(LOOPBACK, WIRE, [DraftServicer(echo, max_peers=1, connected=connected.append)])
     address = f"127.0.0.1:{await server.start()}"
-    links = [DraftLink(address, HELLO, Target(), WIRE, check_pair) for _ in range(2)]
+    links = [DraftLink(address, HELLO, Target(), check_pair, rules=RULES) for _ in range(2)]
     tasks = [asyncio.create_task(link.run()) for link in links]
     await eventually(lambda: any("1 targets" in link.status().problem for link in links))
     assert sum(link.status().connected for link in links) == 1 and connected == [1], "who is refused is not counted"
@@ -386,11 +388,11 @@ class BlackHole:
 
 
 async def test_a_black_hole_is_noticed_on_both_sides() -> None:
-    wire = WireSection(keepalive_s=0.4, connect_backoff_max_s=0.2)
-    rig = await Rig.start(wire=wire)
+    rules = ConnectionRules(keepalive_s=0.4, backoff_max_s=0.2)
+    rig = await Rig.start(rules=rules)
     rig.task.cancel()
     hole = await BlackHole(rig.server.port).start()
-    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, wire, check_pair, handshake_s=0.2)
+    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, check_pair, rules=rules, handshake_s=0.2)
     await eventually(lambda: rig.echo.down == rig.echo.up)
     rig.task = asyncio.create_task(rig.link.run())
     await rig.up()
@@ -402,8 +404,8 @@ async def test_a_black_hole_is_noticed_on_both_sides() -> None:
     hole.server.close()
 
 
-def local(echo: Echo, target: Target, wire: WireSection = WIRE) -> LocalLink:
-    return LocalLink("local", HELLO, target, echo, wire, check_pair)
+def local(echo: Echo, target: Target) -> LocalLink:
+    return LocalLink("local", HELLO, target, echo, check_pair)
 
 
 def test_local_link_speaks_the_same_protocol() -> None:
@@ -506,7 +508,7 @@ def shared(request: pytest.FixtureRequest) -> bool:
 
 async def serve_target(machine: Machine, shared: bool) -> tuple[GrpcServer, TargetClient]:
     server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(machine)])
-    client = TargetClient(f"127.0.0.1:{await server.start()}", WIRE)
+    client = TargetClient(f"127.0.0.1:{await server.start()}")
     if shared:
         await client.info()
     return server, client
@@ -614,7 +616,7 @@ async def test_a_target_that_is_not_there_or_says_nothing_is_unavailable() -> No
 
     silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
     for port in (1, silent.sockets[0].getsockname()[1]):
-        client = TargetClient(f"127.0.0.1:{port}", WIRE, connect_s=0.3)
+        client = TargetClient(f"127.0.0.1:{port}", connect_s=0.3)
         with pytest.raises(Unavailable):
             async for _ in client.submit(REQUEST):
                 pass
@@ -671,7 +673,7 @@ def test_plain_text_beyond_loopback_needs_leave() -> None:
 
 
 async def test_health_follows_readiness() -> None:
-    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(Machine(Counting(1)))], reflect=True)
+    server = GrpcServer(LOOPBACK, WireSection(reflection=True), [TargetServicer(Machine(Counting(1)))])
     port = await server.start()
     serving = health_pb2.HealthCheckResponse.SERVING
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:

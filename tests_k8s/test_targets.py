@@ -41,7 +41,7 @@ async def test_without_the_api_server_the_living_stay_and_the_dead_go(cluster: C
                                                                       own: OwnServer) -> None:
     slices = Slices(cluster, namespace)
     slices.need_loopback()
-    targets = Targets({}, lambda address, name: TargetClient(address, WIRE, connect_s=1.0))
+    targets = Targets({}, lambda address, name: TargetClient(address, connect_s=1.0))
     balancer = Balancer(targets, RouterMetrics("tiny"))
 
     def known() -> dict[str, bool]:

@@ -160,11 +160,9 @@ class RouterSection(Section):
     api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1, description="answers that run at the same time")
     max_queue: int = Field(256, ge=0, description="answers that wait for room; one more is refused with 429")
-    max_n: int = Field(8, ge=1, description="answers that one request may ask for with n")
     max_body_bytes: int = Field(2 << 20, ge=1024, description="of one HTTP request; a larger one is refused with 413")
     request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
-    reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
 
 
 class TlsSection(Section):
@@ -189,11 +187,8 @@ class TlsSection(Section):
 
 
 class WireSection(Section):
-    max_message_bytes: int = Field(4 << 20, ge=64 << 10, description="of one gRPC message; frames are split below it")
-    keepalive_s: float = Field(10.0, gt=0, description="between pings; a peer silent for 1.5 times as long is lost")
-    connect_backoff_max_s: float = Field(2.0, gt=0, description="longest wait before a lost peer is dialled again")
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
-    reflection: bool = False
+    reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
     kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
                                             "that this pod runs in")
     tls: TlsSection = TlsSection()

@@ -134,7 +134,7 @@ def _start(launch: Launch, console: Console) -> None:
 
 
 async def _draft_found(config: Config) -> bool:
-    target = TargetClient(config.target.listen, config.wire)
+    target = TargetClient(config.target.listen)
     deadline_s = time.monotonic() + DRAFT_S
     try:
         while time.monotonic() < deadline_s:
@@ -151,7 +151,7 @@ async def _draft_found(config: Config) -> bool:
 
 async def pairing_problem(config: Config) -> str:
     """What the target makes of its drafter after a few questions; "" for nothing bad."""
-    target, right, deadline_s = TargetClient(config.target.listen, config.wire), 0, time.monotonic() + CHECK_S
+    target, right, deadline_s = TargetClient(config.target.listen), 0, time.monotonic() + CHECK_S
     try:
         for prompt in _beginnings(config):
             async for piece in target.submit(Request("pairing-check", prompt, Sampling(), FIRST_TOKENS)):

@@ -21,6 +21,7 @@ from slipstream.base.errors import STATUS, ConfigError
 from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
 from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+from slipstream.wire.channel import RULES
 from slipstream.wire.handshake import MAX_TAPS
 from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, PROJECTION_S, REFUSED_RETRY_S
 from slipstream.wire.outbox import MAX_BATCHES
@@ -136,13 +137,12 @@ def _transitions(table: Mapping[tuple[S, E], tuple[S, str]]) -> Rows:
 
 
 def _limits() -> Rows:
-    wire = Config().wire
     dtypes = ", ".join(f"{name} ({size} bytes)" for name, size in FEATURE_DTYPES.items())
     return (
         ("protocol version", str(PROTOCOL_VERSION), "the stream is refused, naming `protocol_version`"),
         ("nodes of one growth", str(MAX_NODES - 1), "the item is invalid; no more are verified in one step"),
         ("nodes that a target holds of one answer", str(MAX_HELD - 1), "growth beyond it is cut"),
-        ("bytes of one message", f"{wire.max_message_bytes} (`wire.max_message_bytes`)",
+        ("bytes of one message", str(RULES.message_bytes),
          "frames are split between items; a single item that is too large is given up for its session"),
         ("layers that a drafter reads", str(MAX_TAPS), "the handshake is refused, naming `features.layers`"),
         ("bytes of a projection", str(MAX_PROJECTION_BYTES), "the handshake is refused, naming `features.projection`"),
@@ -152,10 +152,9 @@ def _limits() -> Rows:
         ("batches that wait to be sent", str(MAX_BATCHES), "the stream is reset; the next one opens sessions again"),
         ("time for the handshake", f"{HANDSHAKE_S:g} s", "the stream ends; the target tries again"),
         ("time for a projection", f"{PROJECTION_S:g} s", "the stream ends; the target tries again"),
-        ("silence on a stream", f"{1.5 * wire.keepalive_s:g} s (1.5 × `wire.keepalive_s`)",
-         "the stream ends on both ends"),
+        ("silence on a stream", f"{1.5 * RULES.keepalive_s:g} s", "the stream ends on both ends"),
         ("wait before a reconnect", f"random, below {FIRST_BACKOFF_S:g} s at first, later below "
-         f"{wire.connect_backoff_max_s:g} s (`wire.connect_backoff_max_s`)", ""),
+         f"{RULES.backoff_max_s:g} s", ""),
         ("wait after a refused handshake", f"{REFUSED_RETRY_S:g} s", ""),
         ("silence about a session on the draft", f"{Config().draft.lease_s:g} s (`draft.lease_s`)",
          "the session is freed with Drop(expired)"),

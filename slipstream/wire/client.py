@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.inference import AsyncCaller, Caller
@@ -30,7 +29,7 @@ class Client:
     """For programs without asyncio; may be used from any thread."""
 
     def __init__(self, address: str = "127.0.0.1:8001", *, api_key: str = "", tls: TlsFiles | None = None) -> None:
-        self._caller = Caller(address, WireSection(), tls=tls, api_key=api_key)
+        self._caller = Caller(address, tls=tls, api_key=api_key)
 
     def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Iterator[Delta]:
         """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
@@ -58,7 +57,7 @@ class AsyncClient:
     """For programs with asyncio. Make it on the event loop that uses it."""
 
     def __init__(self, address: str = "127.0.0.1:8001", *, api_key: str = "", tls: TlsFiles | None = None) -> None:
-        self._caller = AsyncCaller(address, WireSection(), tls=tls, api_key=api_key)
+        self._caller = AsyncCaller(address, tls=tls, api_key=api_key)
 
     def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> AsyncIterator[Delta]:
         """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import structlog
 from grpc import aio
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
-from slipstream.wire.channel import open_channel
+from slipstream.wire.channel import RULES, ConnectionRules, open_channel
 from slipstream.wire.tls import TlsFiles
 
 LOOK_S = 1.0
@@ -36,14 +35,14 @@ class Line:
 class Connection:
     """Make it on the event loop that uses it; ``aclose`` when done. Raises ConfigError for unreadable files."""
 
-    def __init__(self, address: str, wire: WireSection, tls: TlsFiles | None,
+    def __init__(self, address: str, tls: TlsFiles | None, rules: ConnectionRules = RULES,
                  clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
-        self._wire = wire
+        self._rules = rules
         self._tls = tls
         self._clock = clock
         self._stamp = tls.stamp() if tls is not None else None
-        self._line = Line(open_channel(address, wire, tls))
+        self._line = Line(open_channel(address, tls, rules))
         self._looked_s = clock()
         self._replaced: set[Line] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -80,7 +79,7 @@ class Connection:
         if found is None or found == self._stamp:
             return
         try:
-            fresh = Line(open_channel(self._address, self._wire, self._tls))
+            fresh = Line(open_channel(self._address, self._tls, self._rules))
         except ConfigError:
             return  # in the middle of being replaced
         self._stamp, old, self._line = found, self._line, fresh

@@ -18,7 +18,6 @@ import grpc
 import structlog
 from grpc import aio
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
@@ -111,10 +110,10 @@ class InferenceServicer:
 class AsyncCaller:
     """Calls the public service. Make it on the event loop that uses it."""
 
-    def __init__(self, address: str, wire: WireSection, *, tls: TlsFiles | None = None, api_key: str = "") -> None:
+    def __init__(self, address: str, *, tls: TlsFiles | None = None, api_key: str = "") -> None:
         self._address = address
         self._metadata = _metadata(api_key)
-        self._channel = open_channel(address, wire, tls)
+        self._channel = open_channel(address, tls)
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncIterator[Delta]:
         return self._stream(CHAT, encode_chat(model, messages, options), decode_chat_delta)
@@ -147,10 +146,10 @@ class AsyncCaller:
 class Caller:
     """The same without asyncio; may be used from any thread."""
 
-    def __init__(self, address: str, wire: WireSection, *, tls: TlsFiles | None = None, api_key: str = "") -> None:
+    def __init__(self, address: str, *, tls: TlsFiles | None = None, api_key: str = "") -> None:
         self._address = address
         self._metadata = _metadata(api_key)
-        self._channel = open_sync_channel(address, wire, tls)
+        self._channel = open_sync_channel(address, tls)
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> Iterator[Delta]:
         return self._stream(CHAT, encode_chat(model, messages, options), decode_chat_delta)

@@ -23,11 +23,10 @@ from typing import Any, Protocol
 import structlog
 from grpc import aio
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.channel import DRAFT_SERVICE, WireCounts, open_channel
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, WireCounts, open_channel
 from slipstream.wire.codec import Faults, FrameLimits, decode_draft_frame, encode_target_frames
 from slipstream.wire.handshake import decode_draft_hello, encode_target_hello
 from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
@@ -66,14 +65,15 @@ class DraftLink:
     """A link over gRPC. ``hello``: the target's half, its incarnation is replaced for every stream. ``check`` raises
     PairingError when the draft does not fit."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, wire: WireSection, check: Check, *,
-                 tls: TlsFiles | None = None, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
-                 refused_retry_s: float = REFUSED_RETRY_S, counts: WireCounts | None = None) -> None:
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: Check, *,
+                 tls: TlsFiles | None = None, rules: ConnectionRules = RULES, max_batches: int = MAX_BATCHES,
+                 handshake_s: float = HANDSHAKE_S, refused_retry_s: float = REFUSED_RETRY_S,
+                 counts: WireCounts | None = None) -> None:
         self.address = address
         self.counts = counts or WireCounts()
         self._hello = hello
         self._events = events
-        self._wire = wire
+        self._rules = rules
         self._check = check
         self._tls = tls
         self._max_batches = max_batches
@@ -107,9 +107,9 @@ class DraftLink:
                 continue
             except SlipstreamError as error:
                 self._report("draft not reachable", error)
-            lasted = loop.time() - began > self._wire.connect_backoff_max_s
+            lasted = loop.time() - began > self._rules.backoff_max_s
             attempt = 0 if lasted else min(attempt + 1, 16)
-            bound = min(FIRST_BACKOFF_S * 2.0**attempt, self._wire.connect_backoff_max_s)
+            bound = min(FIRST_BACKOFF_S * 2.0**attempt, self._rules.backoff_max_s)
             await asyncio.sleep(random.uniform(0, bound))
 
     def _report(self, event: str, error: SlipstreamError) -> None:
@@ -121,7 +121,7 @@ class DraftLink:
     async def _stream(self) -> None:
         """One stream from connecting to its end; raises what ended it."""
         target = replace(self._hello, incarnation=secrets.randbits(64))
-        channel = open_channel(self.address, self._wire, self._tls)
+        channel = open_channel(self.address, self._tls, self._rules)
         try:
             method: Any = channel.stream_stream(f"/{DRAFT_SERVICE}/Exchange")  # bytes in, bytes out
             call: Call = method()
@@ -207,7 +207,7 @@ class DraftLink:
             self._events.received(self, items, faults)
 
     async def _write(self, call: Call, incarnation: int, outbox: Outbox[DraftBound]) -> None:
-        limit = self._wire.max_message_bytes
+        limit = self._rules.message_bytes
         while True:
             items = await outbox.take(limit)
             frames, oversized = encode_target_frames(incarnation, items, limit)

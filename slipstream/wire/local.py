@@ -15,11 +15,10 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import PairingError, RemoteProtocolError
 from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.channel import WireCounts
+from slipstream.wire.channel import RULES, WireCounts
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,
@@ -56,14 +55,13 @@ class LocalStream:
 class LocalLink:
     """Joins ``events`` (the target's) and ``peers`` (the draft's). Down until ``restore`` is called."""
 
-    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents, wire: WireSection,
-                 check: Check) -> None:
+    def __init__(self, address: str, hello: TargetHello, events: LinkEvents, peers: PeerEvents, check: Check) -> None:
         self.address = address
         self.counts = WireCounts()
         self._hello = hello
         self._events = events
         self._peers = peers
-        self._max_bytes = wire.max_message_bytes
+        self._max_bytes = RULES.message_bytes
         self._check = check
         self._stream: LocalStream | None = None
         self._drafter = ""

@@ -19,10 +19,9 @@ import grpc
 import structlog
 from grpc import aio
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import CapacityError, Draining, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.messages import DraftBound, DraftHello, TargetBound, TargetHello
-from slipstream.wire.channel import DRAFT_SERVICE, WireCounts
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, WireCounts
 from slipstream.wire.codec import Faults, FrameLimits, decode_target_frame, encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello
 from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
@@ -73,13 +72,13 @@ class DraftServicer:
 
     service = DRAFT_SERVICE
 
-    def __init__(self, events: PeerEvents, wire: WireSection, *, max_peers: int = MAX_PEERS,
-                 max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
+    def __init__(self, events: PeerEvents, *, rules: ConnectionRules = RULES,
+                 max_peers: int = MAX_PEERS, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
                  connected: Callable[[int], None] = lambda targets: None) -> None:
         """``connected`` is told how many targets are, whenever that changes."""
         self.counts = WireCounts()
         self._events = events
-        self._max_bytes = wire.max_message_bytes
+        self._max_bytes = rules.message_bytes
         self._max_peers = max_peers
         self._max_batches = max_batches
         self._handshake_s = handshake_s

@@ -4,7 +4,7 @@ Rules:
 1. Beyond loopback a server listens with TLS only, unless the configuration says otherwise in so many words.
 2. Health: "" and "liveness" serve while the process runs; "readiness" and the services' own names while it takes work.
 3. A drain first says so in its health, then lets the services end what they have, then closes what is left.
-4. ``peer_up`` and ``peer_down`` come in pairs; a silent peer is ended by keepalive (15 s by default).
+4. ``peer_up`` and ``peer_down`` come in pairs; a silent peer is ended by keepalive (15 s).
 
 It knows nothing about what the services do.
 """
@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
-from slipstream.wire.channel import server_options
+from slipstream.wire.channel import RULES, ConnectionRules, server_options
 from slipstream.wire.doorman import Doorman
 from slipstream.wire.tls import TlsFiles, server_credentials
 
@@ -66,7 +66,7 @@ class GrpcServer:
     """A server for ``servicers`` and grpc.health.v1. Make and use it on one event loop."""
 
     def __init__(self, listen: str, wire: WireSection, servicers: Sequence[Servicer], *, tls: TlsFiles | None = None,
-                 reflect: bool = False) -> None:
+                 rules: ConnectionRules = RULES) -> None:
         bind_guard(listen, wire, tls)
         self.listen = listen
         self.port = 0  # set by start
@@ -74,10 +74,10 @@ class GrpcServer:
         self._tls = tls
         self._health = HealthServicer()
         guards = [Doorman(tls.allowed_names)] if tls is not None and tls.allowed_names else []
-        self._server = aio.server(options=server_options(wire), interceptors=guards)
+        self._server = aio.server(options=server_options(rules), interceptors=guards)
         self._server.add_generic_rpc_handlers([servicer.handler() for servicer in servicers])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if reflect:
+        if wire.reflection:
             names = [servicer.service for servicer in servicers]
             reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server)
 

@@ -21,7 +21,6 @@ import grpc
 import structlog
 from grpc import aio
 
-from slipstream.base.config import WireSection
 from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, Unavailable
 from slipstream.observe.spans import HEADER, well_formed
 from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
@@ -38,7 +37,7 @@ from slipstream.wire.answers import (
     encode_piece,
     encode_start,
 )
-from slipstream.wire.channel import TARGET_SERVICE
+from slipstream.wire.channel import RULES, TARGET_SERVICE, ConnectionRules
 from slipstream.wire.connection import Connection
 from slipstream.wire.status import abort, error_of
 from slipstream.wire.tls import TlsFiles
@@ -153,12 +152,12 @@ class TargetServicer:
 class TargetClient:
     """A Backend elsewhere. Make it on the event loop that uses it; ``aclose`` when done."""
 
-    def __init__(self, address: str, wire: WireSection, *, tls: TlsFiles | None = None,
-                 connect_s: float = CONNECT_S) -> None:
+    def __init__(self, address: str, *, tls: TlsFiles | None = None, connect_s: float = CONNECT_S,
+                 rules: ConnectionRules = RULES) -> None:
         self.address = address
         self._connect_s = connect_s
-        self._max_bytes = wire.max_message_bytes
-        self._connection = Connection(address, wire, tls)
+        self._max_bytes = rules.message_bytes
+        self._connection = Connection(address, tls, rules)
         self._many = False  # whether the target lets many answers share a call
         self._stream: AnswerStream | None = None
 
