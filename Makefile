@@ -19,7 +19,7 @@ NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, o
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s lint proto bench bench-peers bench-load bench-router \
 	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
-	gpu gpu-bundle demo-fallback docs chart k8s-tools k8s-cluster image triton clean
+	gpu gpu-bundle walk demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -99,6 +99,9 @@ gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode"
 
 gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, into build/gpu-bundle (ARGS="--model --flashinfer": the model and prebuilt kernels too)
 	$(BIN)/python -m bench.gpu_bundle $(ARGS)
+
+walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
+	$(BIN)/python -m bench.walk $(ARGS)
 
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)

@@ -1,0 +1,303 @@
+"""``make walk``: how many rooms a round enters, and how many a request does until its first byte of an answer.
+
+One greedy answer of the default model with its default drafter, by real workers in one process: target and draft are
+joined by real gRPC over loopback, the router takes the target itself as its backend, the client is a socket. Every
+thread has a profiler, and calls of functions of our own packages count; a coroutine each time that it goes on, a
+generator once.
+
+A round: from the commit of a verdict (the first function of that name after ``walk`` returned) to the growth that
+answers it, taken by the session. Counted are the engine threads of target and draft and the loop that has nothing but
+both ends of their stream. Of all rounds of the answer that asked for a tree, the median one by calls is shown. Whether
+drafting pays under a profiler is nobody's question: it does not stop.
+
+A request: from its first bytes to the first event on its socket. Counted are all threads but the draft's and that
+stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are not.
+
+``--calls`` lists functions. It knows nothing about time: a profiler makes everything slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import inspect
+import json
+import threading
+import time
+from asyncio import selector_events
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from bench.report import Row, write
+from draft_service.assembly import build as build_draft
+from router_service.service import RouterService
+from slipstream.base.config import Config, WireSection, load
+from slipstream.base.errors import SlipstreamError, Unavailable
+from slipstream.cli.questions import QUESTIONS
+from slipstream.models.shipped import settled
+from slipstream.observe.log import configure
+from slipstream.protocol import verify
+from slipstream.protocol.messages import Growth
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Backend
+from slipstream.protocol.session import TargetSide
+from slipstream.wire.link import DraftLink
+from slipstream.wire.peers import DraftServicer
+from slipstream.wire.server import GrpcServer
+from target_service.assembly import build as build_target
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("slipstream", "draft_service", "target_service", "router_service")
+OURS = tuple(f"{ROOT / package}/" for package in PACKAGES)
+FREE_PORTS = tuple(f"router.{port}=127.0.0.1:0" for port in ("listen", "grpc_listen", "metrics_listen"))
+STUBBORN = ("target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02")
+MAX_TOKENS = 96
+LINK_S = 60.0
+ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # at most: the goals
+# Where a round begins and ends. Whoever moves these functions names the new ones here.
+VERDICT = verify.walk.__code__
+TAKEN = TargetSide.receive.__code__
+
+Result = TypeVar("Result")
+Mark = Callable[[FrameType, str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One Python call: the file, from the repository's root on, and the function."""
+
+    file: str
+    function: str
+
+
+class Way:
+    """The calls between two marks, each time that one leads to the other; ``again``: the first mark may be met again on
+    the way, and all begins anew. ``counts`` tells whether the thread that runs is on the way."""
+
+    def __init__(self, begins: Mark, ends: Mark, counts: Callable[[], bool], again: bool = False,
+                 folders: tuple[str, ...] = OURS) -> None:
+        self.found: list[list[Call]] = []
+        self._begins = begins
+        self._ends = ends
+        self._counts = counts
+        self._again = again
+        self._folders = folders
+        self._calls: list[Call] | None = None
+
+    def see(self, frame: FrameType, event: str) -> None:
+        """A profiler's event, on any thread."""
+        if (self._again or self._calls is None) and self._begins(frame, event):
+            self._calls = []
+        calls = self._calls
+        if calls is None:
+            return
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(self._folders) and not _goes_on(frame) and self._counts():
+            calls.append(Call(str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname))
+        if self._ends(frame, event):
+            self.found.append(calls)
+            self._calls = None
+
+    @property
+    def median(self) -> list[Call]:
+        """Raises Unavailable where nobody went this way."""
+        if not self.found:
+            raise Unavailable("nothing was seen between the two marks")
+        return sorted(self.found, key=len)[len(self.found) // 2]
+
+
+def _goes_on(frame: FrameType) -> bool:
+    """Whether it is a generator's frame that was entered before: the profiler sees a call again."""
+    code = frame.f_code
+    return code.co_flags & inspect.CO_GENERATOR != 0 and code.co_code[frame.f_lasti + 1] != 0  # RESUME's argument
+
+
+class Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    @property
+    def ident(self) -> int:
+        return self.thread.ident or 0
+
+    def do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+class Walked:
+    """Draft, target and router in this process, and the two ways through them. Use it as a context: inside it, all
+    threads that are started have a profiler, and requests are taken."""
+
+    def __init__(self, config: Config) -> None:
+        """Loads the models and measures steps, unprofiled."""
+        self._ways: tuple[Way, ...] = ()
+        self._verdict = False  # one is there and not committed
+        threading.setprofile(self._see)
+        self._stream, self._clients = Loop(), Loop()
+        self._draft = build_draft(config)
+        self._target = build_target(config, self._clients.loop, lambda: [self._link.status()])
+        self._link = self._stream.do(self._joined(config.wire))
+        self._drafting, self._deciding = _started(self._draft.worker.start), _started(self._target.worker.start)
+        self._router = self._clients.do(_routed(config, {"local": self._target.service}))
+        self._resident = self._clients.do(_tasks())
+        self.round = Way(self._commits, self._taken, self._of_a_round, again=True)
+        self.request = Way(self._came, self._answered, self._of_a_request)
+
+    async def _joined(self, wire: WireSection) -> DraftLink:
+        self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft.worker, wire)])
+        port = await self._server.start()
+        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker, wire, check_pair)
+        self._linked = asyncio.create_task(link.run())
+        return link
+
+    def __enter__(self) -> Walked:
+        deadline_s = time.monotonic() + LINK_S
+        while not self._link.status().connected:
+            if time.monotonic() > deadline_s:
+                raise Unavailable(f"target and draft do not find each other: {self._link.status().problem}")
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ways = ()
+        threading.setprofile(None)
+        self._clients.do(self._router.drain(0.1))
+        self._stream.do(self._parted())
+        self._target.end()
+        self._draft.worker.stop()
+        self._stream.end()
+        self._clients.end()
+
+    async def _parted(self) -> None:
+        self._linked.cancel()
+        await asyncio.gather(self._linked, return_exceptions=True)
+        await self._server.drain(0.1)
+
+    def watch(self) -> None:
+        """From now on, what is asked is looked at."""
+        self._ways = (self.round, self.request)
+
+    def ask(self, question: str, max_tokens: int) -> None:
+        """One greedy answer, streamed, to its end."""
+        client = http.client.HTTPConnection("127.0.0.1", self._router.http_port, timeout=600)
+        client.request("POST", "/v1/chat/completions", json.dumps({
+            "model": self._router.gateway.model, "messages": [{"role": "user", "content": question}],
+            "temperature": 0, "max_tokens": max_tokens, "stream": True}), {"content-type": "application/json"})
+        response = client.getresponse()
+        body = response.read()
+        client.close()
+        if response.status != 200 or b"[DONE]" not in body:
+            raise Unavailable(f"no answer: {body[:200]!r}")
+
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        for way in self._ways:
+            way.see(frame, event)
+
+    def _commits(self, frame: FrameType, event: str) -> bool:
+        if event == "return" and frame.f_code is VERDICT:
+            self._verdict = True
+        if not (self._verdict and event == "call" and frame.f_code.co_name == "commit" and (
+                threading.get_ident() in self._deciding)):
+            return False
+        self._verdict = False
+        return True
+
+    def _taken(self, frame: FrameType, event: str) -> bool:
+        """A growth for what was committed last; one that comes late answers an earlier round."""
+        if event != "return" or frame.f_code is not TAKEN:
+            return False
+        side = frame.f_locals["self"]
+        return any(isinstance(value, Growth) and value.base == side.base for value in frame.f_locals.values())
+
+    def _of_a_round(self) -> bool:
+        return threading.get_ident() in {self._stream.ident, *self._deciding, *self._drafting}
+
+    def _came(self, frame: FrameType, event: str) -> bool:
+        return event == "call" and frame.f_code.co_name == "data_received" and (
+            threading.get_ident() == self._clients.ident)
+
+    def _answered(self, frame: FrameType, event: str) -> bool:
+        code = frame.f_code
+        return event == "call" and code.co_name == "write" and code.co_filename == selector_events.__file__ and (
+            b"data: " in frame.f_locals["data"])
+
+    def _of_a_request(self) -> bool:
+        thread = threading.get_ident()
+        if thread == self._clients.ident:
+            return asyncio.current_task(self._clients.loop) not in self._resident
+        return thread != self._stream.ident and thread not in self._drafting
+
+
+def _started(start: Callable[[], None]) -> set[int]:
+    """The threads that ``start`` starts."""
+    before = threading.enumerate()
+    start()
+    return {thread.ident or 0 for thread in threading.enumerate() if thread not in before}
+
+
+async def _routed(config: Config, targets: Mapping[str, Backend]) -> RouterService:
+    router = RouterService(config, targets)
+    await router.start()
+    return router
+
+
+async def _tasks() -> set[asyncio.Task[Any]]:
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+
+def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: bool) -> None:
+    """Print files (or functions) in order of their first entry, with their calls."""
+    counts = Counter(f"{call.file}:{call.function}" if functions else call.file for call in calls)
+    rows: list[Row] = [{"entered": entered, "calls": count} for entered, count in counts.items()]
+    files = len({call.file for call in calls})
+    write(f"walk-{name}", rows, f"{what}: {files} files, {len(calls)} calls (goal: at most {goal})")
+
+
+def walk(config: Config, max_tokens: int, functions: bool = False) -> None:
+    """Print both ways of one answer. Raises ModelError, or Unavailable where no tree was asked for."""
+    first, walked_one = QUESTIONS[:2]
+    with Walked(config) as walked:
+        walked.ask(first, max_tokens)  # what happens once in a process is on nobody's way
+        walked.watch()
+        walked.ask(walked_one, max_tokens)
+    shown("round", f"a round, the median of {len(walked.round.found)}", walked.round.median,
+          f"{ROUND_FILES} files, {ROUND_CALLS} calls", functions)
+    shown("request", "a request to its first event", walked.request.median, f"{REQUEST_FILES} files", functions)
+
+
+def config_of(*overrides: str) -> Config:
+    """Everything in one process, on free ports. Raises ConfigError."""
+    return settled(load(None, (*FREE_PORTS, *STUBBORN, "log.level=warning", *overrides))).on_one_machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", action="store_true", help="list functions, not files")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
+    options = parser.parse_args()
+    try:
+        config = config_of(*options.overrides)
+        configure(config.log)
+        walk(config, options.max_tokens, options.calls)
+    except SlipstreamError as error:
+        raise SystemExit(f"bench.walk: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""``make walk``: the profiler sees what is called between two marks, and both ways of a real answer are printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from bench.entrants import WHOLE_TREES
+from bench.walk import OURS, ROOT, Call, Way, config_of, walk
+from slipstream.protocol.tree import DraftTree
+
+FOLDERS = (*OURS, f"{ROOT}/tests/")
+
+
+def begin() -> None:
+    """The first mark."""
+
+
+def end() -> None:
+    """The last one."""
+
+
+def between(counts: bool = True) -> Way:
+    return Way(lambda frame, event: event == "call" and frame.f_code is begin.__code__,
+               lambda frame, event: event == "call" and frame.f_code is end.__code__, lambda: counts, folders=FOLDERS)
+
+
+def seen_by(way: Way, *steps: Callable[[], object]) -> list[list[Call]]:
+    def see(frame: FrameType, event: str, _: object) -> None:
+        way.see(frame, event)
+
+    sys.setprofile(see)
+    try:
+        for step in steps:
+            step()
+    finally:
+        sys.setprofile(None)
+    return way.found
+
+
+def numbers() -> Iterator[int]:
+    yield from (1, 2)
+    yield 3
+
+
+def root() -> None:
+    DraftTree.root_only(7, 3)
+
+
+def test_calls_between_the_marks_are_seen_and_no_others() -> None:
+    (found,) = seen_by(between(), root, begin, root, end, root)
+    assert Call("slipstream/protocol/tree.py", "DraftTree.root_only") in found
+    assert {call.file for call in found} == {"slipstream/protocol/tree.py", "tests/test_walk.py"}
+
+
+def test_another_thread_than_those_on_the_way_is_not_counted() -> None:
+    assert seen_by(between(counts=False), begin, root, end) == [[]]
+
+
+def test_a_generator_counts_once() -> None:
+    (found,) = seen_by(between(), begin, lambda: list(numbers()), end)
+    assert [call.function for call in found].count("numbers") == 1
+
+
+def test_both_ways_of_an_answer_are_printed(tiny_folder: Path, tiny_draft_folder: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    walk(config_of(f"model.path={tiny_folder}", "model.dtype=float32", "model.threads=1", "target.slots=1024",
+                   "draft.drafter=standalone", f"draft.model={tiny_draft_folder}", "draft.threads=1", *WHOLE_TREES),
+         max_tokens=24)
+    printed = capsys.readouterr().out
+    assert "a round, the median of" in printed and "a request to its first event" in printed
+    for file in ("draft_service/worker.py", "router_service/app.py", "slipstream/protocol/session.py"):
+        assert file in printed
