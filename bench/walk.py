@@ -158,9 +158,9 @@ class Walked:
         self.request = Way(self._came, self._answered, self._of_a_request)
 
     async def _joined(self, wire: WireSection) -> DraftLink:
-        self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft.worker, wire)])
+        self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft.worker)])
         port = await self._server.start()
-        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker, wire, check_pair)
+        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker, check_pair)
         self._linked = asyncio.create_task(link.run())
         return link
 
