@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast, get_args
 
 import pytest
 import yaml
+from click import Group
+from pydantic import BaseModel
+from typer.main import get_command
 
+from deploy.values import Values
 from slipstream.base.config import Config, load
+from slipstream.cli.commands import app
 from slipstream.cli.manual import config_yaml, markdown, pages, tables, with_tables
 from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LOG = "MEASUREMENTS.md"  # its commands are those of the commits beside them
+OURS = ("slipstream", "draft_service", "target_service", "router_service", "bench", "deploy", "tests", "tests_k8s")
+NO_SETTINGS = ("config.json", "target.log", "router.request", "target.answer", "draft.session")  # files, spans
 
 
 def test_printed_pages_are_in_step() -> None:
@@ -55,11 +64,60 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
-def test_readme_commands_exist() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != LOG], ids=lambda page: page.name)
+def test_commands_that_pages_name_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"(?:^|`)make ([a-z0-9-]+)", readme, re.MULTILINE)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"README names `make {target}`"
+    targets = re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE)
+    commands = cast(Group, get_command(app)).commands
+    code = _code(page)
+    missing = [f"make {name}" for name in re.findall(r"^\s*make ([a-z0-9-]+)", code, re.MULTILINE)
+               if name not in targets]
+    missing += [f"slipstream {name}" for name in re.findall(r"^\s*\S*slipstream ([a-z-]+)", code, re.MULTILINE)
+                if name not in commands]
+    modules = [name.replace(".", "/") for name in re.findall(r"python3? -m ([a-z_.]+)", code)]
+    missing += [name for name in modules if name.split("/")[0] in OURS and not (ROOT / f"{name}.py").exists()
+                and not (ROOT / name / "__main__.py").exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_that_pages_name_exist(page: Path) -> None:
+    code = _code(page).replace("=", " ").replace(":", " ")
+    named = set(re.findall(r"(?<![\w./-])((?:config|model|draft|target|router|wire|log)\.[a-zA-Z_.]*\w)", code))
+    missing = [name for name in named if name not in NO_SETTINGS and not _is_setting(name)]
+    assert not missing, f"{page.name} names settings that are not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    named = {name for name in re.findall(r"(?<![\w./-])((?:[a-z_]+/)+[a-z_]+\.(?:py|cpp|h|yaml|jsonl))", _code(page))
+             if name.split("/")[0] in OURS}
+    missing = [name for name in named if not (ROOT / name).exists()]
+    missing += [name for name in re.findall(r"`(test_[a-z0-9_]+)`", page.read_text(encoding="utf-8"))
+                if not (ROOT / "tests" / f"{name}.py").exists()]
+    assert not missing, f"{page.name} names files that are not there"
+
+
+def _code(page: Path) -> str:
+    """What a page has in blocks and between backticks, a piece a line."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^ *```\w*\n.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return "\n".join([*blocks, *(piece.replace("\n", " ") for piece in re.findall(r"`([^`]+)`", rest))])
+
+
+def _is_setting(name: str) -> bool:
+    """Is it a setting of the services, or a value of the chart?"""
+    return _leads(Config, name.split(".")) or _leads(Values, name.split("."))
+
+
+def _leads(section: type[BaseModel], path: list[str]) -> bool:
+    field = section.model_fields.get(path[0])
+    if field is None or len(path) == 1:
+        return field is not None
+    kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+    inner = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+    return _leads(inner, path[1:]) if inner else dict in kinds  # what a chart hands on as it is has any keys
 
 
 def _anchors(page: Path) -> set[str]:
