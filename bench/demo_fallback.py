@@ -25,7 +25,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece
 
 PROMPT = "Write a long story about a river, a boat and the people of a small town."
-SETTINGS = ("draft.drafter=ngram", "model.dtype=float32", "target.foresight=false",
+SETTINGS = ("draft.drafter=ngram", "model.dtype=float32", "target.prompt_lookup=false",
             "target.policy.probe_after_s=0.5", "target.policy.probe_max_s=2.0")
 TOKENS, GOOD_S, BAD_S = 900, 2.5, 4.0  # an answer that is longer than both times on a quick machine
 

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     # A timed device's text is no text: what it repeats says nothing.
-    config = load(None, ("target.foresight=false", *arguments.overrides))
+    config = load(None, ("target.prompt_lookup=false", *arguments.overrides))
     timing = Timing.load(arguments.timing)
     configure(config.log)
 

@@ -31,6 +31,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.protocol.tree import MAX_NODES
 from target_service.lost import RankWatch
+from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, Served, TargetService
 from target_service.worker import TargetWorker
 
@@ -128,7 +129,8 @@ def threads(wanted: int) -> int:
 def slots_for(config: TargetSection, model: CausalModel, max_context: int) -> int:
     """KV slots: what the configuration says, else room for all sessions at a typical length, and for one whole context
     with its tree in any case. Raises ConfigError where that does not fit a GPU."""
-    memory = Memory.of(model.config, model.dtype, model.device, config.max_step_rows)
+    memory = Memory.of(model.config, model.dtype, model.device,
+                       Limits.on(model.device.type, config.max_sessions).max_step_rows)
     slots = config.slots or _slots(config, model, max_context, memory)
     if model.device.type == "cuda":  # a CPU's memory is taken as it is written
         memory.check(slots)

@@ -28,11 +28,22 @@ class Facts:
     waits: bool  # for its drafter
 
 
+# Rows of one step. Half of them may be a prompt's, so that answers which run do not wait for a long one. A GPU computes
+# some 300 rows while it reads its weights, a CPU fewer than 20: it gains nothing by more, and waits longer for each.
+STEP_ROWS = {"cpu": 512, "cuda": 1024}
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_running: int
     max_step_rows: int
     prefill_chunk: int
+
+    @staticmethod
+    def on(device: str, max_running: int) -> Limits:
+        """device: its type."""
+        rows = STEP_ROWS.get(device, STEP_ROWS["cpu"])
+        return Limits(max_running, rows, rows // 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from target_service.running import Running, Sink
 from target_service.shedding import CALM_S
 from target_service.worker import TargetWorker
 
+MAX_WAITING = 256  # requests that wait for room: a router with another target does better than to queue here
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -111,7 +113,7 @@ class TargetService:
         if not self._worker.alive:
             raise Unavailable("the engine thread has ended; the service has to be restarted")
         self._check(request)
-        if self._worker.num_waiting > self._config.max_waiting:
+        if self._worker.num_waiting > MAX_WAITING:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
         if self._worker.shedding.refuses:
             raise CapacityError("the device's memory is short: running answers go on, new ones have to wait", CALM_S)

@@ -51,8 +51,8 @@ class Shedding:
         if hopeless:
             return False
         self._most_rows = max(FEWEST_ROWS, rows // 2)
-        self._log.warning("the device's memory ran out: less is asked of it; lower target.slots or "
-                          "target.max_step_rows if this comes again", rows=rows, now=LEVELS[self._level])
+        self._log.warning("the device's memory ran out: less is asked of it; lower target.slots if "
+                          "this comes again", rows=rows, now=LEVELS[self._level])
         return True
 
     def limits(self) -> Limits:

@@ -47,7 +47,8 @@ class TargetWorker:
 
     def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
                  dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
-                 trace: Trace | None = None, spans: Spans | None = None) -> None:
+                 trace: Trace | None = None, spans: Spans | None = None, limits: Limits | None = None) -> None:
+        """limits: None for those of the device."""
         self._runner = runner
         self._config = config
         self._metrics = metrics
@@ -58,11 +59,10 @@ class TargetWorker:
         self._cache = RadixCache(runner.slots) if config.prefix_cache else None
         self.pool = DraftPool(runner, metrics, config)
         self.answers = Answers(runner, self._cache, self.pool, config.policy, costs, metrics, dispatch,
-                               spans or NoSpans(), config.foresight, config.shared_cores)
+                               spans or NoSpans(), config.prompt_lookup, config.shared_cores)
         self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
         metrics.lossy(self._thresholds.lossy)
-        self.shedding = Shedding(Limits(config.max_sessions, config.max_step_rows, config.prefill_chunk), clock,
-                                 metrics)
+        self.shedding = Shedding(limits or Limits.on(runner.model.device.type, config.max_sessions), clock, metrics)
         self._plan = Plan(self.answers, costs, self.shedding)
         self._waiting: deque[Running] = deque()
         self._running: list[Running] = []  # in order of arrival

@@ -31,6 +31,7 @@ from slipstream.wire.link import DraftLink, Link, LinkEvents
 from slipstream.wire.local import LocalLink
 from slipstream.wire.peers import DraftServicer, PeerEvents
 from slipstream.wire.server import GrpcServer
+from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, Served, TargetService
 from target_service.worker import TargetWorker
 
@@ -115,14 +116,15 @@ class Rig:
 @asynccontextmanager
 async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
                  engine: str = "decoder", around: Callable[[CausalModel], CausalModel] = lambda model: model,
-                 exact: bool = False, quantize: str = "none", **settings: object) -> AsyncIterator[Rig]:
+                 exact: bool = False, quantize: str = "none", limits: Limits | None = None,
+                 **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
-    config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "foresight": False} | settings)
+    config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "prompt_lookup": False} | settings)
     model = around(load_model(folder, dtype, engine=engine, exact=exact, quantize=quantize))
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")
-    worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()))
+    worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()), limits=limits)
     digest, shape = tokenizer_hash(folder), model.config
     served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots)
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, digest, shape.hidden_size, shape.num_layers,

@@ -129,7 +129,7 @@ def tokens_of(pieces: list[Piece]) -> list[int]:
 async def test_without_any_drafter_a_repeating_text_is_drafted_from_itself(folder: Path) -> None:
     async with target(folder) as rig:
         plain = await asyncio.gather(*(rig.answer(asked(n)) for n in range(3)))
-    async with target(folder, foresight=True) as rig:
+    async with target(folder, prompt_lookup=True) as rig:
         answers = await asyncio.gather(*(rig.answer(asked(n)) for n in range(3)))
         refused = await rig.answer(asked(0, speculate=False))
         await rig.check()
@@ -154,7 +154,7 @@ class Overheard:
 async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: Path) -> None:
     section = DraftSection(drafter="ngram", ngram=NgramSection(min_match=1))
     model = ModelSection(path=str(folder), dtype="float64")
-    async with target(folder, STUBBORN, foresight=True) as rig, drafting(create(section, model)) as peers:
+    async with target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(create(section, model)) as peers:
         heard = Overheard(peers)
         async with local_link(rig, heard):
             await rig.answer(asked(1, max_tokens=60))
@@ -168,7 +168,7 @@ async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: P
 async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path) -> None:
     section = DraftSection(drafter="ngram", ngram=NgramSection(min_match=1))
     model = ModelSection(path=str(folder), dtype="float64")
-    async with (target(folder, STUBBORN, foresight=True) as rig, drafting(create(section, model)) as peers,
+    async with (target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(create(section, model)) as peers,
                 local_link(rig, peers)):
         pieces = await rig.answer(asked(1, max_tokens=60))
         outcomes = {line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])

@@ -128,7 +128,7 @@ class Cluster:
 
     async def start_target(self, name: str) -> None:
         await self.start(name, "target", serve_target, drafts=["kubernetes:///draft.ns:grpc"], slots=4096,
-                         drain_s=0.2, foresight=False, policy=STUBBORN.model_dump())
+                         drain_s=0.2, prompt_lookup=False, policy=STUBBORN.model_dump())
 
     async def start_draft(self, name: str) -> None:
         await self.start(name, "draft", serve_draft, ngram={"min_match": 1})

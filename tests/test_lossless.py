@@ -132,7 +132,7 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
     policy = HASTY if fate in ("late", "lost") else STUBBORN
     accepted = {}
     foresight = fate in ("killed", "shuffled")  # beside a drafter that goes and comes, or grows ahead
-    async with (target(folders["target"], policy, foresight=foresight, shared_cores=foresight) as rig,
+    async with (target(folders["target"], policy, prompt_lookup=foresight, shared_cores=foresight) as rig,
                 joined(rig, kind, fate, folders) as faulty):
         for name, sampling in SAMPLINGS.items():
             answers = await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))
@@ -228,11 +228,15 @@ async def test_sampled_answers_follow_the_softmax(folders: dict[str, Path]) -> N
     law = exact_law(folders["target"], prompt, 4)
     policy = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=0.2, deadline_max_s=2.0)
     counts = dict.fromkeys(law, 0)
-    async with (target(folders["target"], policy, max_waiting=draws) as rig,
+    room = asyncio.Semaphore(256)
+
+    async def answer(rig: Rig, seed: int) -> list[Piece]:
+        async with room:
+            return await rig.answer(Request(str(seed), tuple(prompt), Sampling(temperature=1.0, top_k=4, seed=seed), 2))
+
+    async with (target(folders["target"], policy) as rig,
                 drafting(drafter("noisy", folders)) as peers, local_link(rig, peers)):
-        sampled = [Request(str(seed), tuple(prompt), Sampling(temperature=1.0, top_k=4, seed=seed), 2)
-                   for seed in range(draws)]
-        answers = await asyncio.gather(*(rig.answer(request) for request in sampled))
+        answers = await asyncio.gather(*(answer(rig, seed) for seed in range(draws)))
     for pieces in answers:
         counts[tuple(tokens_of(pieces))] += 1
     assert sum(piece.accepted for pieces in answers for piece in pieces) > draws / 4, "drafts were used"

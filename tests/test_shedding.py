@@ -66,7 +66,8 @@ async def answers(folder: Path, room: int) -> tuple[list[list[int]], Cramped, in
         return made[0]
 
     ngram = NgramDrafter(NgramSection(), 8)
-    async with target(folder, around=around, prefill_chunk=32) as rig, drafting(ngram) as peers, local_link(rig, peers):
+    async with (target(folder, around=around, limits=Limits(64, 512, 32)) as rig, drafting(ngram) as peers,
+                local_link(rig, peers)):
         done = await asyncio.gather(*(rig.answer(request((*PROMPT, 48 + i))) for i in range(4)))
         again = await rig.answer(request((*PROMPT, 48)))  # reads what the prefix cache holds
         await rig.check()

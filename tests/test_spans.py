@@ -75,7 +75,7 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path) -> None:
         "draft": {"listen": f"127.0.0.1:{draft}", "metrics_listen": "127.0.0.1:0", "drafter": "ngram",
                   "ngram": {"min_match": 1}},
         "target": {"listen": f"127.0.0.1:{target}", "metrics_listen": "127.0.0.1:0", "slots": 2048,
-                   "drafts": [f"127.0.0.1:{draft}"], "policy": STUBBORN.model_dump(), "foresight": False},
+                   "drafts": [f"127.0.0.1:{draft}"], "policy": STUBBORN.model_dump(), "prompt_lookup": False},
         "router": {"listen": f"127.0.0.1:{http}", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0",
                    "targets": [f"127.0.0.1:{target}"], "model_name": "tiny"}})
     body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 40, "ignore_eos": True}

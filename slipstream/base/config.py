@@ -132,16 +132,13 @@ class TargetSection(Section):
     canary_share: float = Field(0.05, ge=0, le=1, description="of answers that it follows where others "
                                 "have room too")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
-    max_waiting: int = Field(256, ge=0, description="requests that wait for room; one more is refused with 429")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
-    prefill_chunk: int = Field(256, ge=16, description="prompt rows of one step")
-    max_step_rows: int = Field(512, ge=16, description="rows of one step, all sessions together")
     prefix_cache: bool = True
     shared_cores: bool = Field(False, description="drafts compute on the cores of this target: a tree that is not "
                                "worth a wait is not asked for; `slipstream run` sets it on a CPU")
-    foresight: bool = Field(True, description="what followed the newest tokens earlier in the same text is verified at "
-                            "once, where that pays more than plain steps and a drafter's trees")
+    prompt_lookup: bool = Field(True, description="what followed the newest tokens earlier in the same text is "
+                                "verified at once, where that pays more than plain steps and a drafter's trees")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
     accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "
                                            "token whose probability is at least this")

@@ -52,8 +52,8 @@ class Memory:
         if slots > self.slots(slots):
             raise ConfigError(
                 f"target.slots: {slots} tokens need {_gb(slots * self.slot)} GB and a step up to {_gb(self.step)} GB, "
-                f"of {_gb(self.free)} GB that are free beside the model; {self.slots(slots)} fit: lower target.slots, "
-                "target.max_context or target.max_step_rows")
+                f"of {_gb(self.free)} GB that are free beside the model; {self.slots(slots)} fit: lower target.slots "
+                "or target.max_context")
 
     def report(self, slots: int) -> dict[str, float]:
         """Gigabytes, for the log."""

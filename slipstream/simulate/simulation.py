@@ -28,6 +28,7 @@ from slipstream.protocol.messages import DraftBound, TargetBound
 from slipstream.protocol.requests import Piece, Request
 from slipstream.simulate.cast import Cast, TimedCast, hello_of
 from slipstream.simulate.timed import Device, Timing
+from target_service.scheduler import Limits
 from target_service.worker import TargetWorker
 
 SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
@@ -185,9 +186,10 @@ class Target:
         self.hello = hello_of(runner.model, cast.slots)
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=cast.slots, drafts=(), prefix_cache=False,
-                                foresight=False, max_sessions=max(64, deployment.batch), max_step_rows=4096)
+                                prompt_lookup=False, max_sessions=max(64, deployment.batch))
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
-                                   Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"))
+                                   Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"),
+                                   limits=Limits(section.max_sessions, 4096, 256))
         self.actor.act = self._act
         self._asked = False
         self._numbers = itertools.count(1)
