@@ -10,9 +10,9 @@ from slipstream.base.config import Config
 from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
-from slipstream.wire.channel import export_bytes
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
+from slipstream.wire.stream import export_bytes
 from slipstream.wire.tls import export_end, tls_files
 
 

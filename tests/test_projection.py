@@ -38,11 +38,17 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
 from slipstream.v1 import draft_pb2
 from slipstream.wire.codec import Faults
-from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello
+from slipstream.wire.handshake import (
+    ROOM,
+    ProjectionReader,
+    decode_draft_hello,
+    decode_target_hello,
+    encode_draft_hello,
+    encode_projection,
+)
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
 from slipstream.wire.peers import Peer, PeerEvents
-from slipstream.wire.projection import ROOM, ProjectionReader, encode_projection
 from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, speculators_tensors, write_eagle_folder
 from tests.pair import Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run

@@ -45,9 +45,9 @@ from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, e
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
-from slipstream.wire.outbox import Outbox
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
+from slipstream.wire.stream import Outbox
 from slipstream.wire.target import TargetClient, TargetServicer
 
 WIRE = WireSection()
@@ -442,13 +442,13 @@ async def test_an_outbox_takes_by_weight_and_forgets_after_overflow() -> None:
     chunks = [Features(1, n, bytes(300), 1, "float32") for n in range(3)]
     for chunk in chunks:
         box.put([chunk])
-    assert await box.take(600) == chunks[:2] and await box.take(600) == chunks[2:]
+    assert box.take(600) == chunks[:2] and box.take(600) == chunks[2:]
     for chunk in chunks * 2:
         box.put([chunk])
     with pytest.raises(CapacityError):
         await box.overflowed()
     box.put(chunks)
-    assert await box.take(600) == []
+    assert box.take(600) == []
 
 
 # The target's calls.

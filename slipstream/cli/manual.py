@@ -22,11 +22,10 @@ from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_
 from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.channel import RULES
-from slipstream.wire.handshake import MAX_TAPS
+from slipstream.wire.handshake import MAX_PROJECTION_BYTES, MAX_TAPS
 from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, PROJECTION_S, REFUSED_RETRY_S
-from slipstream.wire.outbox import MAX_BATCHES
 from slipstream.wire.peers import MAX_PEERS
-from slipstream.wire.projection import MAX_PROJECTION_BYTES
+from slipstream.wire.stream import MAX_BATCHES
 
 ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/observe", "slipstream/models",
          "slipstream/engine", "slipstream/engine/native", "slipstream/drafting", "slipstream/drafting/heads",

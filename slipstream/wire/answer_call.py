@@ -23,8 +23,8 @@ from slipstream.base.errors import Draining, RemoteProtocolError, SlipstreamErro
 from slipstream.protocol.requests import Answer, Backend, Request, TargetInfo
 from slipstream.wire.answer_frames import TAKEN, Asked, Flow, Told, decode_asked, encode_told
 from slipstream.wire.frames import joined
-from slipstream.wire.outbox import first_end
 from slipstream.wire.status import Reported, log_bug
+from slipstream.wire.stream import first_end
 
 MAX_WAITING = 1 << 20
 

@@ -25,8 +25,8 @@ from slipstream.wire.answer_frames import TAKEN, Flow, Told, decode_told, encode
 from slipstream.wire.channel import TARGET_SERVICE
 from slipstream.wire.connection import Connection
 from slipstream.wire.frames import joined
-from slipstream.wire.outbox import first_end
 from slipstream.wire.status import Reported, error_of
+from slipstream.wire.stream import first_end
 
 HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
 

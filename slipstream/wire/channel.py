@@ -10,8 +10,7 @@ It knows nothing about what is sent.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -22,8 +21,6 @@ from slipstream.wire.tls import TlsFiles, channel_credentials
 DRAFT_SERVICE = "slipstream.v1.DraftService"
 TARGET_SERVICE = "slipstream.v1.TargetService"
 INFERENCE_SERVICE = "slipstream.v1.InferenceService"
-
-EXPORT_S = 0.5
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -38,39 +35,6 @@ class ConnectionRules:
 
 
 RULES = ConnectionRules()
-
-
-@dataclass(slots=True)
-class WireCounts:
-    """What passed and what was left out, counted since the start. Metrics take the bytes from here; what else
-    they show is counted where it happens."""
-
-    frames_in: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    stale_frames: int = 0
-    invalid_items: int = 0
-    reconnects: int = 0
-    overflows: int = 0
-    oversized_items: int = 0
-
-    def sent(self, frame: bytes) -> None:
-        self.bytes_out += len(frame)
-
-    def got(self, frame: bytes) -> None:
-        self.frames_in += 1
-        self.bytes_in += len(frame)
-
-
-async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
-    """Hand what passed since the last time to ``export`` (direction, bytes), twice a second, until cancelled."""
-    told = {"in": 0, "out": 0}
-    while True:
-        now = {"in": sum(c.bytes_in for c in counts), "out": sum(c.bytes_out for c in counts)}
-        for direction, total in now.items():
-            export(direction, total - told[direction])
-        told = now
-        await asyncio.sleep(EXPORT_S)
 
 
 def client_options(rules: ConnectionRules) -> Options:

@@ -7,16 +7,21 @@ Rules:
    is ``incarnation`` for a stale frame.
 4. Encoding never makes a message above ``max_bytes``: frames are split between items and features between rows.
 
+A commit and a growth come every round of every session, when caches are cold: their checks are written out, plain
+Python over few numbers instead of calls and small arrays, and messages are made on failure only.
+
 It knows nothing about sockets or about what a session is doing. Format: ``proto/slipstream/v1/draft.proto``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.observe.spans import well_formed
@@ -37,20 +42,18 @@ from slipstream.protocol.tree import MAX_NODES, Ints
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,
-    INT32_MAX,
+    UINT32_MAX,
     decode_sampling,
-    dtype_of,
-    encode_sampling,
+    fill_sampling,
     int_bytes,
     ints_of,
-    microseconds,
     name_of,
-    parse,
-    require,
+    outside,
     within,
 )
 
 Faults = list[tuple[int, RemoteProtocolError]]  # (session, what was wrong with an item of it)
+Item = TypeVar("Item")
 
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
 
@@ -75,22 +78,39 @@ class FrameLimits:
 def encode_target_frames(incarnation: int, items: Sequence[DraftBound],
                          max_bytes: int) -> tuple[list[bytes], list[DraftBound]]:
     """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    message = draft_pb2.ExchangeRequest()
-    message.frame.incarnation = incarnation
-    for item in items:
-        _write_item(message.frame.items.add(), item)
-    data = message.SerializeToString()
+    return _encoded(_target_frame, incarnation, items, max_bytes)
+
+
+def encode_draft_frames(incarnation: int, items: Sequence[TargetBound],
+                        max_bytes: int) -> tuple[list[bytes], list[TargetBound]]:
+    """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
+    return _encoded(_draft_frame, incarnation, items, max_bytes)
+
+
+def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[DraftBound], Faults]:
+    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
+    return _decoded(draft_pb2.ExchangeRequest(), data, incarnation, limits, DRAFT_BOUND)
+
+
+def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[TargetBound], Faults]:
+    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
+    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits, TARGET_BOUND)
+
+
+def _encoded(write: Callable[[int, Sequence[Any]], bytes], incarnation: int, items: Sequence[Any],
+             max_bytes: int) -> tuple[list[bytes], list[Any]]:
+    data = write(incarnation, items)
     if len(data) <= max_bytes:
         return [data], []
     first, second = _halves(items)
     if not second:
         return [], list(items)
-    frames, left = encode_target_frames(incarnation, first, max_bytes)
-    more_frames, more_left = encode_target_frames(incarnation, second, max_bytes)
+    frames, left = _encoded(write, incarnation, first, max_bytes)
+    more_frames, more_left = _encoded(write, incarnation, second, max_bytes)
     return frames + more_frames, left + more_left
 
 
-def _halves(items: Sequence[DraftBound]) -> tuple[Sequence[DraftBound], Sequence[DraftBound]]:
+def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     if len(items) > 1:
         return items[: len(items) // 2], items[len(items) // 2:]
     item = items[0]
@@ -102,22 +122,27 @@ def _halves(items: Sequence[DraftBound]) -> tuple[Sequence[DraftBound], Sequence
             (Features(item.session, item.start + upper, item.rows[cut:], item.num_rows - upper, item.dtype),))
 
 
-def _write_item(wire: draft_pb2.TargetItem, item: DraftBound) -> None:
+def _target_frame(incarnation: int, items: Sequence[DraftBound]) -> bytes:
     # In place: a message that is given to another's constructor is copied, and rows are the most of a frame.
-    if isinstance(item, Commit):
-        commit = wire.commit
-        commit.session, commit.base, commit.tokens = item.session, item.base, int_bytes(item.tokens)
-        commit.drafted, commit.wanted, commit.ahead = item.drafted, item.wanted, item.ahead
-        if item.features is not None:
-            _write_features(commit.features, item.features)
-    elif isinstance(item, Open):
-        wire.open.MergeFrom(draft_pb2.OpenItem(
-            session=item.session, tokens=int_bytes(item.tokens), prompt_len=item.prompt_len,
-            sampling=encode_sampling(item.sampling), wanted=item.wanted, trace=item.trace, ahead=item.ahead))
-    elif isinstance(item, Features):
-        _write_features(wire.features, item)
-    else:
-        wire.close.session = item.session
+    message = draft_pb2.ExchangeRequest()
+    frame = message.frame
+    frame.incarnation = incarnation
+    for item in items:
+        wire = frame.items.add()
+        if isinstance(item, Commit):
+            commit = wire.commit
+            commit.session, commit.base = item.session, item.base
+            commit.tokens = np.asarray(item.tokens, "<i4").tobytes()
+            commit.drafted, commit.wanted, commit.ahead = item.drafted, item.wanted, item.ahead
+            if item.features is not None:
+                _write_features(commit.features, item.features)
+        elif isinstance(item, Features):
+            _write_features(wire.features, item)
+        elif isinstance(item, Open):
+            _write_open(wire.open, item)
+        else:
+            wire.close.session = item.session
+    return message.SerializeToString()
 
 
 def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
@@ -125,43 +150,53 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
     wire.dtype, wire.rows = DTYPE_NUMBERS[item.dtype], item.rows
 
 
-def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[DraftBound], Faults]:
-    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
-    message = draft_pb2.ExchangeRequest()
-    parse(message, data, "frame")
-    require(message.WhichOneof("content") == "frame", "frame", "a message that is not a frame")
-    _fence(message.frame.incarnation, incarnation)
-    items: list[DraftBound] = []
+def _write_open(wire: draft_pb2.OpenItem, item: Open) -> None:
+    wire.session, wire.tokens, wire.prompt_len = item.session, int_bytes(item.tokens), item.prompt_len
+    wire.wanted, wire.trace, wire.ahead = item.wanted, item.trace, item.ahead
+    fill_sampling(wire.sampling, item.sampling)
+
+
+def _draft_frame(incarnation: int, items: Sequence[TargetBound]) -> bytes:
+    message = draft_pb2.ExchangeResponse()
+    frame = message.frame
+    frame.incarnation = incarnation
+    for item in items:
+        wire = frame.items.add()
+        if isinstance(item, Growth):
+            growth = wire.growth
+            growth.session, growth.base = item.session, item.base
+            growth.ids = np.asarray(item.ids, "<i4").tobytes()
+            growth.parents = np.asarray(item.parents, "<i4").tobytes()
+            growth.tokens = np.asarray(item.tokens, "<i4").tobytes()
+            growth.scores = np.asarray(item.scores, "<f4").tobytes()
+            growth.draft_us = min(max(round(item.draft_s * 1e6), 0), UINT32_MAX)
+        else:
+            wire.drop.session, wire.drop.reason = item.session, item.reason
+    return message.SerializeToString()
+
+
+def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits,
+             readers: Mapping[str, Callable[[Any, FrameLimits], Item]]) -> tuple[list[Item], Faults]:
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise RemoteProtocolError("frame", "not a message of this protocol") from error
+    if message.WhichOneof("content") != "frame":
+        raise RemoteProtocolError("frame", "a message that is not a frame")
+    if message.frame.incarnation != incarnation:
+        raise RemoteProtocolError("incarnation", "the frame belongs to another stream")
+    items: list[Item] = []
     faults: Faults = []
     for wire in message.frame.items:
+        kind = wire.WhichOneof("item")
+        if kind not in readers:
+            raise RemoteProtocolError("items", "an item of unknown kind")
+        content = getattr(wire, kind)
         try:
-            items.append(_draft_bound(wire, limits))
+            items.append(readers[kind](content, limits))
         except (RemoteProtocolError, InvalidRequest) as error:
-            faults.append((_session_of(wire, error), RemoteProtocolError(error.field, error.message)))
+            faults.append((content.session, RemoteProtocolError(error.field, error.message)))
     return items, faults
-
-
-def _fence(found: int, expected: int) -> None:
-    require(found == expected, "incarnation", "the frame belongs to another stream")
-
-
-def _session_of(wire: draft_pb2.TargetItem | draft_pb2.DraftItem, error: Exception) -> int:
-    kind = wire.WhichOneof("item")
-    if kind is None:
-        raise error
-    return int(getattr(wire, kind).session)
-
-
-def _draft_bound(wire: draft_pb2.TargetItem, limits: FrameLimits) -> DraftBound:
-    kind = wire.WhichOneof("item")
-    if kind == "commit":
-        return _commit(wire.commit, limits)
-    if kind == "open":
-        return _open(wire.open, limits)
-    if kind == "features":
-        return _features(wire.features, limits)
-    require(kind == "close", "items", "an item of unknown kind")
-    return Close(wire.close.session)
 
 
 def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
@@ -173,90 +208,70 @@ def _open(wire: draft_pb2.OpenItem, limits: FrameLimits) -> Open:
 
 
 def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
-    tokens = ints_of("commit.tokens", wire.tokens, 0, limits.vocab_size - 1, MAX_NODES)
-    within("commit.tokens", len(tokens), 1, MAX_NODES)
-    base = within("commit.base", wire.base, 1, limits.max_context - len(tokens))
+    session, base, data, drafted, wanted = wire.session, wire.base, wire.tokens, wire.drafted, wire.wanted
+    count = len(data) // 4
+    if len(data) % 4 or not 1 <= count <= MAX_NODES:
+        raise RemoteProtocolError("commit.tokens", f"{len(data)} bytes are not 1 to {MAX_NODES} int32 values")
+    tokens: Ints = np.frombuffer(data, "<i4")
+    values = tokens.tolist()
+    if min(values) < 0 or max(values) >= limits.vocab_size:
+        raise RemoteProtocolError("commit.tokens", f"a token is outside the vocabulary of {limits.vocab_size}")
+    if not 1 <= base <= limits.max_context - count:
+        raise outside("commit.base", base, 1, limits.max_context - count)
+    for field, value in (("drafted", drafted), ("wanted", wanted)):
+        if value >= MAX_NODES:
+            raise outside(f"commit.{field}", value, 0, MAX_NODES - 1)
     features = _features(wire.features, limits) if wire.HasField("features") else None
     if features is not None:
-        require(features.session == wire.session, "features.session", "not the session of its commit")
-        require(features.start == base - 1, "features.start", f"{features.start} is not the commit's base - 1")
-        require(features.num_rows == len(tokens), "features.num_rows", "not as many as the commit's tokens")
-    return Commit(wire.session, base, tokens, features, within("commit.drafted", wire.drafted, 0, MAX_NODES - 1),
-                  within("commit.wanted", wire.wanted, 0, MAX_NODES - 1), wire.ahead)
+        if features.session != session:
+            raise RemoteProtocolError("features.session", "not the session of its commit")
+        if features.start != base - 1:
+            raise RemoteProtocolError("features.start", f"{features.start} is not the commit's base - 1")
+        if features.num_rows != count:
+            raise RemoteProtocolError("features.num_rows", "not as many as the commit's tokens")
+    return Commit(session, base, tokens, features, drafted, wanted, wire.ahead)
 
 
 def _features(wire: draft_pb2.FeaturesItem, limits: FrameLimits) -> Features:
-    require(limits.feature_width > 0, "features", "this drafter reads none")
-    dtype = dtype_of(wire.dtype)
-    require(dtype == limits.feature_dtype, "features.dtype", f"{dtype} is not the agreed {limits.feature_dtype}")
-    within("features.num_rows", wire.num_rows, 1, limits.max_context)
-    within("features.start", wire.start, 0, limits.max_context - wire.num_rows)
-    size = wire.num_rows * limits.feature_width * FEATURE_DTYPES[dtype]
-    rows = wire.rows
-    require(len(rows) == size, "features.rows", f"{len(rows)} bytes where the shape needs {size}")
-    return Features(wire.session, wire.start, rows, wire.num_rows, dtype)
+    start, count, rows, dtype = wire.start, wire.num_rows, wire.rows, limits.feature_dtype
+    if limits.feature_width == 0:
+        raise RemoteProtocolError("features", "this drafter reads none")
+    if wire.dtype != DTYPE_NUMBERS[dtype]:
+        raise RemoteProtocolError("features.dtype", f"number {wire.dtype} is not the agreed {dtype}")
+    if not 1 <= count <= limits.max_context:
+        raise outside("features.num_rows", count, 1, limits.max_context)
+    if start > limits.max_context - count:
+        raise outside("features.start", start, 0, limits.max_context - count)
+    size = count * limits.feature_width * FEATURE_DTYPES[dtype]
+    if len(rows) != size:
+        raise RemoteProtocolError("features.rows", f"{len(rows)} bytes where the shape needs {size}")
+    return Features(wire.session, start, rows, count, dtype)
 
 
-def encode_draft_frames(incarnation: int, items: Sequence[TargetBound],
-                        max_bytes: int) -> tuple[list[bytes], list[TargetBound]]:
-    """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    frame = draft_pb2.DraftFrame(incarnation=incarnation, items=[_draft_item(item) for item in items])
-    data = draft_pb2.ExchangeResponse(frame=frame).SerializeToString()
-    if len(data) <= max_bytes:
-        return [data], []
-    if len(items) == 1:
-        return [], list(items)
-    middle = len(items) // 2
-    frames, left = encode_draft_frames(incarnation, items[:middle], max_bytes)
-    more_frames, more_left = encode_draft_frames(incarnation, items[middle:], max_bytes)
-    return frames + more_frames, left + more_left
+def _close(wire: draft_pb2.CloseItem, _limits: FrameLimits) -> Close:
+    return Close(wire.session)
 
 
-def _draft_item(item: TargetBound) -> draft_pb2.DraftItem:
-    if isinstance(item, Growth):
-        return draft_pb2.DraftItem(growth=draft_pb2.GrowthItem(
-            session=item.session, base=item.base, ids=int_bytes(item.ids), parents=int_bytes(item.parents),
-            tokens=int_bytes(item.tokens), scores=np.asarray(item.scores, "<f4").tobytes(),
-            draft_us=microseconds(item.draft_s)))
-    return draft_pb2.DraftItem(drop=draft_pb2.DropItem(session=item.session, reason=item.reason))
-
-
-def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[TargetBound], Faults]:
-    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
-    message = draft_pb2.ExchangeResponse()
-    parse(message, data, "frame")
-    require(message.WhichOneof("content") == "frame", "frame", "a message that is not a frame")
-    _fence(message.frame.incarnation, incarnation)
-    items: list[TargetBound] = []
-    faults: Faults = []
-    for wire in message.frame.items:
-        try:
-            items.append(_target_bound(wire, limits))
-        except RemoteProtocolError as error:
-            faults.append((_session_of(wire, error), error))
-    return items, faults
-
-
-def _target_bound(wire: draft_pb2.DraftItem, limits: FrameLimits) -> TargetBound:
-    kind = wire.WhichOneof("item")
-    if kind == "growth":
-        return _growth(wire.growth, limits)
-    require(kind == "drop", "items", "an item of unknown kind")
-    return Drop(wire.drop.session, name_of("drop.reason", wire.drop.reason))
+def _drop(wire: draft_pb2.DropItem, _limits: FrameLimits) -> Drop:
+    return Drop(wire.session, name_of("drop.reason", wire.reason))
 
 
 def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
-    base = within("growth.base", wire.base, 1, limits.max_context)
-    ids = ints_of("growth.ids", wire.ids, 1, INT32_MAX, limits.max_nodes)
-    size = 4 * len(ids)
+    base, size = wire.base, len(wire.ids)
+    if not 1 <= base <= limits.max_context:
+        raise outside("growth.base", base, 1, limits.max_context)
+    if size % 4 or size > 4 * limits.max_nodes:
+        raise RemoteProtocolError("growth.ids", f"{size} bytes are not at most {limits.max_nodes} int32 values")
     for field, data in (("parents", wire.parents), ("tokens", wire.tokens), ("scores", wire.scores)):
-        require(len(data) == size, f"growth.{field}", f"{len(data)} bytes for {len(ids)} nodes")
+        if len(data) != size:
+            raise RemoteProtocolError(f"growth.{field}", f"{len(data)} bytes for {size // 4} nodes")
+    ids: Ints = np.frombuffer(wire.ids, "<i4")
     parents: Ints = np.frombuffer(wire.parents, "<i4")
     tokens: Ints = np.frombuffer(wire.tokens, "<i4")
     scores = np.frombuffer(wire.scores, "<f4")
     _check_nodes(ids.tolist(), parents.tolist(), tokens.tolist(), limits)
     numbers = scores.tolist()
-    if not all(math.isfinite(score) and score <= SCORE_SLACK for score in numbers):
+    if numbers and not (math.isfinite(sum(numbers)) and max(numbers) <= SCORE_SLACK):
         raise RemoteProtocolError("growth.scores", "holds what is not a log score: infinite, not a number or above 0")
     if max(numbers, default=0.0) > 0:
         scores = np.minimum(scores, np.float32(0))
@@ -264,9 +279,9 @@ def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
 
 
 def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: FrameLimits) -> None:
-    # Plain Python over at most 63 nodes is faster than numpy on arrays of five; messages are made on failure only.
     inside, before, taken = set(ids), set[int](), set[tuple[int, int]]()
-    require(len(inside) == len(ids), "growth.ids", "an id stands twice")
+    if len(inside) != len(ids) or min(ids, default=1) < 1:
+        raise RemoteProtocolError("growth.ids", "an id stands twice, or is not positive")
     for node, parent, token in zip(ids, parents, tokens, strict=True):
         if parent == 0 or -parent > limits.max_context:
             raise RemoteProtocolError("growth.parents", f"{parent} names no node or position")
@@ -278,3 +293,8 @@ def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: 
             raise RemoteProtocolError("growth.tokens", f"siblings below {parent} share a token")
         before.add(node)
         taken.add((parent, token))
+
+
+DRAFT_BOUND: Mapping[str, Callable[[Any, FrameLimits], DraftBound]] = {
+    "open": _open, "features": _features, "commit": _commit, "close": _close}
+TARGET_BOUND: Mapping[str, Callable[[Any, FrameLimits], TargetBound]] = {"growth": _growth, "drop": _drop}

@@ -46,8 +46,12 @@ def require(holds: bool, field: str, message: str) -> None:
 def within(field: str, value: int, low: int, high: int) -> int:
     """``value`` if it lies in [low, high], else RemoteProtocolError."""
     if not low <= value <= high:
-        raise RemoteProtocolError(field, f"{value} is not between {low} and {high}")
+        raise outside(field, value, low, high)
     return value
+
+
+def outside(field: str, value: int, low: int, high: int) -> RemoteProtocolError:
+    return RemoteProtocolError(field, f"{value} is not between {low} and {high}")
 
 
 def int_bytes(values: Sequence[int] | Ints) -> bytes:
@@ -85,12 +89,6 @@ def few_ints_of(field: str, data: bytes, low: int, high: int) -> tuple[int, ...]
 def few_int_bytes(values: Sequence[int]) -> bytes:
     """``int_bytes`` of Python's own numbers, which takes half as long without numpy."""
     return ONE_INT.pack(values[0]) if len(values) == 1 else struct.pack(f"<{len(values)}i", *values)
-
-
-def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
-    wire = common_pb2.Sampling()
-    fill_sampling(wire, sampling)
-    return wire
 
 
 def fill_sampling(wire: common_pb2.Sampling, sampling: Sampling) -> None:

@@ -18,6 +18,7 @@ import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -26,12 +27,11 @@ from grpc import aio
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, WireCounts, open_channel
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import Faults, FrameLimits, decode_draft_frame, encode_target_frames
-from slipstream.wire.handshake import decode_draft_hello, encode_target_hello
-from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
-from slipstream.wire.projection import ProjectionReader
+from slipstream.wire.handshake import ProjectionReader, decode_draft_hello, encode_target_hello
 from slipstream.wire.status import error_of
+from slipstream.wire.stream import MAX_BATCHES, Outbox, Pumps, WireCounts
 from slipstream.wire.tls import TlsFiles
 
 FIRST_BACKOFF_S = 0.1
@@ -167,7 +167,9 @@ class DraftLink:
 
     async def _pump(self, call: Call, target: TargetHello, draft: DraftHello) -> None:
         outbox: Outbox[DraftBound] = Outbox(self._max_batches)
-        limits = FrameLimits.of(target, draft)
+        pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
+                      self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
+                      self._give_up)
         self._outbox, self._drafter, self._problem = outbox, draft.drafter, ""
         self._log.info("draft link up", drafter=draft.drafter)
         reason = "stopped"
@@ -175,9 +177,11 @@ class DraftLink:
         self._known = True
         self._events.link_up(self, draft)
         try:
-            await first_end(self._read(call, target.incarnation, limits), self._write(call, target.incarnation, outbox),
-                            outbox.overflowed())
+            await pumps.run(call)
             reason = "closed"
+        except asyncio.InvalidStateError as error:
+            reason = "unavailable"
+            raise Unavailable(f"{self.address}: the stream has ended") from error
         except (SlipstreamError, aio.AioRpcError) as error:
             reason = self._reason(error)
             raise
@@ -193,31 +197,6 @@ class DraftLink:
             return "overflow"
         return f"protocol: {error.field}" if isinstance(error, RemoteProtocolError) else "unavailable"
 
-    async def _read(self, call: Call, incarnation: int, limits: FrameLimits) -> None:
-        while isinstance(data := await call.read(), bytes):
-            self.counts.got(data)
-            try:
-                items, faults = decode_draft_frame(data, incarnation, limits)
-            except RemoteProtocolError as error:
-                if error.field != "incarnation":
-                    raise
-                self.counts.stale_frames += 1
-                continue
-            self.counts.invalid_items += len(faults)
-            self._events.received(self, items, faults)
-
-    async def _write(self, call: Call, incarnation: int, outbox: Outbox[DraftBound]) -> None:
-        limit = self._rules.message_bytes
-        while True:
-            items = await outbox.take(limit)
-            frames, oversized = encode_target_frames(incarnation, items, limit)
-            for frame in frames:
-                try:
-                    await call.write(frame)
-                except asyncio.InvalidStateError as error:
-                    raise Unavailable(f"{self.address}: the stream has ended") from error
-                self.counts.sent(frame)
-            if oversized:
-                # To its session an item that cannot travel is a draft without room for it.
-                self.counts.oversized_items += len(oversized)
-                self._events.received(self, [Drop(item.session, "capacity") for item in oversized], [])
+    def _give_up(self, items: list[DraftBound]) -> None:
+        # To its session an item that cannot travel is a draft without room for it.
+        self._events.received(self, [Drop(item.session, "capacity") for item in items], [])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from slipstream.base.errors import PairingError, RemoteProtocolError
 from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.channel import RULES, WireCounts
+from slipstream.wire.channel import RULES
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,
@@ -26,10 +26,17 @@ from slipstream.wire.codec import (
     encode_draft_frames,
     encode_target_frames,
 )
-from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello, encode_target_hello
+from slipstream.wire.handshake import (
+    ProjectionReader,
+    decode_draft_hello,
+    decode_target_hello,
+    encode_draft_hello,
+    encode_projection,
+    encode_target_hello,
+)
 from slipstream.wire.link import Check, LinkEvents
 from slipstream.wire.peers import PeerEvents
-from slipstream.wire.projection import ProjectionReader, encode_projection
+from slipstream.wire.stream import WireCounts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +127,7 @@ class LocalLink:
             return
         frames, oversized = encode_target_frames(stream.incarnation, items, self._max_bytes)
         for frame in frames:
-            self.counts.sent(frame)
+            self.counts.bytes_out += len(frame)
             good, faults = decode_target_frame(frame, stream.incarnation, stream.limits)
             self._peers.received(stream.peer, good, faults)
         if oversized:
@@ -136,7 +143,8 @@ class LocalLink:
         frames, oversized = encode_draft_frames(stream.incarnation, items, self._max_bytes)
         self.counts.oversized_items += len(oversized)
         for frame in frames:
-            self.counts.got(frame)
+            self.counts.frames_in += 1
+            self.counts.bytes_in += len(frame)
             good, faults = decode_draft_frame(frame, stream.incarnation, stream.limits)
             self.counts.invalid_items += len(faults)
             self._events.received(self, good, faults)

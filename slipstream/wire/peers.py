@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -21,12 +22,11 @@ from grpc import aio
 
 from slipstream.base.errors import CapacityError, Draining, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.messages import DraftBound, DraftHello, TargetBound, TargetHello
-from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, WireCounts
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules
 from slipstream.wire.codec import Faults, FrameLimits, decode_target_frame, encode_draft_frames
-from slipstream.wire.handshake import decode_target_hello, encode_draft_hello
-from slipstream.wire.outbox import MAX_BATCHES, Outbox, first_end
-from slipstream.wire.projection import encode_projection
+from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_projection
 from slipstream.wire.status import abort
+from slipstream.wire.stream import MAX_BATCHES, Outbox, Pumps, WireCounts
 
 HANDSHAKE_S = 5.0
 MAX_PEERS = 64
@@ -125,10 +125,11 @@ class DraftServicer:
         try:
             await context.write(encode_draft_hello(hello))
             self._log.info("target connected", target=peer.name, model=target.model_id)
-            limits = FrameLimits.of(target, hello)
-            await first_end(self._read(context, peer, target.incarnation, limits),
-                            self._write(context, hello, outbox),
-                            outbox.overflowed(), self._drained())
+            pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
+                          self._max_bytes, self.counts, outbox, partial(self._events.received, peer))
+            projection = hello.features.projection if hello.features is not None else None
+            weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
+            await pumps.run(context, self._drained(), opening=weights)
         finally:
             outbox.close()
             self._log.info("target gone", target=peer.name)
@@ -142,28 +143,3 @@ class DraftServicer:
     async def _drained(self) -> None:
         await self._draining.wait()
         await asyncio.sleep(FAREWELL_S)
-
-    async def _read(self, context: Context, peer: Peer, incarnation: int, limits: FrameLimits) -> None:
-        while isinstance(data := await context.read(), bytes):
-            self.counts.got(data)
-            try:
-                items, faults = decode_target_frame(data, incarnation, limits)
-            except RemoteProtocolError as error:
-                if error.field != "incarnation":
-                    raise
-                self.counts.stale_frames += 1
-                continue
-            self.counts.invalid_items += len(faults)
-            self._events.received(peer, items, faults)
-
-    async def _write(self, context: Context, hello: DraftHello, outbox: Outbox[TargetBound]) -> None:
-        if hello.features is not None and hello.features.projection is not None:
-            for chunk in encode_projection(hello.features.projection, self._max_bytes):
-                await context.write(chunk)
-        while True:
-            items = await outbox.take(self._max_bytes)
-            frames, oversized = encode_draft_frames(hello.incarnation, items, self._max_bytes)
-            self.counts.oversized_items += len(oversized)
-            for frame in frames:
-                await context.write(frame)
-                self.counts.sent(frame)
