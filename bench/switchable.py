@@ -22,6 +22,7 @@ from slipstream.drafting.base import Drafter
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.observe.log import logger
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
+from slipstream.protocol.session import LEASE_S
 
 CHAIN = 3  # nodes of a rehearsed chain
 
@@ -82,7 +83,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     inner = rehearse(config.draft.model) if rehearsed else create(config.draft, config.model)
     drafter = SwitchableDrafter(inner, vocab_size)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, drafter.toggle)
-    await host(config, assemble(drafter, "", config.draft.lease_s), stop, ready)
+    await host(config, assemble(drafter, "", LEASE_S), stop, ready)
 
 
 if __name__ == "__main__":

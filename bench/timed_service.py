@@ -17,6 +17,7 @@ from slipstream.cli.process import until_signalled
 from slipstream.observe.log import configure
 from slipstream.observe.trace import Trace
 from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.local import LocalLink
 from target_service.__main__ import host as host_target
@@ -32,7 +33,7 @@ def draft(config: Config, timing: Timing, device: Device) -> Draft:
     """A draft on ``device``."""
     section = config.draft
     drafter = TimedDrafter(timing, device, section.run_ahead > 0, section.max_sessions)
-    return assemble_draft(drafter, "", section.lease_s, section.run_ahead, Trace(config.log.trace, "draft"))
+    return assemble_draft(drafter, "", LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"))
 
 
 async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False) -> None:

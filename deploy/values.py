@@ -165,7 +165,7 @@ class DraftValues(PodValues):
     resources: Blob = Field({"requests": {"cpu": "500m", "memory": "768Mi"}, "limits": {"memory": "2Gi"}})
     strategy: StrategyValues = StrategyValues(maxSurge=0, maxUnavailable=1)
     budget: BudgetValues = Field(BudgetValues(enabled=False), description="answers go on without drafts")
-    terminationGracePeriodSeconds: int = Field(30, ge=1, description="above preStopSeconds + its drain_s + 5")
+    terminationGracePeriodSeconds: int = Field(30, ge=1, description="above preStopSeconds + 7")
 
 
 class DiscoveryValues(Section):

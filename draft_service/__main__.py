@@ -15,6 +15,8 @@ from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.stream import export_bytes
 from slipstream.wire.tls import export_end, tls_files
 
+DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at once
+
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
@@ -44,7 +46,7 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
         up.clear()
         logger("draft").info("draining")
         draft.worker.drain()
-        await server.drain(config.draft.drain_s)
+        await server.drain(DRAIN_S)
     await asyncio.to_thread(draft.worker.stop)
     metrics.close()
     logger("draft").info("stopped")

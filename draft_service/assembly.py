@@ -18,6 +18,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Spans, spans_of
 from slipstream.observe.trace import Trace
+from slipstream.protocol.session import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def build(config: Config) -> Draft:
     drafter = create(section, config.model)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
-    return assemble(drafter, digest, section.lease_s, section.run_ahead, Trace(config.log.trace, "draft"),
+    return assemble(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
                     spans=spans_of(config.log, "draft"))
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from deploy.__main__ import pages
 from deploy.values import OWNED, Values
+from draft_service.__main__ import DRAIN_S
 from slipstream.base.config import Config, load
 from slipstream.wire.slices import service_address
 from tests.kube import CHART, PROFILES, ROOT, helm, only, rendered, run
@@ -49,8 +50,7 @@ WRONG = {
     "drafts without discovery": (("draft.replicas=3",), 'gives the pool "main" 3 pods but discovery.enabled is false'),
     "router's grace": (("router.terminationGracePeriodSeconds=50",), "router.terminationGracePeriodSeconds is 50"),
     "target's drain": (("config.target.drain_s=120",), "target.terminationGracePeriodSeconds is 75"),
-    "draft's drain": (("draft.pools[0].name=main", "draft.pools[0].config.drain_s=30"),
-                      "draft.terminationGracePeriodSeconds is 30"),
+    "draft's drain": (("draft.preStopSeconds=25",), "draft.terminationGracePeriodSeconds is 30"),
     "no model": (("model.prepare=false",), "model.prepare is false and model.claim names no volume"),
     "two claims": (("model.claim.existing=c", "model.claim.create=true"), 'model.claim.existing is "c"'),
     "cuda on the cpu image": (("config.model.device=cuda",), 'config.model.device is "cuda"'),
@@ -194,7 +194,7 @@ def test_a_pod_has_time_to_drain(profile: str, tmp_path: Path) -> None:
         file = tmp_path / "slipstream.yaml"
         file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
         config = load(file)
-        drain_s = getattr(config, pod["containers"][0]["name"]).drain_s
+        drain_s = getattr(getattr(config, pod["containers"][0]["name"]), "drain_s", DRAIN_S)
         stop_s = float(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
         assert pod["terminationGracePeriodSeconds"] > stop_s + drain_s
         assert spec["progressDeadlineSeconds"] > 2 * pod["containers"][0]["startupProbe"]["failureThreshold"]
@@ -304,7 +304,7 @@ def test_a_change_restarts_only_whom_it_concerns() -> None:
                 for name, spec in deployments(rendered("cpu", *arguments)).items()}
 
     before = sums()
-    for setting, concerned in (("config.draft.lease_s=20", {"draft-main"}), ("config.router.max_queue=4", {"router"}),
+    for setting, concerned in (("config.draft.run_ahead=8", {"draft-main"}), ("config.router.max_queue=4", {"router"}),
                                ("config.target.max_sessions=8", {"target"}),
                                ("config.target.policy.max_nodes=8", {"router", "target"}),
                                ("config.log.level=debug", {"router", "target", "draft-main"})):

@@ -91,8 +91,6 @@ class DraftSection(Section):
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
     run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
                                                        "verifies; 0: one growth a commit")
-    lease_s: float = Field(30.0, gt=0, description="a session nobody speaks of for so long is freed")
-    drain_s: float = Field(2.0, ge=0, description="time to stop; short, as a target goes on without a draft at once")
     ngram: NgramSection = NgramSection()
     growth: GrowthSection = GrowthSection()
 

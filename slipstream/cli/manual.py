@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from slipstream.base.config import Config
 from slipstream.base.errors import STATUS, ConfigError
 from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
-from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
+from slipstream.protocol.session import DRAFT_TABLE, LEASE_S, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.channel import RULES
 from slipstream.wire.handshake import MAX_PROJECTION_BYTES, MAX_TAPS
@@ -155,7 +155,7 @@ def _limits() -> Rows:
         ("wait before a reconnect", f"random, below {FIRST_BACKOFF_S:g} s at first, later below "
          f"{RULES.backoff_max_s:g} s", ""),
         ("wait after a refused handshake", f"{REFUSED_RETRY_S:g} s", ""),
-        ("silence about a session on the draft", f"{Config().draft.lease_s:g} s (`draft.lease_s`)",
+        ("silence about a session on the draft", f"{LEASE_S:g} s",
          "the session is freed with Drop(expired)"),
     )
 

@@ -24,6 +24,7 @@ from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, 
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 FORESEEN = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
+LEASE_S = 30.0  # a draft frees a session that nobody speaks of for so long: a target that comes back opens it again
 
 
 class TargetState(StrEnum):

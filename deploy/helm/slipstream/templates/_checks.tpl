@@ -130,10 +130,7 @@
 {{- $drain := default (index $defaults $role).drain_s (default dict (index $.Values.config $role)).drain_s -}}
 {{- include "slipstream.checks.grace" (dict "role" $role "where" (printf "config.%s.drain_s" $role) "drain" $drain "pod" (index $.Values $role)) -}}
 {{- end -}}
-{{- range .Values.draft.pools -}}
-{{- $drain := default $defaults.draft.drain_s (include "slipstream.poolSettings" (dict "root" $ "pool" .) | fromYaml).drain_s -}}
-{{- include "slipstream.checks.grace" (dict "role" "draft" "where" (printf "drain_s of pool %q" .name) "drain" $drain "pod" $.Values.draft) -}}
-{{- end -}}
+{{- include "slipstream.checks.grace" (dict "role" "draft" "where" "its time to stop" "drain" 2 "pod" .Values.draft) -}}
 {{- end -}}
 
 {{- define "slipstream.checks.grace" -}}
