@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.fleet import READY_S, Process, free_port
 from slipstream.base.errors import ConfigError, Unavailable
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 NODES = 16  # draft nodes that the measuring target verifies at most
 WAIT_S = 10.0  # and how long it waits for a drafter

@@ -21,7 +21,7 @@ import httpx
 
 from slipstream.base.errors import Unavailable
 from slipstream.cli.launch import SHARED_CORES, answers
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 READY_S = 120.0
 LISTENING = (10_000, 32_000)

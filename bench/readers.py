@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.simulate.timed import STREAMS, SYMBOLS
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 
 @dataclass(slots=True)

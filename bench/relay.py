@@ -18,7 +18,7 @@ from slipstream.protocol.requests import Request
 from slipstream.simulate.timed import SYMBOLS
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 SAID = Delta(" to")
 

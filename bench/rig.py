@@ -21,7 +21,7 @@ from slipstream.cli.process import kept_up
 from slipstream.observe.trace import merge
 from slipstream.simulate.simulation import RUN_AHEAD
 from slipstream.simulate.timed import Timing
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 FOLDER = REPORTS / "logs"
 USUAL, GOOD = (0.75, 0.12, 0.05), (0.95, 0.03, 0.015)  # chances of a node's children

@@ -38,7 +38,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
 from slipstream.wire.inference import AsyncCaller
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 FOLDER = Path("build/bench/logs")
 CHAT = "Explain in two sentences why the sky is blue, and name three rivers that flow to the north. " * 8

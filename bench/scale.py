@@ -33,7 +33,7 @@ from bench.report import FOLDER, Row, write
 from bench.rig import connected
 from bench.work import cpu_s
 from slipstream.simulate.timed import Timing
-from slipstream.wire.target import TargetClient
+from slipstream.wire.target_client import TargetClient
 
 LOGS = Path("build/bench/logs")
 CELLS = ((1, 1, 1), (1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 2, 32), (2, 2, 128), (4, 4, 32), (4, 4, 128), (4, 4, 512))

@@ -23,13 +23,20 @@ from slipstream.base.errors import (
 )
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request, TargetInfo, TokenLogprob
-from slipstream.wire.answer_frames import TAKEN, Flow, decode_asked, decode_told, encode_asked, encode_told
-from slipstream.wire.answer_stream import HOLD_AT
-from slipstream.wire.answers import decode_info, decode_many, encode_info
-from slipstream.wire.frames import joined
+from slipstream.wire.answers import (
+    TAKEN,
+    Flow,
+    decode_asked,
+    decode_told,
+    encode_asked,
+    encode_info,
+    encode_told,
+    joined,
+)
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.status import Reported
-from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.target import TargetServicer
+from slipstream.wire.target_client import HOLD_AT, TargetClient
 
 WIRE = WireSection()
 INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
@@ -88,7 +95,6 @@ async def served(steps: Steps) -> AsyncIterator[tuple[GrpcServer, TargetClient]]
     """``steps`` behind a client whose answers share a call."""
     server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(steps)])
     client = TargetClient(f"127.0.0.1:{await server.start()}")
-    await client.info()
     try:
         yield server, client
     finally:
@@ -190,9 +196,9 @@ async def test_answers_end_with_a_call_that_breaks_and_the_next_one_begins_anoth
 
 @asynccontextmanager
 async def raw_target(many: Callable[[Any], Awaitable[None]]) -> AsyncIterator[TargetClient]:
-    """A server that says it shares calls and does ``many`` with one; its client has heard it."""
+    """A server that does ``many`` with a call, and a client of it."""
     async def info(_data: bytes, _context: Any) -> bytes:
-        return encode_info(INFO, many=True)
+        return encode_info(INFO)
 
     async def call(_requests: object, context: Any) -> None:
         await many(context)
@@ -204,7 +210,6 @@ async def raw_target(many: Callable[[Any], Awaitable[None]]) -> AsyncIterator[Ta
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = TargetClient(f"127.0.0.1:{port}", connect_s=0.3)
-    await client.info()
     try:
         yield client
     finally:
@@ -272,8 +277,3 @@ def test_frames_are_as_few_as_fit() -> None:
     items = [b"a" * size for size in (3, 3, 3, 9, 1)]
     assert [*joined(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
     assert [*joined([], 6)] == [] and [*joined(items, 100)] == [b"a" * 19]
-
-
-def test_who_does_not_say_that_it_shares_calls_is_asked_one_by_one() -> None:
-    assert decode_many(encode_info(INFO, many=True)) and not decode_many(encode_info(INFO))
-    assert decode_info(encode_info(INFO, many=True)) == INFO

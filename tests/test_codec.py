@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError
+from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
@@ -27,14 +27,14 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
 from slipstream.v1 import draft_pb2
 from slipstream.wire.answers import (
-    decode_control,
+    Asked,
+    Told,
+    decode_asked,
     decode_info,
-    decode_piece,
-    decode_start,
-    encode_control,
+    decode_told,
+    encode_asked,
     encode_info,
-    encode_piece,
-    encode_start,
+    encode_told,
 )
 from slipstream.wire.codec import (
     FrameLimits,
@@ -112,14 +112,14 @@ GOLDEN = {
         "08000000bf000080bf387d12060a0408041006120e120c080512086361706163697479"
     ),
     "start": (
-        "0a710a03722d31120c0100000002000000030000001a5609000000000000e03f102819000000000000e83f21000000000000"
-        "c03f29000000000000e03f31000000000000e0bf39000000000000f43f420b080511000000000000f8bf48025202000758ff"
-        "ffffffffffffffff01201028003002"
+        "0a75080312710a03722d31120c0100000002000000030000001a5609000000000000e03f102819000000000000e83f210000"
+        "00000000c03f29000000000000e03f31000000000000e0bf39000000000000f43f420b080511000000000000f8bf48025202"
+        "000758ffffffffffffffffff01201028003002"
     ),
-    "control": "12020802",
+    "control": "0a0608031a020802",
     "piece": (
-        "0a08010000000200000010011803221f09000000000000e0bf120201091a10000000000000e0bf00000000000000c0220909"
-        "000000000000f0bf28013090a10f38c8d0074002480850a0c21e"
+        "0a5008031a4c0a08010000000200000010011803221f09000000000000e0bf120201091a10000000000000e0bf0000000000"
+        "0000c0220909000000000000f0bf28013090a10f38c8d0074002480850a0c21e"
     ),
     "info": "0a0474696e7910e80718f40322036162632801300238644028480152130a03643a311a056e6772616d2205766f636162",
     "chat": (
@@ -149,9 +149,9 @@ def encoded() -> dict[str, bytes]:
         "draft_hello": encode_draft_hello(DRAFT_HELLO),
         "target_frame": encode_target_frames(INCARNATION, TARGET_ITEMS, MAX_BYTES)[0][0],
         "draft_frame": encode_draft_frames(INCARNATION, DRAFT_ITEMS, MAX_BYTES)[0][0],
-        "start": encode_start(REQUEST),
-        "control": encode_control(False),
-        "piece": encode_piece(PIECE),
+        "start": encode_asked(3, REQUEST),
+        "control": encode_asked(3, False),
+        "piece": encode_told(3, PIECE),
         "info": encode_info(INFO),
         "chat": encode_chat("m", (Message("user", "hi"),), OPTIONS),
         "complete": encode_complete("m", "hi", OPTIONS),
@@ -159,6 +159,23 @@ def encoded() -> dict[str, bytes]:
         "complete_delta": encode_complete_delta(DELTA),
         "models": encode_models(["m", "n"]),
     }
+
+
+def asked(data: bytes) -> list[tuple[int, Asked]]:
+    """Items of answers; raises the first that is wrong."""
+    items = [*decode_asked(data, VOCAB, CONTEXT)]
+    for _, content in items:
+        if isinstance(content, SlipstreamError):
+            raise content
+    return items
+
+
+def told(data: bytes) -> list[tuple[int, Told]]:
+    items = decode_told(data)
+    for _, content in items:
+        if isinstance(content, SlipstreamError):
+            raise content
+    return items
 
 
 @pytest.mark.parametrize("name", encoded())
@@ -178,10 +195,10 @@ def test_hellos_come_back() -> None:
 
 
 def test_requests_and_texts_come_back() -> None:
-    assert decode_start(encode_start(REQUEST), VOCAB, CONTEXT) == REQUEST
-    assert decode_start(encode_start(replace(REQUEST, top_logprobs=None)), VOCAB, CONTEXT).top_logprobs is None
-    assert [decode_control(encode_control(mode)) for mode in (True, False)] == [True, False]
-    assert decode_piece(encode_piece(PIECE)) == PIECE
+    for request in (REQUEST, replace(REQUEST, top_logprobs=None)):
+        assert asked(encode_asked(3, request)) == [(3, request)]
+    assert [asked(encode_asked(3, mode)) for mode in (True, False)] == [[(3, True)], [(3, False)]]
+    assert told(encode_told(3, PIECE)) == [(3, PIECE)]
     assert decode_info(encode_info(INFO)) == INFO
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
     assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
@@ -337,7 +354,7 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
 ])
 def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        decode_start(encode_start(request_), VOCAB, CONTEXT)
+        asked(encode_asked(3, request_))
     assert refused.value.field == field
 
 
@@ -425,9 +442,9 @@ DECODERS = {
     "draft_hello": decode_draft_hello,
     "target_frame": lambda data: decode_target_frame(data, INCARNATION, LIMITS),
     "draft_frame": lambda data: decode_draft_frame(data, INCARNATION, LIMITS),
-    "start": lambda data: decode_start(data, VOCAB, CONTEXT),
-    "control": decode_control,
-    "piece": decode_piece,
+    "start": asked,
+    "control": asked,
+    "piece": told,
     "info": decode_info,
     "chat": decode_chat,
     "complete": decode_complete,

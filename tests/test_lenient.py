@@ -21,7 +21,7 @@ from slipstream.protocol.lenient import Thresholds, relaxed
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.protocol.tree import DraftTree
-from slipstream.wire.answers import decode_info, decode_piece, encode_info, encode_piece
+from slipstream.wire.answers import decode_info, decode_told, encode_info, encode_told
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target
 from tests.routing import CHAT, HELLO, routing
@@ -162,7 +162,7 @@ async def test_greedy_and_plain_answers_know_no_thresholds(folders: tuple[Path, 
 
 @pytest.mark.parametrize("lossy", [False, True])
 async def test_the_label_reaches_the_client(folders: tuple[Path, Path], lossy: bool) -> None:
-    assert decode_piece(encode_piece(Piece((1,), lossy=lossy))).lossy is lossy
+    assert decode_told(encode_told(1, Piece((1,), lossy=lossy)))[0][1].lossy is lossy
     backend = EchoTarget()
     backend.lossy = lossy
     info = await backend.info()

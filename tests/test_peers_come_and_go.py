@@ -22,7 +22,8 @@ from slipstream.wire.link import DraftLink, Link
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.roster import RosterRules
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.target import TargetServicer
+from slipstream.wire.target_client import TargetClient
 from slipstream.wire.tls import TlsFiles, dialling
 from target_service.drafts import Drafts
 from tests.api_server import StandIn, endpoint

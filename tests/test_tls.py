@@ -16,13 +16,13 @@ from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
-from slipstream.wire.certificate import ends_at
 from slipstream.wire.channel import ConnectionRules, open_channel
 from slipstream.wire.link import DraftLink
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetClient, TargetServicer
-from slipstream.wire.tls import TlsFiles, dialling, export_end, tls_files
+from slipstream.wire.target import TargetServicer
+from slipstream.wire.target_client import TargetClient
+from slipstream.wire.tls import TlsFiles, dialling, ends_at, export_end, tls_files
 from tests.certificates import authority, issue, needs_openssl, replace_files
 from tests.echo import EchoTarget
 from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit, eventually

@@ -48,7 +48,8 @@ from slipstream.wire.local import LocalLink
 from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.stream import Outbox
-from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.target import TargetServicer
+from slipstream.wire.target_client import TargetClient
 
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.2)
@@ -500,23 +501,15 @@ class Machine:
         return INFO
 
 
-@pytest.fixture(params=["call", "shared call"])
-def shared(request: pytest.FixtureRequest) -> bool:
-    """Whether answers share a call, as they do once a client has asked for the target's info."""
-    return bool(request.param == "shared call")
-
-
-async def serve_target(machine: Machine, shared: bool) -> tuple[GrpcServer, TargetClient]:
+async def serve_target(machine: Machine) -> tuple[GrpcServer, TargetClient]:
     server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(machine)])
     client = TargetClient(f"127.0.0.1:{await server.start()}")
-    if shared:
-        await client.info()
     return server, client
 
 
-async def test_an_answer_comes_through_and_is_closed(shared: bool) -> None:
+async def test_an_answer_comes_through_and_is_closed() -> None:
     machine = Machine(Counting(5))
-    server, client = await serve_target(machine, shared)
+    server, client = await serve_target(machine)
     request = replace(REQUEST, sampling=Sampling(0.5, seed=3), top_logprobs=2, speculate=False)
     pieces = [piece async for piece in client.submit(request)]
     assert [piece.tokens for piece in pieces] == [(n,) for n in range(5)] and pieces[-1].finish == "length"
@@ -530,9 +523,9 @@ async def test_an_answer_comes_through_and_is_closed(shared: bool) -> None:
     InvalidRequest("top_p", "must be at most 1", "too_large"), NotFound("model", "no such model ünï"),
     CapacityError("full", 7.5), Draining("going"), Unavailable("not now")])
 @pytest.mark.parametrize("late", [False, True])
-async def test_errors_keep_their_class(error: SlipstreamError, late: bool, shared: bool) -> None:
+async def test_errors_keep_their_class(error: SlipstreamError, late: bool) -> None:
     machine = Machine(Counting(2, error), None if late else error)
-    server, client = await serve_target(machine, shared)
+    server, client = await serve_target(machine)
     got = []
     with pytest.raises(type(error)) as raised:
         async for piece in client.submit(REQUEST):
@@ -546,8 +539,8 @@ async def test_errors_keep_their_class(error: SlipstreamError, late: bool, share
     await server.drain(0)
 
 
-async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there(shared: bool) -> None:
-    server, client = await serve_target(Machine(Counting(1), ValueError("secret")), shared)
+async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there() -> None:
+    server, client = await serve_target(Machine(Counting(1), ValueError("secret")))
     with pytest.raises(Unavailable) as raised:
         async for _ in client.submit(REQUEST):
             pass
@@ -556,9 +549,9 @@ async def test_a_bug_in_the_backend_is_unavailable_and_its_text_stays_there(shar
     await server.drain(0)
 
 
-async def test_a_token_outside_the_vocabulary_never_reaches_the_backend(shared: bool) -> None:
+async def test_a_token_outside_the_vocabulary_never_reaches_the_backend() -> None:
     machine = Machine(Counting(1))
-    server, client = await serve_target(machine, shared)
+    server, client = await serve_target(machine)
     with pytest.raises(InvalidRequest) as raised:
         async for _ in client.submit(replace(REQUEST, tokens=(1, 1000))):
             pass
@@ -568,9 +561,9 @@ async def test_a_token_outside_the_vocabulary_never_reaches_the_backend(shared: 
 
 
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
-async def test_leaving_an_answer_frees_it(how: str, shared: bool) -> None:
+async def test_leaving_an_answer_frees_it(how: str) -> None:
     machine = Machine(Counting(1 << 30, pause_s=0.001))
-    server, client = await serve_target(machine, shared)
+    server, client = await serve_target(machine)
     answer, seen = client.submit(REQUEST), asyncio.Event()
 
     async def read() -> None:
@@ -594,9 +587,9 @@ async def test_leaving_an_answer_frees_it(how: str, shared: bool) -> None:
     await server.drain(0)
 
 
-async def test_speculation_is_switched_in_mid_answer(shared: bool) -> None:
+async def test_speculation_is_switched_in_mid_answer() -> None:
     machine = Machine(Counting(1 << 30, pause_s=0.001))
-    server, client = await serve_target(machine, shared)
+    server, client = await serve_target(machine)
     answer = client.submit(REQUEST)
     async with asyncio.timeout(20):
         async for piece in answer:
@@ -626,9 +619,9 @@ async def test_a_target_that_is_not_there_or_says_nothing_is_unavailable() -> No
     silent.close()
 
 
-async def test_a_draining_target_refuses_and_finishes_what_runs(shared: bool) -> None:
+async def test_a_draining_target_refuses_and_finishes_what_runs() -> None:
     machine = Machine(Counting(50, pause_s=0.002))
-    server, client = await serve_target(machine, shared)
+    server, client = await serve_target(machine)
     running = client.submit(REQUEST)
     pieces = []
     async for piece in running:
@@ -642,17 +635,6 @@ async def test_a_draining_target_refuses_and_finishes_what_runs(shared: bool) ->
         async for _ in client.submit(REQUEST):
             pass
     await client.aclose()
-
-
-async def test_a_call_that_asks_nothing_is_ended() -> None:
-    machine = Machine(Counting(1))
-    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(machine, first_s=0.05)])
-    async with aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
-        call = channel.stream_stream("/slipstream.v1.TargetService/Generate")()
-        with pytest.raises(aio.AioRpcError) as refused:
-            await call.read()
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT and machine.requests == []
-    await server.drain(0)
 
 
 # Hosting.

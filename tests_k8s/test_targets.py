@@ -17,7 +17,8 @@ from slipstream.protocol.requests import Request
 from slipstream.wire.discovery import following
 from slipstream.wire.roster import RosterRules
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetClient, TargetServicer
+from slipstream.wire.target import TargetServicer
+from slipstream.wire.target_client import TargetClient
 from tests.api_server import endpoint
 from tests.echo import EchoTarget
 from tests_k8s.cluster import Cluster, Slices

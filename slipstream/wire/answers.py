@@ -1,16 +1,23 @@
-"""Requests for tokens, the pieces of their answers and a target's state: values to protobuf bytes and back.
+"""What is said between a router and a target: requests, pieces of answers and a target's state, to protobuf and back.
 
 Rules:
-1. What a client asks is checked before use and refused as InvalidRequest naming the field.
-2. What a target answers is checked too; an answer that is none raises RemoteProtocolError.
-3. Times travel as whole microseconds.
+1. An encoded item is a frame of one; frames joined are a frame of all their items.
+2. What a client asks is checked before use and refused as InvalidRequest naming the field. What a target answers is
+   checked too; an answer that is none raises RemoteProtocolError.
+3. What is wrong with an item's content is that answer's affair (its number comes with the error); bytes that are no
+   frame raise RemoteProtocolError.
+4. Times travel as whole microseconds.
 
 It knows nothing about sockets. Format: ``proto/slipstream/v1/target.proto``.
 """
 
 from __future__ import annotations
 
-from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError, SlipstreamError
+from slipstream.observe.spans import well_formed
 from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, State, TargetInfo, TokenLogprob
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
@@ -25,6 +32,7 @@ from slipstream.wire.fields import (
     parse,
     require,
 )
+from slipstream.wire.status import Reported
 
 MAX_TOP_LOGPROBS = 20
 
@@ -40,48 +48,78 @@ STATES: dict[int, State] = {
 STATE_NUMBERS = {name: target_pb2.SpeculationState.ValueType(number) for number, name in STATES.items()}
 
 
-def encode_start(request: Request) -> bytes:
-    """The first message of a Generate call."""
-    message = target_pb2.GenerateRequest()
-    fill_start(message.start, request)
-    return message.SerializeToString()
+class Flow(Enum):
+    """What a reader wants of an answer's sender."""
+
+    HOLD = target_pb2.ANSWER_FLOW_HOLD
+    RESUME = target_pb2.ANSWER_FLOW_RESUME
+    CLOSE = target_pb2.ANSWER_FLOW_CLOSE
 
 
-def fill_start(wire: target_pb2.GenerateStart, request: Request) -> None:
+class Taken:
+    """The target has read the request."""
+
+
+FLOWS: dict[int, Flow] = {flow.value: flow for flow in Flow}
+TAKEN = Taken()
+
+Asked = Request | bool | Flow | SlipstreamError  # a start, whether to speculate from now on, flow, or a bad item
+Told = Taken | Piece | Reported
+
+
+def encode_asked(answer: int, content: Request | bool | Flow) -> bytes:
+    frame = target_pb2.GenerateManyRequest()
+    item = frame.items.add(answer=answer)
+    if isinstance(content, Request):
+        _fill_start(item.start, content)
+        item.traceparent = content.trace
+    elif isinstance(content, Flow):
+        item.flow = target_pb2.AnswerFlow.ValueType(content.value)
+    else:
+        item.control.mode = _mode_of(content)
+    return frame.SerializeToString()
+
+
+def decode_asked(data: bytes, vocab_size: int, max_context: int) -> Iterator[tuple[int, Asked]]:
+    """Raises RemoteProtocolError; of an item, the error is its content."""
+    wire = target_pb2.GenerateManyRequest()
+    parse(wire, data, "frame")
+    for item in wire.items:
+        try:
+            yield item.answer, _asked(item, vocab_size, max_context)
+        except (InvalidRequest, RemoteProtocolError) as error:
+            yield item.answer, error
+
+
+def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) -> Asked:
+    kind = item.WhichOneof("content")
+    if kind == "start":
+        return _request_of(item.start, vocab_size, max_context, well_formed(item.traceparent))
+    if kind == "control":
+        return _speculates(item.control.mode)
+    require(kind == "flow" and item.flow in FLOWS, "content", "an item must be a start, a control or a known flow")
+    return FLOWS[item.flow]
+
+
+def _fill_start(wire: target_pb2.GenerateStart, request: Request) -> None:
     """Write ``request`` into ``wire``, which is empty."""
     wire.request_id, wire.tokens = request.request_id, few_int_bytes(request.tokens)
     fill_sampling(wire.sampling, request.sampling)
-    wire.max_tokens, wire.mode, wire.answered = request.max_tokens, mode_of(request.speculate), request.answered
+    wire.max_tokens, wire.mode, wire.answered = request.max_tokens, _mode_of(request.speculate), request.answered
     if request.top_logprobs is not None:
         wire.top_logprobs = request.top_logprobs
 
 
-def encode_control(speculate: bool) -> bytes:
-    """A later message of a Generate call: the mode from now on."""
-    return target_pb2.GenerateRequest(control=target_pb2.GenerateControl(mode=mode_of(speculate))).SerializeToString()
-
-
-def mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
+def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
     return common_pb2.MODE_AUTO if speculate else common_pb2.MODE_PLAIN
 
 
-def decode_start(data: bytes, vocab_size: int, max_context: int) -> Request:
-    """Raises InvalidRequest naming the field."""
-    message = target_pb2.GenerateRequest()
-    try:
-        parse(message, data, "request")
-        require(message.WhichOneof("content") == "start", "request", "the first message of the call must be start")
-    except RemoteProtocolError as error:
-        raise InvalidRequest(error.field, error.message) from error
-    return request_of(message.start, vocab_size, max_context)
-
-
-def request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
+def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int, trace: str = "") -> Request:
     """Raises InvalidRequest naming the field."""
     try:
         name_of("request_id", wire.request_id)
         tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
-        speculate = speculates(wire.mode)
+        speculate = _speculates(wire.mode)
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
@@ -98,43 +136,58 @@ def request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: int
                    trace)
 
 
-def decode_control(data: bytes) -> bool:
-    """Whether the answer may be speculated on from now on. Raises RemoteProtocolError."""
-    message = target_pb2.GenerateRequest()
-    parse(message, data, "control")
-    require(message.WhichOneof("content") == "control", "control", "a later message of the call must be control")
-    return speculates(message.control.mode)
-
-
-def speculates(mode: int) -> bool:
+def _speculates(mode: int) -> bool:
     """Raises RemoteProtocolError."""
     require(mode in (common_pb2.MODE_AUTO, common_pb2.MODE_PLAIN), "mode", f"unknown mode {mode}")
     return mode == common_pb2.MODE_AUTO
 
 
-def encode_piece(piece: Piece) -> bytes:
-    return message_of(piece).SerializeToString()
+def encode_told(answer: int, content: Told) -> bytes:
+    frame = target_pb2.GenerateManyResponse()
+    item = frame.items.add(answer=answer)
+    if isinstance(content, Piece):
+        _fill_piece(item.piece, content)
+    elif isinstance(content, Reported):
+        item.error.MergeFrom(target_pb2.AnswerError(
+            kind=content.kind, message=content.message, field=content.field, code=content.code,
+            retry_after_s=content.retry_after_s))
+    else:
+        item.taken = True
+    return frame.SerializeToString()
 
 
-def message_of(piece: Piece) -> target_pb2.GenerateResponse:
-    return target_pb2.GenerateResponse(
-        tokens=few_int_bytes(piece.tokens), accepted=piece.accepted, drafted=piece.drafted,
-        logprobs=[target_pb2.TokenLogprobs(
-            logprob=entry.logprob, top_ids=[token for token, _ in entry.top],
-            top_logprobs=[logprob for _, logprob in entry.top]) for entry in piece.logprobs],
-        finish_reason=FINISH_NUMBERS[piece.finish], verify_us=microseconds(piece.verify_s),
-        wait_us=microseconds(piece.wait_s), state=STATE_NUMBERS[piece.state], cached_tokens=piece.cached_tokens,
-        queue_us=microseconds(piece.queue_s), lossy=piece.lossy, plain_us=microseconds(piece.plain_s))
+def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
+    wire.tokens, wire.accepted, wire.drafted = few_int_bytes(piece.tokens), piece.accepted, piece.drafted
+    for entry in piece.logprobs:
+        wire.logprobs.add(logprob=entry.logprob, top_ids=[token for token, _ in entry.top],
+                          top_logprobs=[logprob for _, logprob in entry.top])
+    wire.finish_reason, wire.state = FINISH_NUMBERS[piece.finish], STATE_NUMBERS[piece.state]
+    wire.verify_us, wire.wait_us = microseconds(piece.verify_s), microseconds(piece.wait_s)
+    wire.queue_us, wire.plain_us = microseconds(piece.queue_s), microseconds(piece.plain_s)
+    wire.cached_tokens, wire.lossy = piece.cached_tokens, piece.lossy
 
 
-def decode_piece(data: bytes) -> Piece:
-    """Raises RemoteProtocolError."""
-    wire = target_pb2.GenerateResponse()
-    parse(wire, data, "piece")
-    return piece_of(wire)
+def decode_told(data: bytes) -> list[tuple[int, Told | RemoteProtocolError]]:
+    """Raises RemoteProtocolError; of an item, the error is its content."""
+    wire = target_pb2.GenerateManyResponse()
+    parse(wire, data, "frame")
+    return [(item.answer, _told(item)) for item in wire.items]
 
 
-def piece_of(wire: target_pb2.GenerateResponse) -> Piece:
+def _told(item: target_pb2.AnswerResponse) -> Told | RemoteProtocolError:
+    kind = item.WhichOneof("content")
+    if kind == "piece":  # nearly always
+        try:
+            return _piece_of(item.piece)
+        except RemoteProtocolError as error:
+            return error
+    if kind == "error":
+        wire = item.error
+        return Reported(wire.kind, wire.message, wire.field, wire.code, wire.retry_after_s)
+    return TAKEN if kind == "taken" else RemoteProtocolError("content", "an item must be taken, a piece or an error")
+
+
+def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     """Raises RemoteProtocolError."""
     # A piece comes for every token of every answer: no check is a call, and no message is made that is not raised.
     tokens = few_ints_of("tokens", wire.tokens, 0, INT32_MAX)
@@ -160,23 +213,15 @@ def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(wire.logprob, tuple(zip(wire.top_ids, wire.top_logprobs, strict=True)))
 
 
-def encode_info(info: TargetInfo, many: bool = False) -> bytes:
-    """``many``: whether many answers may share a call."""
+def encode_info(info: TargetInfo) -> bytes:
     drafts = [target_pb2.DraftInfo(address=draft.address, connected=draft.connected, drafter=draft.drafter,
                                    problem=draft.problem) for draft in info.drafts]
     return target_pb2.GetInfoResponse(
         model_id=info.model_id, vocab_size=info.vocab_size, max_context=info.max_context,
         tokenizer_hash=info.tokenizer_hash, sessions_running=info.sessions_running,
         sessions_waiting=info.sessions_waiting, slots_total=info.slots_total, slots_free=info.slots_free,
-        draining=info.draining, drafts=drafts, lossy=info.lossy, generates_many=many,
+        draining=info.draining, drafts=drafts, lossy=info.lossy,
     ).SerializeToString()
-
-
-def decode_many(data: bytes) -> bool:
-    """Whether who sent this info lets many answers share a call. Raises RemoteProtocolError."""
-    wire = target_pb2.GetInfoResponse()
-    parse(wire, data, "info")
-    return wire.generates_many
 
 
 def decode_info(data: bytes) -> TargetInfo:
@@ -190,3 +235,15 @@ def decode_info(data: bytes) -> TargetInfo:
         wire.sessions_waiting, wire.slots_total, wire.slots_free, wire.draining, drafts,
         wire.lossy,
     )
+
+
+def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:
+    """``items`` in order, side by side in frames of at most ``max_bytes``; an item that is longer is alone."""
+    first, size = 0, 0
+    for number, item in enumerate(items):
+        if number > first and size + len(item) > max_bytes:
+            yield b"".join(items[first:number])
+            first, size = number, 0
+        size += len(item)
+    if first < len(items):
+        yield b"".join(items[first:])

@@ -1,26 +1,34 @@
-"""Channels and their options, one table for both ends: message sizes, keepalive, back-off; and the names of methods.
+"""Channels and their options, one table for both ends: message sizes, keepalive, back-off; and the names of services.
 
 Rules:
 1. Keepalive is set on both ends from the same rules: a peer that vanishes without a word is noticed after
    ``keepalive_s`` plus half of it (15 s), on either end.
 2. A channel takes no proxy from the environment and shares no connection with another channel.
+3. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
+   when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
 
 It knows nothing about what is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+import structlog
 from grpc import aio
 
+from slipstream.base.errors import ConfigError
 from slipstream.wire.tls import TlsFiles, channel_credentials
 
 DRAFT_SERVICE = "slipstream.v1.DraftService"
 TARGET_SERVICE = "slipstream.v1.TargetService"
 INFERENCE_SERVICE = "slipstream.v1.InferenceService"
+
+LOOK_S = 1.0
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -86,3 +94,75 @@ def open_sync_channel(address: str, tls: TlsFiles | None, rules: ConnectionRules
 
 def _name(tls: TlsFiles) -> Options:
     return (("grpc.ssl_target_name_override", tls.server_name),) if tls.server_name else ()
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """A channel in use. ``calls``: those that run on it."""
+
+    channel: aio.Channel
+    calls: int = 0
+
+
+class Connection:
+    """Make it on the event loop that uses it; ``aclose`` when done. Raises ConfigError for unreadable files."""
+
+    def __init__(self, address: str, tls: TlsFiles | None, rules: ConnectionRules = RULES,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.follows = tls is not None  # its files, and so may take another channel
+        self._address = address
+        self._rules = rules
+        self._tls = tls
+        self._clock = clock
+        self._stamp = tls.stamp() if tls is not None else None
+        self._line = Lane(open_channel(address, tls, rules))
+        self._looked_s = clock()
+        self._replaced: set[Lane] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger(part="wire", address=address)
+
+    def begin(self) -> Lane:
+        """The line for a call that begins now; it must be given back with ``end``."""
+        self._follow_files()
+        self._line.calls += 1
+        return self._line
+
+    def is_current(self, line: Lane) -> bool:
+        """Whether a call that begins now takes ``line``, too."""
+        self._follow_files()
+        return line is self._line
+
+    def end(self, line: Lane) -> None:
+        line.calls -= 1
+        if line in self._replaced and line.calls == 0:
+            self._replaced.discard(line)
+            self._close(line)
+
+    async def aclose(self) -> None:
+        for line in (self._line, *self._replaced):
+            await line.channel.close()
+        await asyncio.gather(*self._closing)
+
+    def _follow_files(self) -> None:
+        now_s = self._clock()
+        if self._tls is None or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        found = self._tls.stamp()
+        if found is None or found == self._stamp:
+            return
+        try:
+            fresh = Lane(open_channel(self._address, self._tls, self._rules))
+        except ConfigError:
+            return  # in the middle of being replaced
+        self._stamp, old, self._line = found, self._line, fresh
+        self._log.info("certificates replaced: new calls take a new connection", running=old.calls)
+        if old.calls == 0:
+            self._close(old)
+        else:
+            self._replaced.add(old)
+
+    def _close(self, line: Lane) -> None:
+        task = asyncio.get_running_loop().create_task(line.channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

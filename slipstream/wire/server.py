@@ -24,8 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from slipstream.base.config import WireSection
 from slipstream.base.errors import ConfigError
 from slipstream.wire.channel import RULES, ConnectionRules, server_options
-from slipstream.wire.doorman import Doorman
-from slipstream.wire.tls import TlsFiles, server_credentials
+from slipstream.wire.tls import Doorman, TlsFiles, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,11 +1,14 @@
-"""Mutual TLS from PEM files: what both ends of a channel show and whom they trust.
+"""Mutual TLS from PEM files: what both ends of a channel show, whom they trust, and when a certificate ends.
 
 Rules:
-1. Both sides show a certificate; a server refuses clients whose certificate its CA did not sign, or (``doorman``) whose
-   certificate bears none of the allowed names.
+1. Both sides show a certificate; a server refuses clients whose certificate its CA did not sign, or (``Doorman``) whose
+   certificate bears none of the allowed names. Alternative names (DNS, URI, IP) are compared as they are, letters of
+   any case being the same; the common name counts only where there is no alternative name.
 2. Replaced files need no restart: a server looks at them at every new connection, a client when it opens a channel,
    which a draft link does for every stream and a target's client when the files change. Connections that are open stay.
 3. A client checks the server's name: the one dialled, unless ``server_name`` says another.
+4. Of a certificate of ours only the way to its end is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate,
+   validity, notAfter); that it holds together is TLS's business.
 
 It knows nothing about addresses or services.
 """
@@ -13,19 +16,25 @@ It knows nothing about addresses or services.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import inspect
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
+from grpc import aio
 
 from slipstream.base.config import TlsSection
 from slipstream.base.errors import ConfigError
 from slipstream.base.stamp import Stamp, stamp
-from slipstream.wire.certificate import ends_at
 
 LOOK_S = 10.0
+MAX_REMEMBERED = 256  # clients that were refused
+SEQUENCE, UTC_TIME, GENERALIZED_TIME, VERSION = 0x30, 0x17, 0x18, 0xA0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +116,97 @@ async def export_end(files: TlsFiles | None, export: Callable[[float], None], lo
 def _configuration(pem: tuple[bytes, bytes, bytes]) -> grpc.ServerCertificateConfiguration:
     certificate, key, authority = pem
     return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+def ends_at(pem: bytes) -> float:
+    """Unix time, in seconds, at which the first certificate of ``pem`` ends. Raises ConfigError."""
+    try:
+        first = pem.decode("ascii").split("-----BEGIN CERTIFICATE-----")[1].partition("-----END")[0]
+        der = ssl.PEM_cert_to_DER_cert(f"-----BEGIN CERTIFICATE-----{first}-----END CERTIFICATE-----")
+        return _not_after(der)
+    except (ValueError, IndexError) as error:
+        raise ConfigError("tls.certificate: holds no certificate that can be read; it must be PEM") from error
+
+
+def _not_after(der: bytes) -> float:
+    certificate, _ = _content(der, SEQUENCE)
+    fields, _ = _content(certificate, SEQUENCE)
+    if fields[0] == VERSION:
+        fields = _content(fields)[1]
+    for _ in ("serialNumber", "signature", "issuer"):
+        fields = _content(fields)[1]
+    validity, _ = _content(fields, SEQUENCE)
+    _, after = _content(validity)
+    text, _ = _content(after)
+    if after[0] not in (UTC_TIME, GENERALIZED_TIME):
+        raise ValueError("no time")
+    layout = "%y%m%d%H%M%SZ" if after[0] == UTC_TIME else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(text.decode("ascii"), layout).replace(tzinfo=UTC).timestamp()
+
+
+def _content(der: bytes, tag: int | None = None) -> tuple[bytes, bytes]:
+    """(content of the first element, what follows it)."""
+    if tag is not None and der[0] != tag:
+        raise ValueError("not the element that belongs here")
+    length, start = der[1], 2
+    if length & 0x80:
+        start += length & 0x7F
+        length = int.from_bytes(der[2:start], "big")
+    if start + length > len(der):
+        raise ValueError("cut off")
+    return der[start : start + length], der[start + length :]
+
+
+class Doorman(aio.ServerInterceptor):
+    """Stands before all services of a server: calls are taken only from clients whose certificate bears an allowed
+    name. A refusal says what was shown, once for each client's names in the log; nothing else is done for the call."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = frozenset(name.lower() for name in allowed)
+        self._refused: set[tuple[str, ...]] = set()
+        self._log = structlog.get_logger(part="wire")
+
+    async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+                                handler_call_details: grpc.HandlerCallDetails) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        for make, behavior in ((grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+                               (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+                               (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+                               (grpc.stream_stream_rpc_method_handler, handler.stream_stream)):
+            if behavior is not None:
+                return make(self._guarded(behavior), handler.request_deserializer, handler.response_serializer)
+        return handler
+
+    def _guarded(self, behavior: Any) -> Any:
+        async def call(request: Any, context: Any) -> Any:
+            await self._check(context)
+            return await behavior(request, context)
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._check(context)
+            async for response in behavior(request, context):
+                yield response
+
+        return stream if inspect.isasyncgenfunction(behavior) else call
+
+    async def _check(self, context: Any) -> None:
+        shown = names(context.auth_context())
+        if any(name.lower() in self._allowed for name in shown):
+            return
+        if shown not in self._refused and len(self._refused) < MAX_REMEMBERED:
+            self._refused.add(shown)
+            self._log.warning("client refused: no allowed name in its certificate", shown=list(shown),
+                              client=context.peer())
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED,
+                            f"the certificate is for {', '.join(shown) or 'nobody'}; none of its names is allowed here")
+
+
+def names(properties: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """The names that a client's certificate bears, of what gRPC tells about a connection."""
+    for key in ("x509_subject_alternative_name", "x509_common_name"):
+        found = tuple(value.decode(errors="replace") for value in properties.get(key, ()))
+        if found:
+            return found
+    return ()

@@ -1,12 +1,14 @@
-"""The caller's side of GenerateMany: answers of one target that share a call.
+"""A Backend that is a target elsewhere: answers of one target that share a call.
 
 Rules:
-1. A reader that is slow holds up nobody: beyond HOLD_AT pieces its answer's sender is told to wait.
-2. An answer that the target has not taken within ``connect_s`` is Unavailable; it alone, unless the call has failed.
-3. Leaving an answer frees it there; what still comes for it is dropped.
-4. A call that ended takes its answers with it; the next answer begins a new call.
+1. Errors cross the wire as the class that was raised; no gRPC error leaves the client.
+2. A reader that is slow holds up nobody: beyond HOLD_AT pieces its answer's sender is told to wait.
+3. Nothing waits without an end: an answer that the target has not taken within ``connect_s`` is Unavailable (it alone,
+   unless the call has failed), and keepalive ends the calls to one that falls silent.
+4. Leaving an answer frees it there; what still comes for it is dropped.
+5. A call that ended takes its answers with it; the next answer begins a new call.
 
-It knows nothing about requests' content. Format: ``proto/slipstream/v1/target.proto``.
+It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
 
 from __future__ import annotations
@@ -20,26 +22,68 @@ from typing import Any
 from grpc import aio
 
 from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.protocol.requests import Piece, Request
-from slipstream.wire.answer_frames import TAKEN, Flow, Told, decode_told, encode_asked
-from slipstream.wire.channel import TARGET_SERVICE
-from slipstream.wire.connection import Connection
-from slipstream.wire.frames import joined
+from slipstream.protocol.requests import Answer, Piece, Request, TargetInfo
+from slipstream.wire.answers import TAKEN, Flow, Told, decode_info, decode_told, encode_asked, joined
+from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, ConnectionRules
 from slipstream.wire.status import Reported, error_of
 from slipstream.wire.stream import first_end
+from slipstream.wire.tls import TlsFiles
 
+MAX_BYTES = 1 << 20  # of a frame that holds several items
 HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
+CONNECT_S = 5.0
+
+
+class TargetClient:
+    """A Backend elsewhere. Make it on the event loop that uses it; ``aclose`` when done."""
+
+    def __init__(self, address: str, *, tls: TlsFiles | None = None, connect_s: float = CONNECT_S,
+                 rules: ConnectionRules = RULES) -> None:
+        self.address = address
+        self._connect_s = connect_s
+        self._max_bytes = rules.message_bytes
+        self._connection = Connection(address, tls, rules)
+        self._stream: AnswerStream | None = None
+
+    def submit(self, request: Request) -> Answer:
+        """The answer, which begins with its iteration. InvalidRequest there if it is too large to send."""
+        return SharedAnswer(self._join, request, self._connect_s)
+
+    async def info(self) -> TargetInfo:
+        """Raises Unavailable within ``connect_s`` seconds."""
+        line = self._connection.begin()
+        try:
+            method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+            data = await method(b"", timeout=self._connect_s)
+            if self._stream is not None and not self._stream.takes:
+                self._stream = None
+            return decode_info(data)
+        except aio.AioRpcError as error:
+            raise error_of(error, self.address) from error
+        except RemoteProtocolError as error:
+            raise Unavailable(f"{self.address}: not a target of this release ({error})") from error
+        finally:
+            self._connection.end(line)
+
+    async def aclose(self) -> None:
+        if self._stream is not None:
+            await self._stream.aclose()
+        await self._connection.aclose()
+
+    def _join(self) -> AnswerStream:
+        if self._stream is None or not self._stream.takes:
+            self._stream = AnswerStream(self._connection, self.address, self._max_bytes)
+        return self._stream
 
 
 class AnswerStream:
-    """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or ``aclose``.
-    ``max_bytes``: of a frame that holds several items; ``max_request_bytes``: of a request."""
+    """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or
+    ``aclose``."""
 
-    def __init__(self, connection: Connection, address: str, max_bytes: int, max_request_bytes: int) -> None:
+    def __init__(self, connection: Connection, address: str, max_request_bytes: int) -> None:
         self.address = address
         self.over = False
         self._connection = connection
-        self._max_bytes = max_bytes
         self._max_request_bytes = max_request_bytes
         self._line = connection.begin()
         method: Any = self._line.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
@@ -54,7 +98,7 @@ class AnswerStream:
     @property
     def takes(self) -> bool:
         """Whether an answer may begin here: the call lives, on the connection that new calls take."""
-        if not self.over and not self._retired and not self._connection.is_current(self._line):
+        if self._connection.follows and not self.over and not self._connection.is_current(self._line):
             self.retire()
         return not self.over and not self._retired
 
@@ -62,7 +106,8 @@ class AnswerStream:
         """Send ``request``. Returns ``answer``'s number from now on; InvalidRequest if the request is too large."""
         number = next(self._numbers)
         start = encode_asked(number, request)
-        check_size(start, self._max_request_bytes)
+        if len(start) > self._max_request_bytes:
+            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_request_bytes}")
         self._answers[number] = answer
         self._put(number, start)
         return number
@@ -129,15 +174,10 @@ class AnswerStream:
                 await self._filled.wait()
                 self._filled.clear()
                 outgoing, self._outgoing = self._outgoing, []
-                for frame in joined([item for _, item in outgoing], self._max_bytes):
+                for frame in joined([item for _, item in outgoing], MAX_BYTES):
                     await self._call.write(frame)
         except asyncio.InvalidStateError:
             await asyncio.get_running_loop().create_future()  # the call has ended: the reader hears why
-
-
-def check_size(request: bytes, max_bytes: int) -> None:
-    if len(request) > max_bytes:
-        raise InvalidRequest("tokens", f"the request takes {len(request)} bytes, more than {max_bytes}")
 
 
 class SharedAnswer:
