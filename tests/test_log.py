@@ -14,16 +14,22 @@ from slipstream.base.config import LogSection
 from slipstream.observe.log import REFUSED, REFUSED_KEYS, configure, logger
 
 
-@pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    """What is logged at INFO as JSON; the logging of the other tests is put back afterwards."""
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """The logging of the other tests."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
-    out = io.StringIO()
-    configure(LogSection(level="info", format="json"), out)
-    yield out
+    yield
     structlog.reset_defaults()
     root.handlers, root.level = handlers, level
+
+
+@pytest.fixture
+def lines() -> io.StringIO:
+    """What is logged at INFO, to what is no terminal."""
+    out = io.StringIO()
+    configure(LogSection(level="info"), out)
+    return out
 
 
 def test_one_json_object_a_line(lines: io.StringIO) -> None:
@@ -34,6 +40,20 @@ def test_one_json_object_a_line(lines: io.StringIO) -> None:
     first, second = [json.loads(line) for line in lines.getvalue().splitlines()]
     assert (first["event"], first["part"], first["running"], first["level"]) == ("draining", "router", 3, "info")
     assert (second["event"], second["logger"]) == ("hm ok", "library")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_reads_lines() -> None:
+    screen = Terminal()
+    configure(LogSection(level="info"), screen)
+    logger("router").info("draining", running=3)
+    logging.getLogger("library").warning("hm %s", "ok")
+    first, second = screen.getvalue().splitlines()
+    assert "draining" in first and "{" not in first and "hm ok" in second
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED_KEYS))

@@ -191,7 +191,6 @@ class WireSection(Section):
 
 class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["json", "console"] = "json"
     trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
     spans: str = Field("", pattern=r"^(https?://\S+)?$", description="an OpenTelemetry collector (OTLP over gRPC) that "
                        "gets spans of requests, as in http://collector:4317; empty: none")

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line (or a console for people) on standard error.
+"""Structured logs on standard error: one JSON object a line; where that is a terminal, lines for a person.
 
 Rules:
 1. INFO is for life-cycle and changes of mode; nothing is logged for every request or round above DEBUG.
@@ -36,9 +36,8 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         refuse_private,
     ]
-    renderer: Any = (structlog.processors.JSONRenderer() if section.format == "json"
-                     else structlog.dev.ConsoleRenderer(
-                         colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback))
+    renderer: Any = (structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback) if out.isatty()
+                     else structlog.processors.JSONRenderer())
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
