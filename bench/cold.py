@@ -16,9 +16,8 @@ import torch
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.levels import Levels
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.whole import WholeTrees
-from slipstream.engine.kv import Slots
 from slipstream.engine.model import device_of
 from slipstream.engine.native.draft import Grown, Seed
 from slipstream.models.folder import resolve
@@ -34,17 +33,16 @@ SLOTS = 4096
 class TimedTrees:
     """A network's trees, and how long they took."""
 
-    def __init__(self, network: EagleNetwork) -> None:
-        self._network = network
+    def __init__(self, levels: Levels) -> None:
+        self._levels, self.most_rows = levels, levels.most_rows
         self.taken_s = 0.0
 
-    @property
-    def slots(self) -> Slots:
-        return self._network.slots
+    def takes(self, levels: int, topk: int) -> bool:
+        return self._levels.takes(levels, topk)
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
         began_s = time.perf_counter()
-        grown = self._network.trees(seeds, topk)
+        grown = self._levels.trees(seeds, topk)
         self.taken_s += time.perf_counter() - began_s
         return grown
 
@@ -59,9 +57,8 @@ class ColdTrees:
         head = read_head(resolve(section.model), resolve(model.path))
         network = EagleNetwork(head, section.dtype, device_of(section.device), SLOTS, section.project_features,
                                kernels=model.kernels, whole=section.quantize in ("auto", "int8"))
-        self.timed = TimedTrees(network) if whole and network.grows_trees else None
-        self._drafter = NeuralDrafter(section.drafter, network, section.growth, 1,
-                                      whole=None if self.timed is None else WholeTrees(self.timed))
+        self.timed = TimedTrees(network.native) if whole and network.native is not None else None
+        self._drafter = NeuralDrafter(section.drafter, network, section.growth, 1, levels=self.timed)
         self._dice = np.random.default_rng(0)
         self._vocab_size, self._base = network.vocab_size, CONTEXT
         self._memory = torch.ones(READ // 8, dtype=torch.int64)

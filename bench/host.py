@@ -31,8 +31,7 @@ from slipstream.base.config import ModelSection, PolicySection
 from slipstream.base.errors import ModelError
 from slipstream.decision.foresight import Foresight
 from slipstream.decision.policy import Round, SpeculationPolicy, StepCosts
-from slipstream.drafting.grow import Children, TreeGrowth
-from slipstream.drafting.sent import SentTrees
+from slipstream.drafting.tree import Children, GrowingTree
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
 from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
@@ -88,10 +87,10 @@ def levels_of_a_tree() -> list[list[Children]]:
 
 def grown(levels: Sequence[list[Children]]) -> Growth:
     """A tree of the default shape, as a drafter makes it once its forwards are done."""
-    growth, sent = TreeGrowth(TOPK), SentTrees().open(1, CONTEXT)
+    tree = GrowingTree(CONTEXT, TOPK)
     for level in levels:
-        growth.expand(level[:len(growth.frontier)])
-    return growth.send(NODES, sent).growth(1, CONTEXT, time.perf_counter())
+        tree.expand(level[:len(tree.frontier)])
+    return tree.growth(1, NODES, time.perf_counter())
 
 
 def side_with_tree(growth: Growth) -> TargetSide:

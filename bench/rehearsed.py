@@ -4,13 +4,19 @@ of what surrounds a drafter, never for figures of what drafting gains.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
 
-import numpy as np
-
+from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.protocol.messages import Commit, Features, Growth, Open
 from slipstream.protocol.tree import MAX_NODES
+
+
+@dataclass(slots=True)
+class Reading:
+    done: int  # answer tokens so far
+    tree: GrowingTree
 
 
 class RehearsedDrafter:
@@ -27,12 +33,13 @@ class RehearsedDrafter:
     def __init__(self, answer: Sequence[int], length: int) -> None:
         self._answer = list(answer)
         self._length = length  # of a chain
-        self._at: dict[int, tuple[int, int]] = {}  # session -> (base, answer tokens so far)
-        self._ids = itertools.count(1)
+        self._at: dict[int, Reading] = {}
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         for opened in opens:
-            self._at[opened.session] = len(opened.tokens), len(opened.tokens) - opened.prompt_len
+            known, base = self._at.get(opened.session), len(opened.tokens)
+            tree = GrowingTree(base, next_id=1 if known is None else known.tree.next_id)
+            self._at[opened.session] = Reading(base - opened.prompt_len, tree)
         return []
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -40,19 +47,22 @@ class RehearsedDrafter:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for commit in commits:
-            base, done = self._at[commit.session]
-            self._at[commit.session] = base + len(commit.tokens), done + len(commit.tokens)
+            reading = self._at[commit.session]
+            reading.done += len(commit.tokens)
+            reading.tree.commit(commit.tokens.tolist(), lasting=False)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         return [self._chain(session, budget) for session, budget in zip(ids, budgets, strict=True)]
+
+    def tree(self, session: int) -> GrowingTree:
+        return self._at[session].tree
 
     def close(self, ids: Sequence[int]) -> None:
         for session in ids:
             self._at.pop(session, None)
 
     def _chain(self, session: int, budget: int) -> Growth:
-        base, done = self._at[session]
-        tokens = self._answer[done : done + min(budget, self._length)]
-        nodes = [next(self._ids) for _ in tokens]
-        return Growth(session, base, np.array(nodes, np.int32), np.array([-base, *nodes][: len(nodes)], np.int32),
-                      np.array(tokens, np.int32), -0.1 * np.arange(1, len(nodes) + 1, dtype=np.float32))
+        began_s, reading, node = perf_counter(), self._at[session], ROOT
+        for depth, token in enumerate(self._answer[reading.done :][: min(budget, self._length)], start=1):
+            node = reading.tree.propose(node, token, -0.1 * depth)
+        return reading.tree.growth(session, budget, began_s)

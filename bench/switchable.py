@@ -19,6 +19,7 @@ from slipstream.base.config import Config
 from slipstream.cli.process import main
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.tree import GrowingTree
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.observe.log import logger
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
@@ -57,6 +58,9 @@ class SwitchableDrafter:
             return growths
         # All siblings move by the same amount, so they stay distinct.
         return [replace(growth, tokens=(growth.tokens + 1) % self._vocab) for growth in growths]
+
+    def tree(self, session: int) -> GrowingTree:
+        return self._inner.tree(session)
 
     def close(self, ids: Sequence[int]) -> None:
         self._inner.close(ids)

@@ -15,7 +15,7 @@ from bench.paged import capture_of, paged
 from bench.shapes import LLAMA_8B, TINY, config_of, head_bytes, random_head
 from bench.stage import Finding, Given, copy_rate, device_work, free, seconds
 from slipstream.base.config import GrowthSection
-from slipstream.drafting.at_once import AtOnce, spare_slots
+from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.protocol.messages import Commit, Features, Open, Sampling
@@ -31,13 +31,12 @@ def tree_stage(given: Given) -> Iterator[Finding]:
     growth = GrowthSection(num_steps=steps, topk=TOPK, num_draft_tokens=TOKENS)
     spare = spare_slots(TOPK, steps - 1)
     network = EagleNetwork(head, "bfloat16", given.device, 2 * CONTEXT + 2 * spare, spare_slots=spare)
-    at_once = AtOnce(network, paged(given, config), TOPK, steps - 1, capture_of(given), network.slots,
-                     network.max_context)
+    at_once = GraphLevels(network, paged(given, config), TOPK, steps - 1, capture_of(given))
     roof_s = (steps - 1) * head_bytes(config, draft_vocab, 2) / copy_rate(given)
     yield Finding("roof of the levels", 1e3 * roof_s, "ms")
     trees = []
     for name, loop in (("at once", at_once), ("level by level", None)):
-        grower = Grower(NeuralDrafter("eagle3", network, growth, 4, at_once=loop), config.hidden_size)
+        grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop), config.hidden_size)
         trees.append(grower())
         taken_s = seconds(grower, given.device, given.repeats)
         yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",

@@ -7,8 +7,7 @@ import pytest
 
 from draft_service.ahead import Ahead
 from draft_service.worker import DraftWorker
-from slipstream.drafting.grow import TreeGrowth
-from slipstream.drafting.sent import SentTree
+from slipstream.drafting.tree import GrowingTree
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -140,25 +139,32 @@ def test_hopeless_nodes_stop_it() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tree_that_is_re_rooted_is_the_tree_below(seed: int) -> None:
-    """Against the definition: the candidates below the committed path, by their paths, scores and computed places."""
+    """Against the definition: the nodes below the committed path, by their paths, scores and slots."""
     rng = np.random.default_rng(seed)
-    tree, sent = TreeGrowth(3), SentTree(10)
+    tree, slots = GrowingTree(10, 3), {}
+
+    def computed() -> dict[tuple[int, ...], int]:
+        return {tuple(tree.path(node)): slot for node, slot in zip(tree.computed, tree.slots.tolist(), strict=True)}
+
+    tree.aim()
     for _ in range(6):
+        new = np.arange(len(slots), len(slots) + (len(tree.frontier) if tree.begun else 0))
+        slots |= dict.fromkeys(new.tolist())
         tree.expand([(rng.permutation(50)[:3].tolist(), sorted((-rng.random(3)).tolist(), reverse=True))
-                     for _ in tree.frontier])
-        tree.send(int(rng.integers(0, 6)), sent)
+                     for _ in tree.frontier], new)
+        tree.growth(1, int(rng.integers(0, 6)), 0.0)
         if rng.random() < 0.5:
             tree.aim()
     before = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}
-    computed = [tuple(tree.path(node)) for node in tree.computed]
-    root = computed[int(rng.integers(len(computed)))]
-    kept = tree.reroot(root)
-    assert kept is not None, seed
-    path, places = kept
-    assert [computed[place] for place in path] == [root[: i + 1] for i in range(len(root))]
+    was = computed()
+    root = list(was)[int(rng.integers(len(was)))]
+    true, freed = tree.commit(root, lasting=True)
+    assert true.tolist() == [was[root[: i + 1]] for i in range(len(root))]
     after = {tuple(tree.path(node)): tree.scores[node] for node in range(len(tree.tokens))}
     below = {p[len(root):]: score - before[root] for p, score in before.items() if p[: len(root)] == root and p != root}
     assert after.keys() == below.keys() and all(abs(after[p] - below[p]) < 1e-9 for p in below)
-    assert [tuple(tree.path(node)) for node in tree.computed] == [computed[place][len(root):] for place in places]
-    leaf = next(p for p in after if p not in [tuple(tree.path(node)) for node in tree.computed])
-    assert tree.reroot(leaf) is None, "a node that was never expanded has nothing below it"
+    assert computed() == {p[len(root):]: slot for p, slot in was.items() if p[: len(root)] == root and p != root}
+    assert sorted([*true.tolist(), *freed.tolist(), *tree.slots.tolist()]) == sorted(slots)
+    leaf = next(p for p in after if p not in computed())
+    tree.commit(leaf, lasting=True)
+    assert not tree.begun, "a node that was never expanded has nothing below it"

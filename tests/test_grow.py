@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.drafting.grow import ROOT, TreeGrowth
-from slipstream.drafting.sent import SentTree
+from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.protocol.messages import Growth
 from tests.growth_rules import GrowthLedger, best_paths, scored_paths
 
@@ -20,17 +19,15 @@ def children_of(path: tuple[int, ...], topk: int, seed: int) -> tuple[list[int],
     return rng.sample(range(50), topk), scores
 
 
-def grown(topk: int, levels: int, seed: int) -> TreeGrowth:
-    growth = TreeGrowth(topk=topk)
+def grown(topk: int, levels: int, seed: int, next_id: int = 1) -> GrowingTree:
+    growth = GrowingTree(10, topk, next_id)
     for _ in range(levels):
         growth.expand([children_of(tuple(growth.path(node)), topk, seed) for node in growth.frontier])
     return growth
 
 
-def to_message(growth: TreeGrowth, most: int, sent: SentTree) -> Growth:
-    nodes = growth.send(most, sent)
-    return Growth(1, sent.base, np.array(nodes.ids, np.int32), np.array(nodes.parents, np.int32),
-                  np.array(nodes.tokens, np.int32), np.array(nodes.scores, np.float32))
+def to_message(growth: GrowingTree, most: int) -> Growth:
+    return growth.growth(1, most, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -39,22 +36,22 @@ def test_sends_the_best_candidates(topk: int, levels: int, most: int, seed: int)
     growth = grown(topk, levels, seed)
     oracle = best_paths(lambda path: children_of(path, topk, seed), topk, levels, most)
     assert len(growth.tokens) == topk + (levels - 1) * topk * topk
-    assert set(scored_paths(to_message(growth, most, SentTree(10)))) == set(oracle), f"seed {seed}"
+    assert set(scored_paths(to_message(growth, most))) == set(oracle), f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_growing_on_extends_the_same_tree(seed: int) -> None:
     rng = random.Random(seed)
-    growth, ledger, sent = TreeGrowth(topk=3), GrowthLedger(list(range(10))), SentTree(10)
+    growth, ledger = GrowingTree(10, 3), GrowthLedger(list(range(10)))
     while growth.frontier:
         growth.expand([children_of(tuple(growth.path(node)), 3, seed) for node in growth.frontier])
         budget = rng.randrange(5)
-        ledger.take(to_message(growth, budget, sent), budget, vocab_size=50)
+        ledger.take(to_message(growth, budget), budget, vocab_size=50)
     assert len(growth.computed) <= 64, f"seed {seed}"
 
 
 def test_a_chain_is_a_chain() -> None:
-    message = to_message(grown(1, 6, seed=0), 6, SentTree(10, next_id=5))
+    message = to_message(grown(1, 6, seed=0, next_id=5), 6)
     assert message.ids.tolist() == [5, 6, 7, 8, 9, 10]
     assert message.parents.tolist() == [-10, 5, 6, 7, 8, 9]
 
@@ -71,56 +68,57 @@ def test_words_hold_exactly_the_ancestors() -> None:
 
 
 def test_forbidden_tokens_are_no_children() -> None:
-    growth = TreeGrowth(topk=3)
+    growth = GrowingTree(10, 3)
     growth.expand([([4, 5, 6], [-0.5, float("-inf"), float("nan")])])
     assert growth.tokens == [4] and growth.frontier == [0]
     growth.expand([([7, 8, 9], [float("-inf")] * 3)])
-    assert growth.frontier == [] and growth.send(9, SentTree(10)).tokens == [4]
+    assert growth.frontier == [] and to_message(growth, 9).tokens.tolist() == [4]
 
 
 def test_a_score_above_zero_does_not_lift_a_child_over_its_parent() -> None:
-    growth = TreeGrowth(topk=1)
+    growth = GrowingTree(10, 1)
     growth.expand([([4], [-0.5])])
     growth.expand([([5], [0.25])])
-    assert growth.scores == [-0.5, -0.5] and growth.send(1, SentTree(10)).tokens == [4]
+    assert growth.scores == [-0.5, -0.5] and to_message(growth, 1).tokens.tolist() == [4]
 
 
-def test_follow_goes_as_far_as_nodes_were_computed() -> None:
-    growth = grown(2, 3, seed=2)
-    deepest = growth.computed[-1]
-    path = growth.path(deepest)
-    places = growth.follow([*path, 49, 49])
-    assert [growth.computed[place] for place in places][-1] == deepest and len(places) == len(path)
-    assert growth.follow([99]) == []
-    leaf = next(node for node in range(len(growth.tokens)) if growth.depths[node] == 3)
-    assert len(growth.follow(growth.path(leaf))) <= 2
+def test_the_kv_of_drafted_tokens_that_became_true_is_kept() -> None:
+    """As far as they were computed, and never that of the newest token: its row gives the logits to grow from."""
+    for length in range(4):
+        growth = grown(2, 3, seed=2)
+        growth.slots = np.arange(100, 100 + len(growth.computed))
+        slots = dict(zip(growth.computed, growth.slots.tolist(), strict=True))
+        deepest = growth.computed[-1]
+        path = [node for node in slots if node in (growth.parents[deepest], deepest)]
+        tokens = [*growth.path(deepest)[:length], 49]
+        true, freed = growth.commit(tokens, lasting=True)
+        assert true.tolist() == [slots[node] for node in path[:length]]
+        assert sorted([*true.tolist(), *freed.tolist()]) == sorted(slots.values())
+        assert not growth.begun and growth.base == 10 + len(tokens)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_sent_tree_re_roots_as_the_targets_does(seed: int) -> None:
+def test_it_is_re_rooted_as_the_targets_is(seed: int) -> None:
     rng = random.Random(seed)
-    sent, ledger = SentTree(10), GrowthLedger(list(range(10)))
+    tree, ledger = GrowingTree(10, 3), GrowthLedger(list(range(10)))
     for _ in range(60):
-        growth = TreeGrowth(topk=3)
         text = tuple(ledger.tokens)
         for _ in range(rng.randint(1, 3)):
-            growth.expand([children_of((*text, *growth.path(node)), 3, seed) for node in growth.frontier])
+            tree.expand([children_of((*text, *tree.path(node)), 3, seed) for node in tree.frontier])
         budget = rng.randrange(12)
-        ledger.take(to_message(growth, budget, sent), budget, vocab_size=50)
-        assert len(sent) == len(ledger.tree) - 1, f"seed {seed}"
+        ledger.take(to_message(tree, budget), budget, vocab_size=50)
+        assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"
         new = ledger.tree.tokens[ledger.tree.path(rng.randrange(len(ledger.tree)))[1:]].tolist() or [rng.randrange(50)]
         ledger.commit(new)
-        sent.commit(sent.base, new)
-        assert len(sent) == len(ledger.tree) - 1, f"seed {seed}"
+        tree.commit(new, lasting=False)
+        assert tree.num_sent == len(ledger.tree) - 1, f"seed {seed}"
 
 
 def test_what_the_target_holds_is_not_sent_again_but_grown_on() -> None:
-    sent = SentTree(10)
-    first = grown(1, 4, seed=0)
-    chain = to_message(first, 4, sent).tokens.tolist()
-    sent.commit(10, chain[:2])  # the third and fourth stay on both sides
-    again = TreeGrowth(topk=1)
+    tree = grown(1, 4, seed=0)
+    chain = to_message(tree, 4).tokens.tolist()
+    tree.commit(chain[:2], lasting=False)  # the third and fourth stay on both sides
     for token in [*chain[2:], 7, 8]:
-        again.expand([([token], [-0.1])])
-    message = to_message(again, 4, sent)
+        tree.expand([([token], [-0.1])])
+    message = to_message(tree, 4)
     assert message.tokens.tolist() == [7, 8] and message.ids.tolist() == [5, 6] and message.parents.tolist() == [4, 5]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.base.config import GrowthSection
-from slipstream.drafting.at_once import AtOnce, spare_slots
+from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
 from slipstream.drafting.neural import NeuralDrafter
@@ -41,9 +41,8 @@ class Both:
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
         networks = [EagleNetwork(head, "float64", device, slots, spare_slots=spare)
                     for spare in (spare_slots(topk, steps - 1), 0)]
-        self.at_once = AtOnce(networks[0], pages or TorchPages(head.config, CPU), topk, steps - 1, capture,
-                              networks[0].slots, networks[0].max_context)
-        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, at_once=self.at_once),
+        self.at_once = GraphLevels(networks[0], pages or TorchPages(head.config, CPU), topk, steps - 1, capture)
+        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.at_once),
                          NeuralDrafter("eagle3", networks[1], growth, 20)]
         self.width = networks[0].features.width
         self.dice = np.random.default_rng(0)

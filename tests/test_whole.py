@@ -13,9 +13,8 @@ import torch
 from slipstream.base.config import GrowthSection
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
+from slipstream.drafting.levels import Levels
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.whole import WholeTrees
-from slipstream.engine.kv import Slots
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
@@ -41,17 +40,20 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
 class Watched:
     """A network's trees, counted, and changed on the way where a test wants it."""
 
-    network: EagleNetwork
+    levels: Levels
     change: Callable[[Grown], Grown] = lambda grown: grown
     calls: list[int] = field(default_factory=list)  # seeds of each
 
     @property
-    def slots(self) -> Slots:
-        return self.network.slots
+    def most_rows(self) -> int:
+        return self.levels.most_rows
+
+    def takes(self, levels: int, topk: int) -> bool:
+        return self.levels.takes(levels, topk)
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
         self.calls.append(len(seeds))
-        return [self.change(grown) for grown in self.network.trees(seeds, topk)]
+        return [self.change(grown) for grown in self.levels.trees(seeds, topk)]
 
 
 class Both:
@@ -61,8 +63,9 @@ class Both:
                  change: Callable[[Grown], Grown] = lambda grown: grown, whole: bool = False) -> None:
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
         networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", whole=whole) for _ in range(2)]
-        self.watched = Watched(networks[0], change)
-        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, whole=WholeTrees(self.watched)),
+        assert networks[0].native is not None
+        self.watched = Watched(networks[0].native, change)
+        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.watched),
                          NeuralDrafter("eagle3", networks[1], growth, 20)]
         self.width = networks[0].features.width
         self.dice = np.random.default_rng(0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from slipstream.drafting.tree import GrowingTree
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
 
 
@@ -65,6 +66,10 @@ class Drafter(Protocol):
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Propose up to ``budgets[i]`` further nodes below the newest committed token of session ``ids[i]``.
         ``steps``: levels to add at most, where levels cost time (growth ahead of the target); 0: a whole tree."""
+        ...
+
+    def tree(self, session: int) -> GrowingTree:
+        """Of an open session: what was grown, and what of it the target has."""
         ...
 
     def close(self, ids: Sequence[int]) -> None:

@@ -10,8 +10,7 @@ Rules:
    begin the context anew behind the gap; states that are known already are passed over.
 4. A commit keeps the KV of drafted tokens that became true (lag 0), and none with features: those rows were computed
    from guessed states and are pending again, with the target's. The newest token stays pending, because its row gives
-   the logits to grow from; unless it was drafted and grown on ``ahead``: then the tree below it goes on. With features
-   it goes on from the states that were guessed, once the rows above it have the true ones.
+   the logits to grow from; unless it was drafted, and the tree goes on below it (``tree.GrowingTree``).
 
 It knows nothing about networks, batches or other sessions. Slots that it gives up are returned, for the owner to free.
 """
@@ -23,16 +22,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from slipstream.drafting.grow import ROOT, TreeGrowth
-from slipstream.drafting.sent import SentTree
+from slipstream.drafting.tree import NO_SLOTS, GrowingTree, Indices
+from slipstream.engine.native.draft import Seed
 from slipstream.engine.sampling import TokenHistory
 from slipstream.protocol.messages import Sampling
 
-Indices = NDArray[np.int64]
 State = tuple[torch.Tensor, int]  # rows [_, W], and which of them: cut out where it is read
-NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
@@ -41,20 +37,16 @@ class DraftContext:
     sampling: Sampling
     prompt_len: int
     tokens: list[int]
-    sent: SentTree
+    tree: GrowingTree
     history: TokenHistory | None
     window: int
     lag: int
-    keeps: bool = True  # what stands below a commit, when it is grown on ahead
     start: int = 0  # position of the oldest row
     origin: int = 0  # taken from positions before they are rotated
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
     inputs: list[torch.Tensor] = field(default_factory=list)  # [_, W] states for the first pending rows; lag 1 only
     num_inputs: int = 0  # rows in them
-    tree: TreeGrowth | None = None  # None: the newest token's row was not computed yet
-    tree_slots: Indices = field(default_factory=lambda: NO_SLOTS)  # KV of tree.computed
-    ahead: bool = False  # it is grown on while the target verifies: what stands below a commit is kept
-    states: dict[int, State] = field(default_factory=dict)  # candidate -> its output state; lag 1 only
+    states: dict[int, State] = field(default_factory=dict)  # computed node -> its output state; lag 1 only
 
     def __post_init__(self) -> None:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
@@ -68,11 +60,6 @@ class DraftContext:
     def done(self) -> int:
         """Position of the first row that is not computed."""
         return self.start + len(self.slots)
-
-    @property
-    def behind(self) -> bool:
-        """Whether rows above the tree are missing, or there is no tree."""
-        return self.tree is None or self.done < self.base
 
     @property
     def num_pending(self) -> int:
@@ -132,52 +119,35 @@ class DraftContext:
         self.inputs, self.num_inputs, self.start = [rows], len(rows), start + 1
         return freed
 
+    def seed(self, slots: Indices, levels: int) -> Seed:
+        """All pending rows, whose states are taken, and so many levels of a tree beyond the root's children."""
+        tokens, position = self.tokens[self.done :], self.done - self.origin
+        states = self.pull(len(tokens))
+        assert states is not None
+        return Seed(tokens, states, position, self.slots, slots, levels)
+
     def computed(self, slots: Indices) -> None:
         """The next ``len(slots)`` pending rows have their KV in ``slots``."""
         self.slots = np.concatenate([self.slots, slots])
 
     def commit(self, tokens: list[int]) -> Indices:
         """Append committed tokens. Returns slots to free."""
-        freed = self.prune() if self.tree is None else self._follow(self.tree, tokens)
-        base = self.base
+        true, freed = self.tree.commit(tokens, lasting=not self.lag)
+        if len(true):
+            self.computed(true)
+        self.states.clear()
         self.tokens.extend(tokens)
-        self.sent.commit(base, tokens)
         if self.history is not None:
             self.history.append(tokens)
         return freed
 
-    def _follow(self, tree: TreeGrowth, tokens: list[int]) -> Indices:
-        # The KV of drafted tokens that became true is kept, and of those below them if the tree goes on there.
-        before = tree.computed
-        rerooted = tree.reroot(tokens) if self.ahead and self.keeps else None
-        if rerooted is None:
-            places = [] if self.lag else tree.follow(tokens[:-1])
-            if places:
-                self.slots = np.concatenate([self.slots, self.tree_slots[places]])
-                self.tree_slots = np.delete(self.tree_slots, places)
-            return self.prune()
-        path, kept = rerooted
-        true = [] if self.lag else path
-        self.slots = np.concatenate([self.slots, self.tree_slots[true]])
-        freed, self.tree_slots = np.delete(self.tree_slots, [*true, *kept]), self.tree_slots[kept]
-        if self.lag:
-            self.states = {ROOT: self.states[before[path[-1]]],
-                           **{now: self.states[before[was]] for now, was in zip(tree.computed, kept, strict=True)}}
-        return freed
-
     def states_of(self, nodes: Sequence[int]) -> torch.Tensor:
-        """[N, W] of candidates that were computed."""
+        """[N, W] of computed nodes."""
         return torch.stack([rows[place] for rows, place in (self.states[node] for node in nodes)])
-
-    def prune(self) -> Indices:
-        """Forget the tree. Returns the slots of its nodes."""
-        freed, self.tree_slots = self.tree_slots, NO_SLOTS
-        self.tree = None
-        self.states.clear()
-        return freed
 
     def close(self) -> Indices:
         """Give up all that was computed or waits to be. Returns every slot that the session holds."""
-        freed = np.concatenate([self.slots, self.prune()])
+        freed = np.concatenate([self.slots, self.tree.forget()])
+        self.states.clear()
         self.slots, self.inputs, self.num_inputs = NO_SLOTS, [], 0
         return freed

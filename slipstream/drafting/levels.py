@@ -1,203 +1,101 @@
-"""All levels of a draft tree as one piece of work for the device: the host gives roots and takes whole trees.
+"""Which trees are grown whole, from pending rows to leaves, in one call; and how they become trees of their sessions.
 
 Rules:
-1. Level by level as ``grow.TreeGrowth`` does it with a host between: the ``topk`` best candidates of a level, the
-   earlier first among equals, are the rows of the next. Sums are float64 here too, so both choose the same.
-2. What the host knows beforehand is planned beforehand, for each level: who sees how many KV entries. What it cannot
-   know, the ancestors of each row, is computed where it is needed, as words.
-3. Sessions are padded, never tensors: a dummy has rows and slots of its own. One call writes every static buffer.
-4. Nothing of a level waits for the host, so that a graph may hold all of them; one copy brings them back.
+1. Level by level on torch (``neural.NeuralDrafter``) is the specification. What grows whole trees (``Levels``: CPU
+   kernels of our own in one call, a captured graph on a GPU) is for sessions that begin a tree and rank its tokens as
+   they are, with few pending rows. All others grow level by level, and nothing is different but time.
+2. The host chooses each level's rows again from the numbers that came back: its rules (``tree.GrowingTree``) stay the
+   only ones. Where others were chosen, the tree ends there, and goes on level by level.
+3. A session for which there are no slots is left out: it may find room for one level.
 
-It knows nothing about sessions or who owns slots. How a graph is captured is given, as in ``engine.graphs``.
+It knows nothing about networks' kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from slipstream.base.errors import CapacityError
+from slipstream.drafting.context import DraftContext
+from slipstream.drafting.tree import ROOT, GrowingTree
+from slipstream.engine.kv import Slots
+from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
 
-from slipstream.drafting.network import Output
-from slipstream.engine.backend import Attend, PagedAttention
-from slipstream.engine.graphs import Capture
-from slipstream.engine.pages import PagePlan, PageTensors
-from slipstream.engine.sampling import ChoiceRows, rank
-from slipstream.protocol.messages import Sampling
-
-Indices = NDArray[np.int64]
-MOST_BITS = 64
+MOST_SESSIONS = 8  # of a call
 
 
-class LevelNetwork(Protocol):
-    """A ``network.Network`` whose forward can be taken apart."""
-
-    vocabulary: torch.Tensor | None
-    device: torch.device
+class Levels(Protocol):
+    """Grows greedy trees of one network, all their levels at once."""
 
     @property
-    def pool_slots(self) -> int:
-        """Of the KV pool, those that nobody is handed included."""
+    def most_rows(self) -> int:
+        """Pending rows of one session."""
         ...
 
-    @property
-    def state_type(self) -> tuple[int, torch.dtype]:
-        """Width and dtype of a row's state."""
+    def takes(self, levels: int, topk: int) -> bool:
+        """Whether it grows trees of so many levels beyond the root's children."""
         ...
 
-    def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
-              attend: Attend) -> Output:
-        """Rows of token, position and slot (int64 [T]) and state [T, W]: logits and states of all of them."""
+    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+        """The trees of at most ``MOST_SESSIONS`` seeds; KV is written at their slots. Fewer levels where it
+        cannot go on."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    sessions: int  # B
-    topk: int  # K: rows of a session in each level
-    levels: int  # L: beyond the root's own row
-
-    @property
-    def rows(self) -> int:
-        return self.sessions * self.topk
-
-    @property
-    def spare(self) -> int:
-        """Slots of dummies."""
-        return self.rows * self.levels
-
-
-@dataclass(frozen=True, slots=True)
-class Seed:
-    """A root whose children are known."""
-
-    context: Indices  # [C] slots of the KV before the tree
-    position: int  # of the root's children
-    tokens: Sequence[int]  # [K] the children
-    scores: Sequence[float]  # [K] theirs
-    state: torch.Tensor  # [W] the root's
-    slots: Indices  # [L * K] for the tree's rows, level by level
-
-
-@dataclass(frozen=True, slots=True)
-class Grown:
-    """What became of a seed."""
-
-    tokens: Indices  # [L, K, K] children of each row
-    scores: NDArray[np.float64]  # [L, K, K] of a child by its parent's
-    picks: Indices  # [L - 1, K] which of a level's K * K children are the next level's rows
-    states: torch.Tensor  # [L, K, W]
-
-
-class LevelLoop:
-    """For one shape."""
-
-    __slots__ = ("_attends", "_bits", "_found", "_network", "_pages", "_replay", "_scores", "_shape", "_start",
-                 "_state", "_states")
-
-    def __init__(self, network: LevelNetwork, attention: PagedAttention, shape: Shape, capture: Capture) -> None:
-        assert shape.topk * shape.levels <= MOST_BITS
-        device, (width, dtype) = network.device, network.state_type
-        b, k, levels = shape.sessions, shape.topk, shape.levels
-        self._network, self._shape = network, shape
-        self._pages = [PageTensors.empty(shape.rows, b, network.pool_slots, device) for _ in range(levels)]
-        self._attends = [attention.fixed(pages, apart=True) for pages in self._pages]
-        bits = np.uint64(1) << np.arange(k * levels, dtype=np.uint64)
-        self._bits = torch.from_numpy(bits.view(np.int64)).to(device).view(levels, k)
-        self._start = torch.zeros((2 + levels) * shape.rows, dtype=torch.int64, device=device)  # see ``_write``
-        self._scores = torch.zeros(b, k, dtype=torch.float64, device=device)
-        self._state = torch.zeros(b, width, dtype=dtype, device=device)
-        # tokens, scores and picks, in one piece: float64 as its bits
-        self._found = torch.zeros(3, levels, b, k * k, dtype=torch.int64, device=device)
-        self._states = torch.zeros(levels, shape.rows, width, dtype=dtype, device=device)
-        self._write([])
-        with torch.inference_mode():
-            self._replay = capture(self._run)
-
-    @torch.inference_mode()
-    def __call__(self, seeds: Sequence[Seed]) -> list[Grown] | None:
-        """The trees of at most ``sessions`` seeds. None: these lengths would need another launch than the captured."""
-        if not self._write(seeds):
-            return None
-        self._replay()
-        k, levels, count = self._shape.topk, self._shape.levels, len(seeds)
-        found, states = self._found[:, :, :count].cpu().numpy(), self._states.clone()
-        by_session = states.view(levels, self._shape.sessions, k, -1)
-        return [Grown(found[0, :, i].reshape(levels, k, k),
-                      np.ascontiguousarray(found[1, :, i]).view(np.float64).reshape(levels, k, k),
-                      found[2, : levels - 1, i, :k], by_session[:, i]) for i in range(count)]
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """All that is written before a replay or by it, for tests that spoil it."""
-        yield from (self._start, self._scores, self._state, self._found, self._states)
-        for attend in self._attends:
-            yield from attend.buffers()
-
-    def _write(self, seeds: Sequence[Seed]) -> bool:
-        shape = self._shape
-        k, each = shape.topk, shape.topk * shape.levels
-        first = self._network.pool_slots - shape.spare
-        nothing = np.zeros(0, np.int64)
-        contexts = [*(seed.context for seed in seeds), *[nothing] * (shape.sessions - len(seeds))]
-        dummies = range(len(seeds), shape.sessions)
-        slots = np.stack([*(seed.slots for seed in seeds),
-                          *(np.arange(first + i * each, first + (i + 1) * each) for i in dummies)])  # [B, L * K]
-        tokens, positions = np.zeros((2, shape.sessions, k), np.int64)
-        scores = np.zeros((shape.sessions, k))
-        for i, seed in enumerate(seeds):
-            tokens[i], positions[i], scores[i] = seed.tokens, seed.position, seed.scores
-        by_level = slots.reshape(shape.sessions, shape.levels, k).swapaxes(0, 1)
-        start = np.concatenate((tokens.ravel(), positions.ravel(), by_level.ravel()))
-        self._start.copy_(torch.from_numpy(start), non_blocking=True)
-        self._scores.copy_(torch.from_numpy(scores), non_blocking=True)
-        self._state.zero_()
-        if seeds:
-            self._state[: len(seeds)] = torch.stack([seed.state for seed in seeds])
-        return all(attend.write(_plan(contexts, slots, k, level)) for level, attend in enumerate(self._attends))
-
-    def _run(self) -> None:
-        b, k, levels = self._shape.sessions, self._shape.topk, self._shape.levels
-        tokens, positions, *slots = self._start.view(2 + levels, -1)
-        above, words = self._scores, self._bits[0].expand(b, k)
-        states = self._state.repeat_interleave(k, 0)
-        for level in range(levels):
-            self._pages[level].words.copy_(words.reshape(-1))
-            out = self._network.level(tokens, positions + level, slots[level], states, self._attends[level])
-            assert out.states is not None
-            ids, scores = _children(out.logits, k, self._network.vocabulary)
-            self._found[0, level].copy_(ids.view(b, -1))
-            self._found[1, level].copy_(scores.view(torch.int64).view(b, -1))
-            self._states[level].copy_(out.states)
-            if level + 1 == levels:
+def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], wanted: Mapping[int, int],
+               topk: int) -> dict[int, int]:
+    """Grow what can be grown so, of so many levels (the root's children are one) as sessions want; windows have room
+    for them. Returns how many each session got."""
+    fitting = [c for c in contexts if _fits(backend, c, wanted[c.session], topk)]
+    done: dict[int, int] = {}
+    for first in range(0, len(fitting), MOST_SESSIONS):
+        taken: list[tuple[DraftContext, Seed]] = []
+        for context in fitting[first : first + MOST_SESSIONS]:
+            levels = wanted[context.session] - 1
+            try:
+                room = slots.alloc(context.num_pending + levels * topk)
+            except CapacityError:
                 break
-            totals = (above[:, :, None] + scores.view(b, k, k)).view(b, -1)
-            picks = totals.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
-            self._found[2, level, :, :k].copy_(picks)
-            parents = picks // k
-            tokens, above = ids.view(b, -1).gather(1, picks).view(-1), totals.gather(1, picks)
-            words = words.gather(1, parents) | self._bits[level + 1]
-            rows = parents + k * torch.arange(b, device=parents.device)[:, None]
-            states = out.states.index_select(0, rows.view(-1))
+            taken.append((context, context.seed(room, levels)))
+        left = {context.session: seed.slots for context, seed in taken}
+        try:
+            found = backend.trees([seed for _, seed in taken], topk) if taken else []
+            for (context, seed), grown in zip(taken, found, strict=True):
+                done[context.session] = levels = _adopt(context, seed, grown, topk)
+                left[context.session] = seed.slots[len(seed.tokens) + (levels - 1) * topk :]
+        finally:
+            for unused in left.values():
+                slots.free(unused)
+    return done
 
 
-def _children(logits: torch.Tensor, k: int, vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, the k best: ids int64 [T, k], and their log scores float64 [T, k], which are at most 0."""
-    count = logits.shape[0]
-    ids, scores = rank(logits, ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count), k,
-                       vocabulary)
-    return ids.contiguous(), scores.double().clamp(max=0.0).contiguous()
+def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
+    sampling, rows = context.sampling, context.num_pending
+    return (levels > 0 and topk * (levels - 1) <= MOST_BITS and backend.takes(levels - 1, topk)
+            and not context.tree.begun and context.complete and rows <= backend.most_rows and context.tree.room > 0
+            and sampling.greedy and not sampling.logit_bias and not sampling.path_dependent)
 
 
-def _plan(contexts: Sequence[Indices], slots: Indices, k: int, level: int) -> PagePlan:
-    """Of one level: each session's context and the rows of its tree so far. slots [B, L * K]. Words come later."""
-    own = k * (level + 1)
-    lengths = np.array([len(context) for context in contexts])
-    indices = np.concatenate([part for context, tree in zip(contexts, slots, strict=True)
-                              for part in (context, tree[:own])])
-    rows, starts = len(contexts) * k, np.zeros(1, np.int64)
-    return PagePlan(np.arange(0, rows + 1, k, dtype=np.int32),
-                    np.concatenate((starts, np.cumsum(lengths + own))).astype(np.int32), indices.astype(np.int32),
-                    np.zeros(rows, np.int32), np.repeat(lengths, k).astype(np.int32), np.zeros(rows, np.int64))
+def _adopt(context: DraftContext, seed: Seed, grown: Grown, topk: int) -> int:
+    """Make a backend's tree the session's. Returns how many of its levels the host would have chosen, too."""
+    rows, tree = len(seed.tokens), context.tree
+    context.computed(seed.slots[:rows])
+    levels = adopted(tree, grown, seed.levels, topk)
+    tree.slots = seed.slots[rows : rows + (levels - 1) * topk]
+    context.states[ROOT] = (grown.states, 0)
+    for place, node in enumerate(tree.computed, start=1):
+        context.states[node] = (grown.states, place)
+    return levels
+
+
+def adopted(tree: GrowingTree, grown: Grown, levels: int, topk: int) -> int:
+    """The levels of ``grown``, the root's children the first of them, that ``tree`` chooses, too."""
+    tree.width = topk
+    tree.expand([(grown.tokens[0], grown.scores[0])])
+    for level in range(levels):
+        if level == len(grown.picks) or tree.picks != grown.picks[level]:
+            return 1 + level
+        first = 1 + level * topk
+        tree.expand([*zip(grown.tokens[first : first + topk], grown.scores[first : first + topk], strict=True)])
+    return 1 + levels

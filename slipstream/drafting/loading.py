@@ -12,8 +12,8 @@ import torch
 
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting.at_once import AtOnce, spare_slots
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
@@ -21,11 +21,11 @@ from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
+from slipstream.drafting.levels import Levels
 from slipstream.drafting.network import Network, run_network
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
-from slipstream.drafting.whole import WholeTrees
 from slipstream.engine.compiled import compiled
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
@@ -72,8 +72,8 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
         head, section.dtype, device, num_slots, section.project_features, halves, kernels=ours, spare_slots=spare,
         whole=section.quantize in ("auto", "int8")), head.config)
     _quantized(section, network.linears())
-    return _drafter(section, network, _at_once(section, network) if spare else None,
-                    WholeTrees(network) if network.grows_trees else None)
+    return _drafter(section, network, network.native if network.native is not None
+                    else _graphs(section, network) if spare else None)
 
 
 def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
@@ -161,17 +161,14 @@ def _num_slots(section: DraftSection, config: ModelConfig) -> int:
                                           device=section.device)
 
 
-def _at_once(section: DraftSection, network: EagleNetwork) -> AtOnce | None:
-    if not isinstance(network.attention, FlashInferAttention):
+def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:
+    if network.torch is None or not isinstance(network.torch.attention, FlashInferAttention):
         return None
-    growth, window = section.growth, min(section.max_context or network.max_context, network.max_context)
-    made = AtOnce(network, network.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device),
-                  network.slots, window)
+    growth = section.growth
+    made = GraphLevels(network, network.torch.attention, growth.topk, growth.num_steps - 1, CudaCapture(network.device))
     logger("draft").info("graphs captured", count=made.warm())
     return made
 
 
-def _drafter(section: DraftSection, network: Network, at_once: AtOnce | None = None,
-             whole: WholeTrees | None = None) -> Drafter:
-    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, at_once,
-                         whole)
+def _drafter(section: DraftSection, network: Network, levels: Levels | None = None) -> Drafter:
+    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, levels)

@@ -3,7 +3,8 @@
 Rules:
 1. One ``grow`` first computes pending rows of all its sessions in one forward of at most ``PREFILL_ROWS`` rows, the
    shortest first; a session that is still behind afterwards grows nothing this time and goes on the next.
-2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``grow.TreeGrowth``).
+2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``); or whole
+   where ``levels`` can.
 3. A session for which there are no slots, or no target states, grows nothing: late is never an error.
 4. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
 
@@ -12,7 +13,7 @@ It knows nothing about the network's kind, links or verification.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 
 import numpy as np
@@ -20,17 +21,15 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
-from slipstream.drafting.at_once import AtOnce
-from slipstream.drafting.context import DraftContext, Indices
-from slipstream.drafting.grow import ROOT, Children, TreeGrowth
+from slipstream.drafting.context import DraftContext
+from slipstream.drafting.levels import Levels, grow_whole
 from slipstream.drafting.network import Network, Output
-from slipstream.drafting.sent import Proposal, SentTrees, send
-from slipstream.drafting.whole import WholeTrees
+from slipstream.drafting.tree import NO_SLOTS, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
-from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait for at most
 
@@ -41,7 +40,8 @@ class NeuralDrafter:
     max_nodes = MAX_NODES - 1
 
     def __init__(self, name: str, network: Network, growth: GrowthSection, max_sessions: int,
-                 max_context: int = 0, at_once: AtOnce | None = None, whole: WholeTrees | None = None) -> None:
+                 max_context: int = 0, levels: Levels | None = None) -> None:
+        """levels: what grows the network's trees whole."""
         window = min(max_context or network.max_context, network.max_context)
         self.name = name
         self.features: FeatureSpec | None = network.features
@@ -50,10 +50,9 @@ class NeuralDrafter:
         self.max_context = window
         self.max_sessions = max_sessions
         self._network = network
-        self._at_once, self._whole = at_once, whole
+        self._levels = levels
         self.reshape(growth)
         self._contexts: dict[int, DraftContext] = {}
-        self.trees = SentTrees()
 
     def reshape(self, growth: GrowthSection) -> None:
         """Trees that begin from now on have this shape. Raises ConfigError for one that is too deep."""
@@ -79,12 +78,12 @@ class NeuralDrafter:
             history = TokenHistory.of(message.sampling, tokens[:message.prompt_len])
             if history is not None:
                 history.append(tokens[message.prompt_len:])
-            sent = self.trees.open(message.session, len(tokens))
             if known is not None:
                 self.slots.free(known.close())
+            tree = GrowingTree(len(tokens), next_id=1 if known is None else known.tree.next_id)
             self._contexts[message.session] = DraftContext(
-                message.session, message.sampling, message.prompt_len, tokens, sent, history, self.max_context,
-                self._network.lag, not self._network.lag)
+                message.session, message.sampling, message.prompt_len, tokens, tree, history, self.max_context,
+                self._network.lag)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -113,71 +112,44 @@ class NeuralDrafter:
             context = self._contexts.pop(session, None)
             if context is not None:
                 self.slots.free(context.close())
-                self.trees.close(session)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session, ``steps`` levels deeper at
         most (0: ``num_steps``)."""
-        began_s = perf_counter()
-        self.deepen(ids, budgets, steps)
-        growths = []
-        for session, budget in zip(ids, budgets, strict=True):
-            context = self._contexts.get(session)
-            if context is not None:
-                growths.append(send([self.proposals(session)], self.limit(budget), context.sent).growth(
-                    session, context.base, began_s))
-        return growths
+        began_s, most = perf_counter(), self._growth.num_draft_tokens
+        wanted = [(self._contexts[session], min(budget, most))
+                  for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
+        self._deepen(wanted, steps)
+        return [context.tree.growth(context.session, budget, began_s) for context, budget in wanted]
 
-    def limit(self, budget: int) -> int:
-        """Nodes of one ``grow``, of a budget."""
-        return min(budget, self._growth.num_draft_tokens)
+    def tree(self, session: int) -> GrowingTree:
+        return self._contexts[session].tree
 
-    def has_tree(self, session: int) -> bool:
-        """Whether a known session has caught up with its newest token."""
-        return self._contexts[session].tree is not None
-
-    def proposals(self, session: int) -> Iterator[Proposal]:
-        """What a known session's tree holds and the target does not (see ``sent.send``)."""
-        context = self._contexts[session]
-        return iter(()) if context.tree is None else context.tree.proposals(context.sent)
-
-    def deepen(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> None:
-        """Compute the trees of known sessions as deep as ``grow`` needs them; nothing is sent."""
-        wanted = {session: self.limit(budget)
-                  for session, budget in zip(ids, budgets, strict=True) if session in self._contexts}
-        contexts = {session: self._contexts[session] for session in wanted}
+    def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         if steps:
-            self._aim(contexts.values())
+            for context, _ in wanted:
+                context.tree.aim()
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
-        left = {session: min(most, budget) for session, budget in wanted.items()}
-        behind = [c for c in contexts.values() if c.behind]
-        if self._whole is not None:
+        left = {context.session: min(most, budget) for context, budget in wanted}
+        behind = [context for context, _ in wanted if not context.tree.begun]
+        if behind:
             self._slide(behind)
-            for session, levels in self._whole.grow(behind, left, self._growth.topk).items():
+        if behind and self._levels is not None:
+            for session, levels in grow_whole(self._levels, self.slots, behind, left, self._growth.topk).items():
                 left[session] -= levels
-            behind = [c for c in behind if c.behind]
+            behind = [context for context in behind if not context.tree.begun]
         for session in self._catch_up(behind) if behind else ():
             left[session] -= 1
-        if self._at_once is not None:
-            for session, levels in self._at_once.deepen(left, contexts).items():
-                left[session] -= levels
         while True:
-            level = [c for session, c in contexts.items() if left[session] > 0 and self._can_deepen(c)]
-            if not level or not self._deepen(level):
+            level = [context for context, _ in wanted if left[context.session] > 0 and self._can_deepen(context)]
+            if not level or not self._grow_level(level):
                 break
             for session in left:
                 left[session] -= 1
 
-    def _aim(self, contexts: Iterable[DraftContext]) -> None:
-        for context in contexts:
-            context.ahead = True
-            if context.tree is not None:
-                context.tree.aim()
-
     def _catch_up(self, contexts: Sequence[DraftContext]) -> set[int]:
         """Compute pending rows. Returns the sessions that reached their newest token and have a new tree."""
-        self._slide(contexts)
         builder, taken, rows_left = BatchBuilder(), list[tuple[DraftContext, Indices, bool]](), PREFILL_ROWS
         inputs: list[torch.Tensor] = []
         for context in sorted(contexts, key=lambda c: c.num_pending):
@@ -204,14 +176,10 @@ class NeuralDrafter:
         fresh = set()
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
-            if not finished:
-                continue
-            if context.tree is None:
-                context.tree = TreeGrowth(self._growth.topk, most=MAX_HELD if context.ahead else MAX_NODES)
-                self._expand(context, context.tree.frontier, output, range(place, place + 1))
+            if finished:
+                context.tree.width = self._growth.topk
+                self._expand(context, output, range(place, place + 1), NO_SLOTS)
                 fresh.add(context.session)
-            else:
-                self._expand(context, [ROOT], output, range(place, place + 1))
         return fresh
 
     def _slide(self, contexts: Sequence[DraftContext]) -> None:
@@ -220,48 +188,45 @@ class NeuralDrafter:
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree
-        if tree is None or context.behind or not tree.frontier or context.sent.full:
+        if not tree.begun or not tree.frontier or tree.room <= 0:
             return False
         # A frontier at depth d stands at base - 1 + d and must fit the window too.
         return context.base + tree.depth() - context.start <= self.max_context
 
-    def _deepen(self, contexts: Sequence[DraftContext]) -> bool:
+    def _grow_level(self, contexts: Sequence[DraftContext]) -> bool:
         """Compute the frontier of each tree and give its nodes children. False when nothing could be computed."""
-        builder, taken = BatchBuilder(), list[tuple[DraftContext, range]]()
+        builder, taken = BatchBuilder(), list[tuple[DraftContext, range, Indices]]()
         inputs: list[torch.Tensor] = []
         for context in contexts:
-            tree = context.tree
-            slots = self._alloc(len(tree.frontier)) if tree is not None else None
-            if tree is None or slots is None:
+            slots = self._alloc(len(context.tree.frontier))
+            if slots is None:
                 continue
-            rows = _add_frontier(builder, context, tree, slots.tolist())
-            context.tree_slots = np.concatenate([context.tree_slots, slots])
+            rows = _add_frontier(builder, context, slots)
             if context.lag:
-                inputs.append(context.states_of([tree.parents[node] for node in tree.frontier]))
-            taken.append((context, rows))
+                inputs.append(context.states_of([context.tree.parents[node] for node in context.tree.frontier]))
+            taken.append((context, rows, slots))
         if not taken:
             return False
-        output = self._forward(builder, inputs)
-        for context, rows in taken:
-            assert context.tree is not None
-            self._expand(context, context.tree.frontier, output, rows)
+        try:
+            output = self._forward(builder, inputs)
+        except DeviceFull:
+            for _, _, slots in taken:  # nobody's yet
+                self.slots.free(slots)
+            raise
+        for context, rows, slots in taken:
+            self._expand(context, output, rows, slots)
         return True
 
-    def _expand(self, context: DraftContext, nodes: Sequence[int], output: Output, rows: range) -> None:
-        """Rank the children of ``nodes``, whose outputs are ``rows``: of the frontier, or of the root anew."""
+    def _expand(self, context: DraftContext, output: Output, rows: range, slots: Indices) -> None:
+        """Rank the children of the frontier, whose outputs are ``rows``."""
         tree = context.tree
-        assert tree is not None
-        paths = [tree.path(node) for node in nodes]
+        paths = [tree.path(node) for node in tree.frontier]
         choice = ChoiceRows(context.sampling, rows, [context.base + len(path) for path in paths],
                             [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
         tokens, scores = rank(output.logits, choice, self._growth.topk, self._network.vocabulary)
         if output.states is not None:
-            context.states.update((node, (output.states, row)) for node, row in zip(nodes, rows, strict=True))
-        children: list[Children] = list(zip(tokens.tolist(), scores.tolist(), strict=True))
-        if nodes == tree.frontier:
-            tree.expand(children)
-        else:
-            tree.correct(*children[0])
+            context.states.update((node, (output.states, row)) for node, row in zip(tree.frontier, rows, strict=True))
+        tree.expand([*zip(tokens.tolist(), scores.tolist(), strict=True)], slots)
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
         device = self._network.device
@@ -278,18 +243,19 @@ class NeuralDrafter:
             return None
 
 
-def _add_frontier(builder: BatchBuilder, context: DraftContext, tree: TreeGrowth, slots: list[int]) -> range:
+def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) -> range:
+    tree = context.tree
     tokens = [tree.tokens[node] for node in tree.frontier]
     positions = [context.base - 1 - context.origin + tree.depths[node] for node in tree.frontier]
     mask_len = len(tree.computed) + len(tree.frontier)
     if mask_len <= MAX_NODES:
-        return builder.add(tokens, positions, slots, np.concatenate([context.slots, context.tree_slots]), tree.words(),
-                           mask_len)
+        return builder.add(tokens, positions, slots.tolist(), np.concatenate([context.slots, tree.slots]),
+                           tree.words(), mask_len)
     # No word has so many bits: each node is a sequence of its own, with its ancestors before it.
     first = len(builder.tokens)
-    for node, token, position, slot in zip(tree.frontier, tokens, positions, slots, strict=True):
+    for node, token, position, slot in zip(tree.frontier, tokens, positions, slots.tolist(), strict=True):
         builder.add([token], [position], [slot],
-                    np.concatenate([context.slots, context.tree_slots[tree.above(node)]]))
+                    np.concatenate([context.slots, tree.slots[tree.above(node)]]))
     return range(first, len(builder.tokens))
 
 

@@ -4,7 +4,8 @@ Rules:
 1. Suffixes of the prompt and the answer are matched, the longest first; continuations of shorter matches are merged in.
 2. The tree grows best first by an estimate of acceptance: a longer match is more to be trusted, and what the first
    choices of a node are believed to take is not left for the later ones (the escape of PPM, Cleary and Witten 1984).
-3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes.
+3. A node is expanded only when the target has it, so a second ``grow`` at the same base sends further nodes. Trees are
+   those of ``tree.GrowingTree``.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
 
 Parameters are named as SGLang's; ``capacity // max_trie_depth`` tokens of a session are remembered, as many as a trie
@@ -14,7 +15,7 @@ of so many nodes would hold. It knows nothing about sampling: the same tree is r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log
 from time import perf_counter
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from slipstream.base.config import NgramSection
 from slipstream.base.suffixes import DOUBT, Match, SuffixIndex
-from slipstream.drafting.sent import Proposal, SentTree, SentTrees, send
+from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_NODES
 
@@ -32,7 +33,7 @@ class Branch(NamedTuple):
 
     cost: float
     age: int
-    parent: int  # id
+    parent: int
     token: int
     depth: int  # 1 below the root
     members: list[Match]  # occurrences that continue so
@@ -41,8 +42,8 @@ class Branch(NamedTuple):
 @dataclass(slots=True)
 class NgramSession:
     index: SuffixIndex
-    sent: SentTree
-    matches: list[Match] | None = None  # at this base; None: nobody asked yet
+    tree: GrowingTree
+    asked: bool = False  # for matches at this base
     heap: list[Branch] = field(default_factory=list)
     age: int = 0
 
@@ -56,11 +57,9 @@ class NgramDrafter:
     hidden_size = 0
     max_nodes = MAX_NODES - 1
 
-    def __init__(self, section: NgramSection, max_sessions: int, trees: SentTrees | None = None) -> None:
-        """trees: those of another drafter that proposes for the same sessions."""
+    def __init__(self, section: NgramSection, max_sessions: int) -> None:
         self._section = section
         self._sessions: dict[int, NgramSession] = {}
-        self.trees = trees if trees is not None else SentTrees()
         self.max_sessions = max_sessions
         self.max_context = max(section.capacity // section.max_trie_depth, section.max_trie_depth)
 
@@ -74,8 +73,8 @@ class NgramDrafter:
                 continue
             index = SuffixIndex(_orders(self._section), self._section.max_trie_depth, self.max_context)
             index.extend(message.tokens[-2 * self.max_context:].tolist())
-            sent = self.trees.open(message.session, len(message.tokens))
-            self._sessions[message.session] = NgramSession(index, sent)
+            tree = GrowingTree(len(message.tokens), next_id=1 if known is None else known.tree.next_id)
+            self._sessions[message.session] = NgramSession(index, tree)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -89,57 +88,37 @@ class NgramDrafter:
                 continue
             tokens = message.tokens.tolist()
             session.index.extend(tokens)
-            session.sent.commit(message.base, tokens)
-            session.matches = None
+            session.tree.commit(tokens, lasting=False)
+            session.asked = False
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         """Up to ``budgets[i]`` further nodes for each known session, best first. Levels cost no time: ``steps`` does
         not matter."""
-        growths = []
-        for session_id, budget in zip(ids, budgets, strict=True):
-            session = self._sessions.get(session_id)
-            if session is not None:
-                began_s = perf_counter()
-                nodes = send([self.proposals(session_id)], budget, session.sent)
-                growths.append(nodes.growth(session_id, session.sent.base, began_s))
-        return growths
+        return [self._grow(session_id, self._sessions[session_id], budget)
+                for session_id, budget in zip(ids, budgets, strict=True) if session_id in self._sessions]
+
+    def tree(self, session: int) -> GrowingTree:
+        return self._sessions[session].tree
 
     def close(self, ids: Sequence[int]) -> None:
         """Forget sessions."""
         for session_id in ids:
             self._sessions.pop(session_id, None)
-            self.trees.close(session_id)
 
-    def foretold(self, session_id: int, count: int) -> tuple[int, list[int]]:
-        """The length of a known session's longest match, and the ``count`` tokens that followed it then; (0, []) when
-        nothing matches."""
-        session = self._sessions[session_id]
-        matches = self._matches(session)
-        if not matches:
-            return 0, []
-        return matches[0].length, [session.index.following(matches[0].end, ahead) for ahead in range(count)]
-
-    def proposals(self, session_id: int) -> Iterator[Proposal]:
-        """A known session's nodes, best first (see ``sent.send``). A node is expanded when the target has it."""
-        session = self._sessions[session_id]
-        self._matches(session)
-        heap, sent = session.heap, session.sent
-        while heap:
-            branch = heap[0]
-            yield -branch.cost, branch.parent, branch.token
-            heapq.heappop(heap)
-            node = sent.find(branch.parent, branch.token)
-            assert node is not None
+    def _grow(self, session_id: int, session: NgramSession, budget: int) -> Growth:
+        began_s, tree, heap = perf_counter(), session.tree, session.heap
+        if not session.asked:  # earlier occurrences of the newest tokens, once at each base
+            session.asked = True
+            heap.clear()
+            self._push(session, ROOT, 0.0, 0, session.index.matches())
+        left = min(budget, tree.room)
+        while heap and (left > 0 or tree.holds(heap[0].parent, heap[0].token)):
+            branch = heapq.heappop(heap)
+            node = tree.propose(branch.parent, branch.token, -branch.cost)
+            left -= tree.ids[node] == 0
             if branch.depth < self._section.max_trie_depth:
                 self._push(session, node, branch.cost, branch.depth, branch.members)
-
-    def _matches(self, session: NgramSession) -> list[Match]:
-        """Earlier occurrences of the newest tokens; looked for once at each base, when the tree begins."""
-        if session.matches is None:
-            session.matches = session.index.matches()
-            session.heap = []
-            self._push(session, -session.sent.base, 0.0, 0, session.matches)
-        return session.matches
+        return tree.growth(session_id, budget, began_s)
 
     def _push(self, session: NgramSession, parent: int, cost: float, depth: int, members: list[Match]) -> None:
         """Put the children of a node at ``depth`` on the heap: one for each distinct continuation of its members."""

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.tree import GrowingTree
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
@@ -126,6 +127,9 @@ class ChargedDrafter:
         levels = steps or self._timing.levels
         self._device.busy(time.perf_counter(), levels * self._timing.draft_s / self._timing.levels)
         return self._drafter.grow(ids, budgets, steps)
+
+    def tree(self, session: int) -> GrowingTree:
+        return self._drafter.tree(session)
 
     def close(self, ids: Sequence[int]) -> None:
         self._drafter.close(ids)

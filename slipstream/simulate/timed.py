@@ -29,13 +29,12 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
-from slipstream.drafting.grow import Children, TreeGrowth
-from slipstream.drafting.sent import SentTree
+from slipstream.drafting.tree import ROOT, Children, GrowingTree
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.messages import Commit, Features, Growth, Open
-from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+from slipstream.protocol.tree import MAX_NODES
 
 SYMBOLS, STREAMS = 8, 64
 VOCAB = SYMBOLS * STREAMS
@@ -167,14 +166,12 @@ class TimedModel:
 
 @dataclass(slots=True)
 class TimedSession:
-    base: int
     newest: int  # token
-    sent: SentTree
-    tree: TreeGrowth | None = None  # None: nothing was grown at this base
+    tree: GrowingTree
 
     @property
     def can_grow(self) -> bool:
-        return not self.sent.full and (self.tree is None or bool(self.tree.frontier))
+        return self.tree.room > 0 and bool(self.tree.frontier)
 
 
 @dataclass(slots=True)
@@ -201,8 +198,8 @@ class TimedDrafter:
         """Begin sessions; all have room."""
         for message in opens:
             known = self.sessions.get(message.session)
-            sent = SentTree(len(message.tokens), 1 if known is None else known.sent.next_id)
-            self.sessions[message.session] = TimedSession(len(message.tokens), int(message.tokens[-1]), sent)
+            tree = GrowingTree(len(message.tokens), self.timing.width, 1 if known is None else known.tree.next_id)
+            self.sessions[message.session] = TimedSession(int(message.tokens[-1]), tree)
         return []
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -211,11 +208,8 @@ class TimedDrafter:
     def commit(self, commits: Sequence[Commit]) -> None:
         for message in commits:
             session = self.sessions[message.session]
-            tokens = message.tokens.tolist()
-            session.sent.commit(message.base, tokens)
-            session.base, session.newest = session.base + len(tokens), tokens[-1]
-            survives = self.keep and session.tree is not None and session.tree.reroot(tokens) is not None
-            session.tree = session.tree if survives else None
+            session.tree.commit(message.tokens.tolist(), self.keep)
+            session.newest = int(message.tokens[-1])
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         began_s = time.perf_counter()
@@ -224,29 +218,24 @@ class TimedDrafter:
         levels, most = 0, steps or self.timing.levels
         if steps:
             for _, session, _ in known:
-                if session.tree is not None:
-                    session.tree.aim()
+                session.tree.aim()
         while levels < most and (level := [s for _, s, budget in known if s.can_grow and levels < budget]):
             for session in level:
                 self._expand(session)
             levels += 1
-        growths = [self._growth(number, session, budget) for number, session, budget in known]
+        growths = [session.tree.growth(number, budget, began_s) for number, session, budget in known]
         self.device.busy(began_s, levels * self.timing.draft_s / self.timing.levels)
         return growths
+
+    def tree(self, session: int) -> GrowingTree:
+        return self.sessions[session].tree
 
     def close(self, ids: Sequence[int]) -> None:
         for number in ids:
             self.sessions.pop(number, None)
 
     def _expand(self, session: TimedSession) -> None:
-        tree = session.tree = session.tree or TreeGrowth(self.timing.width, most=MAX_HELD)
-        tokens = [tree.tokens[node] if node >= 0 else session.newest for node in tree.frontier]
-        positions = [session.base - 1 + (tree.depths[node] if node >= 0 else 0) for node in tree.frontier]
+        tree = session.tree
+        tokens = [session.newest if node == ROOT else tree.tokens[node] for node in tree.frontier]
+        positions = [tree.base - 1 + (0 if node == ROOT else tree.depths[node]) for node in tree.frontier]
         tree.expand(self.law.children(tokens, positions, self.timing.width))
-
-    def _growth(self, number: int, session: TimedSession, budget: int) -> Growth:
-        if session.tree is None:
-            return Growth.empty(number, session.base)
-        nodes = session.tree.send(budget, session.sent)
-        return Growth(number, session.base, np.array(nodes.ids, np.int32), np.array(nodes.parents, np.int32),
-                      np.array(nodes.tokens, np.int32), np.array(nodes.scores, np.float32))

@@ -14,7 +14,7 @@ It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead
 from slipstream.drafting.heads.layout import LAYER
 from slipstream.drafting.network import Output, apart, wire_rows
-from slipstream.engine.backend import Attend, Attention
+from slipstream.engine.backend import Attend
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
@@ -35,6 +35,7 @@ from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
+Forward = Callable[[ForwardBatch, KVPool], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]
 NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm.weight")  # of tokens, states, the head
 
 
@@ -73,16 +74,23 @@ class EagleNetwork:
         self._spec = spec
         self._dtype = kind
 
-        def native(team: Team) -> TorchBody | NativeDraft:
-            return NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary,
-                               whole)
+        self.native: NativeTrees | None = None  # kernels of our own compute
+        self.torch: TorchBody | None = None  # torch does
 
-        self._body = native_or(kernels, kind, device, "head", native, lambda: TorchBody(
-            config, tensors, head.norm_before_residual, attention, halves))
+        def native(team: Team) -> Forward:
+            body = NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary, whole)
+            self.native = NativeTrees(body, self._pool)
+            return body.forward
+
+        def on_torch() -> Forward:
+            self.torch = TorchBody(config, tensors, head.norm_before_residual, attention, halves)
+            return self.torch.forward
+
+        self._forward = native_or(kernels, kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a step on torch."""
-        return self._body.linears() if isinstance(self._body, TorchBody) else ()
+        return () if self.torch is None else self.torch.linears()
 
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
@@ -102,13 +110,8 @@ class EagleNetwork:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: projected target states, or this head's own states."""
-        states, logits = self._body.forward(batch, self._pool)
+        states, logits = self._forward(batch, self._pool)
         return Output(logits, states)
-
-    @property
-    def attention(self) -> Attention | None:
-        """Of a layer that runs on torch."""
-        return self._body.attention if isinstance(self._body, TorchBody) else None
 
     @property
     def pool_slots(self) -> int:
@@ -120,19 +123,27 @@ class EagleNetwork:
 
     def level(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, states: torch.Tensor,
               attend: Attend) -> Output:
-        """See ``levels.LevelNetwork``; of a layer that runs on torch."""
-        assert isinstance(self._body, TorchBody)
-        out, logits = self._body.run(self._body.step(positions, slots, attend), self._pool, tokens, states)
+        """See ``graph.LevelNetwork``."""
+        assert self.torch is not None, "only torch's kernels can be captured"
+        out, logits = self.torch.run(self.torch.step(positions, slots, attend), self._pool, tokens, states)
         return Output(logits, out)
 
-    @property
-    def grows_trees(self) -> bool:
-        """Whether ``trees`` can be asked."""
-        return isinstance(self._body, NativeDraft)
+
+class NativeTrees:
+    """A ``levels.Levels`` on kernels of our own."""
+
+    __slots__ = ("_body", "_pool")
+    most_rows = 16  # more are no small forward
+
+    def __init__(self, body: NativeDraft, pool: KVPool) -> None:
+        self._body, self._pool = body, pool
+
+    def takes(self, levels: int, topk: int) -> bool:
+        """Any tree."""
+        return True
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
-        """See ``whole.TreeNetwork``; of a layer that runs on kernels of our own."""
-        assert isinstance(self._body, NativeDraft)
+        """See ``levels.Levels``."""
         return self._body.grow(seeds, self._pool, topk)
 
 

@@ -1,0 +1,251 @@
+"""GrowingTree: the one draft tree of a session, where it grows.
+
+Rules:
+1. Nodes are numbered in the order in which they were proposed, a parent before its children; ``ROOT`` is the newest
+   committed token. A node is *computed* when its children are known (its KV, if a drafter has any, is in a slot) and
+   *sent* when the target has it, under an id that is positive and never used twice.
+2. The frontier are the nodes whose children come next: the root at first, then the ``width`` best of the newest level.
+   Each gets up to ``width`` children; all of them stay proposed (EAGLE-2, arXiv 2406.16858). width = 1: a chain.
+3. Scores are cumulative logs and never rise along a path, so the best n nodes are connected.
+4. It is re-rooted once a commit, as the target re-roots its own. What the target has below the committed tokens stays,
+   under the same ids; a drafter that begins anew there proposes some of it again, which is then not sent again. A tree
+   that grows ahead goes on below a commit instead, where the last committed token was computed.
+5. Ahead of the target the frontier are the ``AHEAD`` best nodes of any level that have no children yet: a forward of
+   few rows costs what one row costs, and what the target will ask for next is not known.
+6. Computed nodes stand in the KV list in the order in which they were; bit j of an ancestor word is the j-th.
+
+It knows nothing about logits, networks or peers; it is plain Python on lists of at most a few hundred nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest
+from math import exp, isfinite
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.protocol.messages import Growth
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES
+
+AHEAD = 8
+ROOT = -1  # among nodes, which are counted from 0
+Indices = NDArray[np.int64]
+Children = tuple[Sequence[int], Sequence[float]]  # tokens of one node's children, best first, and their log scores
+NO_SLOTS: Indices = np.zeros(0, np.int64)
+
+
+class GrowingTree:
+    __slots__ = ("_held", "ahead", "base", "begun", "computed", "depths", "frontier", "ids", "next_id", "num_sent",
+                 "parents", "picks", "scores", "slots", "tokens", "width")
+
+    def __init__(self, base: int, width: int = 1, next_id: int = 1) -> None:
+        """next_id: the first that is free, where a session begins again."""
+        self.base, self.width, self.next_id = base, width, next_id
+        self.ahead = False  # it is grown on while the target verifies
+        self.begun = False  # the root's children are known
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        self.depths: list[int] = []  # 1 below the root
+        self.ids: list[int] = []  # 0: not sent
+        self.num_sent = 0
+        self.computed: list[int] = []  # the root not counted
+        self.slots: Indices = NO_SLOTS  # of their KV
+        self.frontier = [ROOT]
+        self.picks: list[int] = []  # which children of the level above the frontier is
+        self._held: dict[tuple[int, int], int] = {}  # (parent, token) -> sent, and not proposed since the last commit
+
+    @property
+    def room(self) -> int:
+        """Further nodes that the target's tree may hold."""
+        return MAX_HELD - 1 - self.num_sent
+
+    def depth(self) -> int:
+        """Of the deepest node of the frontier; 0 at the root. 0 too when nothing is left to expand."""
+        return max((self.depths[node] for node in self.frontier if node != ROOT), default=0)
+
+    def path(self, node: int) -> list[int]:
+        """Draft tokens from below the root to ``node``, itself included."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def words(self) -> list[int]:
+        """Ancestor words of the frontier over the computed nodes followed by the frontier itself."""
+        places = {node: place for place, node in enumerate([*self.computed, *self.frontier])}
+        words = []
+        for node in self.frontier:
+            word = 0
+            while node != ROOT:
+                word |= 1 << places[node]
+                node = self.parents[node]
+            words.append(word)
+        return words
+
+    def above(self, node: int) -> list[int]:
+        """Places in ``computed`` of the nodes between the root and ``node``, both left out."""
+        places = {found: place for place, found in enumerate(self.computed)}
+        found: list[int] = []
+        while (node := self.parents[node]) != ROOT:
+            found.append(places[node])
+        return found[::-1]
+
+    def expand(self, children: Sequence[Children], slots: Indices = NO_SLOTS) -> None:
+        """Give each frontier node its children (log scores relative to the node) and move the frontier down a level.
+        What is not a finite score is no child: a token that the filters forbid. slots: where the frontier's KV is."""
+        assert len(children) == len(self.frontier)
+        level: list[int] = []
+        totals: list[float] = []
+        for node, (tokens, scores) in zip(self.frontier, children, strict=True):
+            above, depth = (0.0, 1) if node == ROOT else (self.scores[node], self.depths[node] + 1)
+            for token, score in zip(tokens[: self.width], scores[: self.width], strict=True):
+                if not isfinite(score):
+                    continue
+                total = above + min(0.0, score)
+                totals.append(total)
+                if self._held:
+                    level.append(self.propose(node, token, total))
+                    continue
+                level.append(len(self.tokens))
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.scores.append(total)
+                self.depths.append(depth)
+                self.ids.append(0)
+        if self.begun:
+            self.computed += self.frontier
+        if len(slots):
+            self.slots = np.concatenate((self.slots, slots)) if len(self.slots) else slots
+        self.begun = True
+        most = min(self.width, self._spare())
+        self.picks = sorted(sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:most])
+        self.frontier = [level[place] for place in self.picks]
+
+    def propose(self, parent: int, token: int, score: float) -> int:
+        """A child that is proposed now: one that the target holds, or a new one."""
+        node = self._held.pop((parent, token), None)
+        if node is not None:
+            self.scores[node] = score
+            return node
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        self.depths.append(1 if parent == ROOT else self.depths[parent] + 1)
+        self.ids.append(0)
+        return len(self.tokens) - 1
+
+    def holds(self, parent: int, token: int) -> bool:
+        """Whether the target has a child that was not proposed since the last commit."""
+        return (parent, token) in self._held
+
+    def aim(self) -> None:
+        """From now on it grows ahead of the target: where growth is likely to be needed, not only down the newest
+        level."""
+        self.ahead = True
+        if not self.begun or not self.tokens:
+            return
+        left_out = {*self.computed, *self._held.values()}
+        waiting = [node for node in range(len(self.tokens)) if node not in left_out]
+        self.frontier = sorted(nlargest(min(AHEAD, self._spare()), waiting, key=self.scores.__getitem__))
+
+    def growth(self, session: int, most: int, began_s: float) -> Growth:
+        """The ``most`` best nodes that the target does not have, best first, which is parents first: they are sent.
+        began_s: when drafting began, by ``time.perf_counter``."""
+        nodes = [node for node, sent in enumerate(self.ids) if not sent]
+        nodes.sort(key=self.scores.__getitem__, reverse=True)  # the earlier first among equals
+        del nodes[max(0, min(most, self.room)) :]
+        parents, ids = [], range(self.next_id, self.next_id + len(nodes))
+        for node, number in zip(nodes, ids, strict=True):
+            above = self.parents[node]
+            parents.append(-self.base if above == ROOT else self.ids[above])
+            self.ids[node] = number
+        self.next_id += len(nodes)
+        self.num_sent += len(nodes)
+        return Growth(session, self.base, np.array(ids, np.int32), np.array(parents, np.int32),
+                      np.array([self.tokens[node] for node in nodes], np.int32),
+                      np.array([self.scores[node] for node in nodes], np.float32), perf_counter() - began_s)
+
+    def promise(self, count: int) -> float:
+        """Tokens that the ``count`` best nodes that the target has would give, were scores true logarithms of the
+        chance of being accepted."""
+        sent = [score for score, number in zip(self.scores, self.ids, strict=True) if number]
+        return sum(map(exp, sorted(sent, reverse=True)[:count]))
+
+    def sent_depth(self) -> int:
+        """Levels below the root of which the target has nodes."""
+        return max((depth for depth, number in zip(self.depths, self.ids, strict=True) if number), default=0)
+
+    def commit(self, tokens: Sequence[int], lasting: bool) -> tuple[Indices, Indices]:
+        """Re-root below committed ``tokens``. lasting: the KV of drafted tokens that became true is that of committed
+        ones. Returns slots: of such KV, for the first of ``tokens``; and those to free."""
+        path, node, left = list[int](), ROOT, iter(tokens)
+        token = next(left, None)
+        for child, (parent, own) in enumerate(zip(self.parents, self.tokens, strict=True)):
+            if parent == node and own == token:  # one pass: a parent stands before its children
+                path.append(child)
+                node, token = child, next(left, None)
+        self.base += len(tokens)
+        if lasting and self.ahead and token is None and node in self.computed:
+            return self._go_on(path)
+        came = path[: len(tokens) - 1] if lasting and len(self.slots) else []
+        true = [self.computed.index(node) for node in came if node in self.computed]
+        slots = self.slots
+        self._begin_anew(node if token is None else None)
+        return (slots[true], np.delete(slots, true)) if true else (NO_SLOTS, slots)
+
+    def forget(self) -> Indices:
+        """Give up what is proposed, but for what the target has. Returns the slots of computed nodes."""
+        freed = self.slots
+        self._begin_anew(ROOT)
+        return freed
+
+    def _spare(self) -> int:
+        """Nodes that may still be computed."""
+        return max(0, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed))
+
+    def _go_on(self, path: list[int]) -> tuple[Indices, Indices]:
+        """The last of ``path`` becomes the root, and all below it stays as it is."""
+        at, held, slots = {node: place for place, node in enumerate(self.computed)}, self._held, self.slots
+        places = self._cut(path[-1], everything=True)
+        del places[path[-1]]
+        self.computed = [places[node] for node in at if node in places]
+        self._held = {(places.get(parent, ROOT), token): places[node] for (parent, token), node in held.items()
+                      if node in places}
+        self.aim()
+        if not len(slots):
+            return NO_SLOTS, NO_SLOTS
+        true, kept = [at[node] for node in path], [place for node, place in at.items() if node in places]
+        self.slots = slots[kept]
+        return slots[true], np.delete(slots, [*true, *kept])
+
+    def _begin_anew(self, root: int | None) -> None:
+        """What the target has below ``root`` stays (None: it has nothing), and nothing is proposed."""
+        if root is None:
+            for held in (self.tokens, self.parents, self.scores, self.depths, self.ids):
+                held.clear()
+            self.num_sent = 0
+        else:
+            self._cut(root, everything=False)
+        self._held = {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
+        self.begun, self.frontier, self.computed, self.slots = False, [ROOT], [], NO_SLOTS
+
+    def _cut(self, root: int, everything: bool) -> dict[int, int]:
+        """Keep what stands below ``root``, or of it what the target has. Returns the numbers that nodes have now."""
+        places, nodes = {root: ROOT}, list[int]()
+        for node in range(root + 1, len(self.tokens)):
+            if self.parents[node] in places and (everything or self.ids[node]):
+                places[node] = len(nodes)
+                nodes.append(node)
+        score, depth = (0.0, 0) if root == ROOT else (self.scores[root], self.depths[root])
+        self.parents = [places[self.parents[node]] for node in nodes]
+        self.tokens = [self.tokens[node] for node in nodes]
+        self.scores = [self.scores[node] - score for node in nodes]
+        self.depths = [self.depths[node] - depth for node in nodes]
+        self.ids = [self.ids[node] for node in nodes]
+        self.num_sent = len(self.ids) - self.ids.count(0)
+        return places
