@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from draft_service.followed import Followed
+from draft_service.drafted import Drafted, Peer
 from slipstream.protocol.messages import Commit, Features, Growth, Open, TargetBound
-from slipstream.wire.peers import Peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Round:
     answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
     came: list[tuple[int, int, float]] = field(default_factory=list)  # commits: a target's session, base, and when
     grown: Grown | None = None
-    sent: list[tuple[Followed, Growth]] = field(default_factory=list)
+    sent: list[tuple[Drafted, Growth]] = field(default_factory=list)
 
     def send(self) -> None:
         for peer, items in self.answers.items():

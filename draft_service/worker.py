@@ -3,11 +3,11 @@
 Rules:
 1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
    thread and touches nothing that changes).
-2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow what is stale, answer each
-   peer with one frame.
+2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow, answer each peer with one
+   frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
-   and growing pays (``ahead.Ahead``); others get one growth a commit.
+   and growing pays (``drafted.Drafted``); others get one growth a commit.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
 
 It knows nothing about verification, policies or how frames travel.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from draft_service.followed import Followed
+from draft_service.drafted import Drafted, Peer
 from draft_service.round import Grown, Round, commit_of, growth_of
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting.base import Drafter
@@ -43,14 +43,13 @@ from slipstream.protocol.messages import (
 )
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import DraftEvent, DraftSide, DraftState
-from slipstream.wire.peers import Peer
 
 HAND_OVER_S = 50e-6
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
 class DraftWorker:
-    """Serves one drafter to any number of targets. Implements ``wire.server.PeerEvents``."""
+    """Serves one drafter to any number of targets: a ``wire.peers.PeerEvents``."""
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
                  clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
@@ -66,8 +65,8 @@ class DraftWorker:
         self._spans = spans or NoSpans()
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
-        self._sessions: dict[tuple[Peer, int], Followed] = {}
-        self._by_number: dict[int, Followed] = {}
+        self._sessions: dict[tuple[Peer, int], Drafted] = {}
+        self._by_number: dict[int, Drafted] = {}
         self._numbers = itertools.count(1)
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
@@ -105,7 +104,7 @@ class DraftWorker:
     @property
     def hungry(self) -> bool:
         """Whether it would grow on if nothing came."""
-        return any(followed.hungry for followed in self._sessions.values())
+        return any(drafted.hungry for drafted in self._sessions.values())
 
     def _run(self) -> None:
         while self.turn():
@@ -124,13 +123,13 @@ class DraftWorker:
                 event = self._inbox.get_nowait()
         except queue.Empty:
             if events or hungry:
-                self._step(events)
+                self._round(events)
             else:
                 self.sweep()
             return True
         return False
 
-    def _step(self, events: Sequence[Callable[[Round], None]]) -> None:
+    def _round(self, events: Sequence[Callable[[Round], None]]) -> None:
         round_ = Round()
         for event in events:
             event(round_)
@@ -152,8 +151,8 @@ class DraftWorker:
         now_s = self._clock()
         self._next_sweep_s = now_s + self._lease_s / 4
         round_ = Round()
-        for followed in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
-            self._drop(followed, DraftEvent.EXPIRE, "expired", round_)
+        for drafted in [f for f in self._sessions.values() if now_s - f.side.heard_s > self._lease_s]:
+            self._drop(drafted, DraftEvent.EXPIRE, "expired", round_)
             self._metrics.expired("lease")
         self._drafter.close(round_.closes)
         round_.send()
@@ -162,97 +161,86 @@ class DraftWorker:
         for session, error in faults:
             self._metrics.invalid_item()
             self._log.warning("invalid message", peer=peer.name, session=session, field=error.field)
-            followed = self._sessions.get((peer, session))
-            if followed is not None:
-                self._drop(followed, DraftEvent.CLOSE, "invalid", round_)
+            drafted = self._sessions.get((peer, session))
+            if drafted is not None:
+                self._drop(drafted, DraftEvent.CLOSE, "invalid", round_)
         for item in items:
             self._route(peer, item, round_)
 
     def _route(self, peer: Peer, item: DraftBound, round_: Round) -> None:
-        followed = self._sessions.get((peer, item.session))
-        if followed is None:
+        drafted = self._sessions.get((peer, item.session))
+        if drafted is None:
             if isinstance(item, Commit):
                 round_.answers[peer].append(Drop(item.session, "unknown"))
             if not isinstance(item, Open):
                 return
-            followed = self._begin(peer, item, round_)
-            if followed is None:
+            drafted = self._begin(peer, item, round_)
+            if drafted is None:
                 return
         now_s = self._clock()
-        event = followed.side.receive(item, now_s)
-        number = followed.number
+        event = drafted.side.receive(item, now_s)
+        number = drafted.number
         match event, item:
             case DraftEvent.OPEN, Open():
                 # An earlier opening in the same round is void: the drafter hears of the newest alone.
                 round_.unsay(number)
                 round_.opens.append(replace(item, session=number))
-                followed.told(item, self._run_ahead)
+                drafted.told(item, self._run_ahead)
             case DraftEvent.FEATURES, Features():
                 round_.features.append(replace(item, session=number))
             case DraftEvent.COMMIT, Commit():
                 round_.commits.append(commit_of(item, number))
                 round_.came.append((item.session, item.base, now_s))
-                followed.told(item, self._run_ahead)
+                drafted.told(item, self._run_ahead)
             case DraftEvent.GAP, _:
-                self._forget(followed, round_)
+                self._forget(drafted, round_)
                 round_.answers[peer].append(Drop(item.session, "gap"))
             case DraftEvent.CLOSE, _:
-                self._forget(followed, round_)
+                self._forget(drafted, round_)
 
-    def _begin(self, peer: Peer, item: Open, round_: Round) -> Followed | None:
+    def _begin(self, peer: Peer, item: Open, round_: Round) -> Drafted | None:
         if self._draining or len(self._sessions) >= self._drafter.max_sessions:
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
-        followed = Followed(next(self._numbers), peer, DraftSide(item.session),
-                            span=self._spans.begin("draft.session", item.trace, prompt=item.prompt_len))
-        self._sessions[(peer, item.session)] = followed
-        self._by_number[followed.number] = followed
-        return followed
+        drafted = Drafted(next(self._numbers), peer, DraftSide(item.session),
+                          span=self._spans.begin("draft.session", item.trace, prompt=item.prompt_len))
+        self._sessions[(peer, item.session)] = drafted
+        self._by_number[drafted.number] = drafted
+        return drafted
 
     def _tell(self, round_: Round) -> None:
         if round_.closes:
             self._drafter.close(round_.closes)
-        for number in self._drafter.open(round_.opens) if round_.opens else ():
-            refused = self._by_number.get(number)
-            if refused is not None:
+        if round_.opens:
+            for number in self._drafter.open(round_.opens):
                 round_.unsay(number)
-                self._drop(refused, DraftEvent.CLOSE, "capacity", round_)
+                self._drop(self._by_number[number], DraftEvent.CLOSE, "capacity", round_)
+            for opened in round_.opens:
+                self._by_number[opened.session].tree = self._drafter.tree(opened.session)
         if round_.features:
             self._drafter.absorb(round_.features)
         if round_.commits:
             self._drafter.commit(round_.commits)
 
     def _grow(self, round_: Round) -> None:
-        wanting = self._next()
+        """Whatever is stale or hungry, those that starve first; each has a growth then, be it empty."""
+        wanting = [drafted for drafted in self._sessions.values() if drafted.stale or drafted.hungry]
         if not wanting:
             return
-        started_s = self._clock()
-        budgets = [min(followed.budget, self._drafter.max_nodes) for followed in wanting]
-        # One whole tree for all costs little more than for those that wait for it.
-        steps = 0 if wanting[0].starving else 1
-        growths = self._drafter.grow([followed.number for followed in wanting], budgets, steps)
+        wanting.sort(key=lambda drafted: not drafted.starving)
+        whole = wanting[0].starving  # one whole tree for all costs little more than for those that wait for it
+        started_s, most = self._clock(), self._drafter.max_nodes
+        growths = {growth.session: growth for growth in self._drafter.grow(
+            [drafted.number for drafted in wanting], [min(drafted.budget, most) for drafted in wanting],
+            0 if whole else 1)}
         ended_s = self._clock()
-        round_.grown = Grown("level" if steps else "tree", started_s, ended_s, len(wanting))
-        by_number = {growth.session: growth for growth in growths}
-        for followed in wanting:
-            growth = by_number.get(followed.number) or Growth.empty(followed.number, followed.side.base)
-            self._send_growth(followed, growth_of(growth, followed.side.session, ended_s - started_s), round_)
-
-    def _next(self) -> list[Followed]:
-        """Whose trees are grown now, those that starve first."""
-        for followed in self._sessions.values():
-            followed.stale = followed.stale and followed.wanted > 0
-        wanting = [f for f in self._sessions.values() if f.wanted > 0 and (f.stale or f.hungry)]
-        return sorted(wanting, key=lambda followed: not followed.starving)
-
-    def _send_growth(self, followed: Followed, growth: Growth, round_: Round) -> None:
-        # A target may wait to hear of its newest commit, be it that there is nothing.
-        answer, followed.stale = followed.stale, False
-        if followed.ahead is not None:
-            followed.ahead.grew(growth)
-        if answer or len(growth.ids):
-            round_.answers[followed.peer].append(growth)
-            round_.sent.append((followed, growth))
+        round_.grown = Grown("tree" if whole else "level", started_s, ended_s, len(wanting))
+        for drafted in wanting:
+            growth = growths.get(drafted.number) or Growth.empty(drafted.number, drafted.side.base)
+            if drafted.grew(growth):
+                growth = growth_of(growth, drafted.side.session, ended_s - started_s)
+                round_.answers[drafted.peer].append(growth)
+                round_.sent.append((drafted, growth))
 
     def _note(self, round_: Round) -> None:
         """What nobody waits for: metrics, traces and spans of a round."""
@@ -265,26 +253,26 @@ class DraftWorker:
             return
         self._trace.span("device", grown.name, grown.began_s, grown.ended_s, sessions=grown.sessions)
         self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
-        for followed, growth in round_.sent:
+        for drafted, growth in round_.sent:
             self._trace.left("device", "growth", growth_key(growth), grown.ended_s)
-            followed.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
+            drafted.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
 
-    def _drop(self, followed: Followed, event: DraftEvent, reason: str, round_: Round) -> None:
-        followed.side.apply(event)
-        self._forget(followed, round_)
-        round_.answers[followed.peer].append(Drop(followed.side.session, reason))
+    def _drop(self, drafted: Drafted, event: DraftEvent, reason: str, round_: Round) -> None:
+        drafted.side.apply(event)
+        self._forget(drafted, round_)
+        round_.answers[drafted.peer].append(Drop(drafted.side.session, reason))
 
-    def _forget(self, followed: Followed, round_: Round) -> None:
-        self._sessions.pop((followed.peer, followed.side.session), None)
-        self._by_number.pop(followed.number, None)
-        round_.unsay(followed.number)
-        followed.span.end()
-        round_.closes.append(followed.number)
+    def _forget(self, drafted: Drafted, round_: Round) -> None:
+        self._sessions.pop((drafted.peer, drafted.side.session), None)
+        self._by_number.pop(drafted.number, None)
+        round_.unsay(drafted.number)
+        drafted.span.end()
+        round_.closes.append(drafted.number)
 
     def _forget_peer(self, peer: Peer, round_: Round) -> None:
-        for followed in [f for f in self._sessions.values() if f.peer is peer]:
-            followed.side.apply(DraftEvent.LOST)
-            self._forget(followed, round_)
+        for drafted in [f for f in self._sessions.values() if f.peer is peer]:
+            drafted.side.apply(DraftEvent.LOST)
+            self._forget(drafted, round_)
         round_.answers.pop(peer, None)
 
     def _begin_drain(self, round_: Round) -> None:
@@ -292,8 +280,8 @@ class DraftWorker:
         self._give_up_all("draining", round_)
 
     def _give_up_all(self, reason: str, round_: Round) -> None:
-        for followed in list(self._sessions.values()):
-            self._drop(followed, DraftEvent.CLOSE, reason, round_)
+        for drafted in list(self._sessions.values()):
+            self._drop(drafted, DraftEvent.CLOSE, reason, round_)
 
     @property
     def num_open(self) -> int:

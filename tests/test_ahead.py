@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draft_service.ahead import Ahead
+from draft_service.drafted import Drafted
 from draft_service.worker import DraftWorker
-from slipstream.drafting.tree import GrowingTree
+from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -19,7 +19,7 @@ from slipstream.protocol.messages import (
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.session import TargetSide
+from slipstream.protocol.session import DraftSide, TargetSide
 from slipstream.simulate.timed import SYMBOLS, VOCAB, Device, Law, TimedDrafter, Timing
 from tests.test_draft_worker import Listener
 
@@ -126,15 +126,16 @@ def test_a_closed_session_stops_growing() -> None:
 
 
 def test_hopeless_nodes_stop_it() -> None:
-    ahead = Ahead(40)
-    ahead.begin(2, 2)
-    row = np.array([1], np.int32)
-    ahead.grew(Growth(1, 2, row, np.array([-2], np.int32), row, np.array([-0.1], np.float32)))
-    assert ahead.hungry(8)
-    for node in range(2, 5):
-        ahead.grew(Growth(1, 2, np.array([node], np.int32), row, np.array([node], np.int32),
-                          np.array([-9.0], np.float32)))
-    assert not ahead.hungry(8)
+    side = TargetSide(1, PROMPT, len(PROMPT), Sampling())
+    drafted = Drafted(1, Listener(), DraftSide(1), tree=GrowingTree(2))
+    drafted.told(side.attach(wanted=8, ahead=True), 40)
+    node = drafted.tree.propose(ROOT, 1, -0.1)
+    drafted.grew(drafted.tree.growth(1, 8, 0.0))
+    assert drafted.hungry
+    for token in range(2, 5):
+        drafted.tree.propose(node, token, -9.0)
+        drafted.grew(drafted.tree.growth(1, 8, 0.0))
+    assert not drafted.hungry
 
 
 @pytest.mark.parametrize("seed", range(20))
