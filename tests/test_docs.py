@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import cast, get_args
 
@@ -86,6 +87,15 @@ def test_settings_that_pages_name_exist(page: Path) -> None:
     named = set(re.findall(r"(?<![\w./-])((?:config|model|draft|target|router|wire|log)\.[a-zA-Z_.]*\w)", code))
     missing = [name for name in named if name not in NO_SETTINGS and not _is_setting(name)]
     assert not missing, f"{page.name} names settings that are not there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_pages_import_exists(page: Path) -> None:
+    code = _code(page)
+    for module, names in re.findall(r"^from (slipstream\S*) import (.+)$", code, re.MULTILINE):
+        assert all(hasattr(import_module(module), name) for name in names.split(", "))
+    for module in re.findall(r"^slipstream(?:\.[a-z]+)+$", code, re.MULTILINE):
+        assert import_module(module)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
