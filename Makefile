@@ -75,7 +75,7 @@ bench-exact: setup  ## does speculation change an answer? plain against the defa
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 # gRPC's core as services have it (slipstream/cli/launch.py).
-bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds (ARGS=--rounds: real rounds)
+bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
 	GRPC_EXPERIMENTS=-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints \
 		$(BIN)/python -m bench.host $(ARGS)
 
@@ -86,7 +86,7 @@ bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PR
 	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
 		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
 
-bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS="--real": the default model)
+bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep)
 	$(BIN)/python -m bench.network $(ARGS)
 
 # On a machine without .venv: its own python3, and what gpu-bundle brought.

@@ -3,10 +3,7 @@
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
 a row. Rows are in ``build/bench/round.json``. The exchange is between two processes, over gRPC on loopback; then sums.
-Last a whole tree with its forwards, from commit to growth, with caches as a target's step leaves them and as it leaves
-them itself (``bench.cold``). What is not here: other forwards, and threads that wait for one another.
-``--rounds`` measures real rounds of the default model instead: verification, waiting, and the ways of commits and
-growths between services (``bench.transit``).
+What is not here: forwards, and threads that wait for one another. Real rounds are in the traces of ``log.trace``.
 """
 
 from __future__ import annotations
@@ -23,12 +20,9 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from bench.cold import ColdTrees
 from bench.exchange import Echo, exchanges, serve
 from bench.report import Row, write
-from bench.transit import measurable, rounds
-from slipstream.base.config import ModelSection, PolicySection
-from slipstream.base.errors import ModelError
+from slipstream.base.config import PolicySection
 from slipstream.decision.foresight import Foresight
 from slipstream.decision.policy import Round, SpeculationPolicy, StepCosts
 from slipstream.drafting.tree import Children, GrowingTree
@@ -48,7 +42,6 @@ from slipstream.wire.codec import (
 VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT = 49_152, 12_288, 576, 256
 LEVELS, TOPK, NODES = 3, 4, 8
 ACCEPTED = 2
-MAX_TOKENS = 96  # of an answer in real rounds
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
 MAX_BYTES = 1 << 22
 FEATURES = FeatureSpec((1,), HIDDEN, "bfloat16")
@@ -175,22 +168,6 @@ def row_of(name: str, times: list[float]) -> Row:
     return {"part": name, "p50_us": cuts[49], "p99_us": cuts[98]}
 
 
-def trees(repeats: int) -> Iterator[Row]:
-    """Of the default head, where the default model is there."""
-    try:
-        ways = {"a tree": ColdTrees(ModelSection()), "a tree level by level": ColdTrees(ModelSection(), whole=False)}
-    except ModelError as error:
-        print(f"no trees are grown: {error}")
-        return
-    for caches, cold in (("cold caches", True), ("warm caches", False)):
-        for name, way in ways.items():
-            list(way.rounds(repeats // 10 + 1, cold))
-            whole, inside = zip(*way.rounds(repeats, cold), strict=True)
-            yield row_of(f"draft: {name}, {caches}", [1e6 * taken for taken in whole])
-            if way.timed is not None:
-                yield row_of(f"draft: of it in the call on the head, {caches}", [1e6 * taken for taken in inside])
-
-
 def sums(rows: Sequence[Row]) -> list[Row]:
     """What a greedy round costs each side: its own parts, and the frames that it reads and writes. The 99th percentile
     is what it would be if all parts were slow together."""
@@ -211,22 +188,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
-    parser.add_argument("--rounds", action="store_true", help="real rounds of the default model instead, in parts")
     parser.add_argument("--echo", type=int, default=0, metavar="PORT", help="be the draft's end of the exchange")
     options = parser.parse_args()
     if options.echo:
         asyncio.run(serve(options.echo, Echo(grown(levels_of_a_tree()), FEATURES)))
-    if options.rounds:
-        found = measurable(asyncio.run(rounds(MAX_TOKENS)))
-        write("transit", [row_of(name, list(times)) for name, times in found.items()], "real rounds, microseconds")
-        return
     torch.set_num_threads(options.threads)
     parts = [*parts_of_a_round(), *parts_of_choosing()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]
     times = asyncio.run(exchanges(commit_of(grown(levels_of_a_tree())), HELLO, options.repeats, ECHO))
     rows.append(row_of("wire: exchange over loopback, commit to growth", times))
     rows += sums(rows)
-    rows += trees(min(options.repeats, 100))
     write("round", rows, "a round besides its forwards, microseconds")
 
 

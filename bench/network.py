@@ -21,7 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench import real
 from bench.claims import KEYS, close, verdicts
 from bench.repeats import Repeats
 from bench.report import FOLDER as REPORTS
@@ -99,11 +98,6 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
     parser.add_argument("--predict", action="store_true", help="a column of what the simulation says")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there, measure those that miss")
-    parser.add_argument("--real", action="store_true", help="the default model instead (see bench.real)")
-    parser.add_argument("--prompts", help="for --real: folder of JSONL question sets; our own prompts without")
-    parser.add_argument("--sets", default="mt_bench,gsm8k,humaneval,alpaca", help="for --real: names in that folder")
-    parser.add_argument("--count", type=int, default=2, help="for --real: questions of each set")
-    parser.add_argument("--tokens", type=int, default=96, help="for --real: of an answer at most")
     return parser.parse_args()
 
 
@@ -117,9 +111,6 @@ def known(name: str) -> list[Row]:
 
 def main() -> None:
     arguments = arguments_of(argparse.ArgumentParser(description=__doc__))
-    if arguments.real:
-        real.run(arguments.prompts, arguments.sets.split(","), arguments.count, arguments.tokens, arguments.rtts_ms)
-        return
     FOLDER.mkdir(parents=True, exist_ok=True)
     cells = full() if arguments.full else cells_of(
         arguments.schedules.split(","), arguments.rtts_ms, arguments.drafts_ms,

@@ -10,7 +10,7 @@ What is measured, and how:
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
    time is the slowest answer's, and what makes others faster does not count.
 5. Sets: mt_bench of the folder, and ``bench/sets/copy.jsonl``, ours, in which answers repeat their prompts.
-6. Rows are in ``build/bench/peers.json`` after each question; table, verdicts and picture come last.
+6. Rows are in ``build/bench/peers.json`` after each question; table and verdicts come last.
 """
 
 from __future__ import annotations

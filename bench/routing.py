@@ -7,8 +7,7 @@ Behind it is a target that computes nothing: each step takes a set time (``simul
 2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run, the ways in turn:
    each piece brings one token, the dearest case.
 3. Direct is gRPC to the target, a call for each answer; the router, whose answers share a call with the target, is
-   asked over HTTP with server-sent events, as most would, and over gRPC. ``bench.relay``, which only hands on what the
-   target says, shows how much of the latter is gRPC's own: in its rows ``router_us_a_token`` is the relay's.
+   asked over HTTP with server-sent events, as most would, and over gRPC.
 Prompts are token ids: what tokenizing a text takes is a row of its own. Client and services share the cores.
 """
 
@@ -18,7 +17,6 @@ import argparse
 import asyncio
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -26,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.completions import Server
-from bench.fleet import Process, free_port, surroundings
-from bench.floor import floor
+from bench.fleet import Process, free_port
 from bench.report import Row, write
 from bench.work import cpu_s, resident
 from router_service.tokens import TextCodec
@@ -45,7 +42,7 @@ CHAT = "Explain in two sentences why the sky is blue, and name three rivers that
 LONG = 60_000  # tokens of an answer that never ends here
 FIRST = 36  # stream of the timed target: from here on the default tokenizer has whole characters for its tokens
 TEXT = " to"  # one token of that stream
-RELAY, NEW = "bare relay, gRPC", "router, HTTP, connecting"
+NEW = "router, HTTP, connecting"
 ROUNDS = 4  # parts of each load
 WARM, APART_S = 3, 0.015  # lone requests that are not counted, and the pause after each
 
@@ -60,7 +57,6 @@ class Rig:
     router: Process
     ways: dict[str, Ask]
     connecting: Ask  # over HTTP to the router, on a connection of its own
-    between: dict[str, int]  # the process of each way that is measured between client and target
 
 
 @asynccontextmanager
@@ -93,10 +89,9 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
         for process in (target, router):
             process.start()
             await process.ready()
-        async with (calling(ports["router.grpc_listen"], TEXT) as over_grpc, relay(target_at) as relaying,
-                    calling(relaying[0], str(FIRST)) as over_relay):
-            ways = {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc, RELAY: over_relay}
-            yield Rig(target, router, ways, connecting, dict.fromkeys(ways, router.pid) | {RELAY: relaying[1]})
+        async with calling(ports["router.grpc_listen"]) as over_grpc:
+            yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc},
+                      connecting)
     finally:
         await client.aclose()
         router.stop()
@@ -104,26 +99,13 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
 
 
 @asynccontextmanager
-async def relay(target: str) -> AsyncIterator[tuple[int, int]]:
-    """Port and process number of a relay to ``target``."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "bench.relay", target, "127.0.0.1:0",
-                                                   stdout=asyncio.subprocess.PIPE, env=surroundings())
-    assert process.stdout is not None
-    try:
-        yield int(await process.stdout.readline()), process.pid
-    finally:
-        process.kill()
-        await process.wait()
-
-
-@asynccontextmanager
-async def calling(port: int, prompt: str) -> AsyncIterator[Ask]:
-    """The public gRPC service on ``port``, asked to complete ``prompt``."""
+async def calling(port: int) -> AsyncIterator[Ask]:
+    """The public gRPC service on ``port``."""
     caller = AsyncCaller(f"127.0.0.1:{port}")
 
     async def ask(stream: int, tokens: int, came: list[float]) -> None:
         options = ChatOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        async for _ in caller.complete("timed", prompt, options):
+        async for _ in caller.complete("timed", TEXT, options):
             came.append(time.perf_counter())
 
     try:
@@ -181,7 +163,7 @@ async def load(rig: Rig, way: str, streams: int, seconds: float, seen: Load) -> 
     ask, came = rig.ways[way], [list[float]() for _ in range(streams)]
     tasks = [asyncio.create_task(ask(number, LONG, came[number])) for number in range(streams)]
     await asyncio.sleep(0.4 + streams / 100)
-    pids = {"router": rig.between[way], "target": rig.target.pid}
+    pids = {"router": rig.router.pid, "target": rig.target.pid}
     before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
     await asyncio.sleep(seconds)
     for name, pid in pids.items():
@@ -229,9 +211,8 @@ def verdict(rows: list[Row]) -> list[str]:
         if row["way"] != "direct":
             added = float(str(row["first_ms"])) - float(str(direct[row["streams"]]["first_ms"]))
             cost = float(str(row["router_us_a_token"]))
-            goals = (" (no router)", "") if row["way"] == RELAY else (" (goal 1)", " (goal 50)")
-            lines.append(f"{row['way']}, {row['streams']} streams: {added:+.2f} ms to the first token{goals[0]}, "
-                         f"{cost:.0f} µs of that process a token{goals[1]}")
+            lines.append(f"{row['way']}, {row['streams']} streams: {added:+.2f} ms to the first token (goal 1), "
+                         f"{cost:.0f} µs of the router a token (goal 50)")
     return lines
 
 
@@ -256,11 +237,8 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = asyncio.run(measure(arguments.streams, arguments.seconds, arguments.times, timing))
-    least = asyncio.run(floor(arguments.streams, arguments.step_ms / 1e3))
     write("router", rows, f"bench-router: a timed target, {arguments.step_ms:g} ms a step")
-    print("\n".join([*verdict(rows), f"a chat of 8 sentences as tokens: {tokenizing():.0f} µs (in both)",
-                     f"a process that only writes such an event to each of {arguments.streams} sockets a step: "
-                     f"{least:.0f} µs a token"]))
+    print("\n".join([*verdict(rows), f"a chat of 8 sentences as tokens: {tokenizing():.0f} µs (in both)"]))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.bars import bars
 from bench.fleet import Process, free_port
 from bench.readers import Window, stream
-from bench.report import FOLDER, Row, write
+from bench.report import Row, write
 from bench.rig import connected
 from bench.work import cpu_s
 from slipstream.simulate.timed import Timing
@@ -197,10 +196,6 @@ def main() -> None:
     rows = asyncio.run(sweep(CELLS, arguments.seconds, timing))
     write("scale", rows, f"bench-scale: timed devices, {arguments.step_ms:g} ms a step")
     print("\n".join(prediction(rows, fit(rows), timing, arguments.pods)))
-    groups = [f"{row['targets']} × {row['drafts']}, {row['streams']} streams" for row in rows]
-    title = f"Timed devices of {arguments.step_ms:g} ms a step, all services on {os.cpu_count()} cores"
-    rates = {"tokens a second": [_number(row, "tokens_per_s") for row in rows]}
-    (FOLDER / "scale.svg").write_text(bars(title, rates, groups))
 
 
 if __name__ == "__main__":

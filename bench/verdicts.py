@@ -1,4 +1,4 @@
-"""What the rows of ``make bench`` say: a verdict for each goal, and a page with picture, versions and memory.
+"""What the rows of ``make bench`` say: a verdict for each goal, and a page with versions and memory.
 
 It knows nothing about how they were measured.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from bench.bars import bars
 from bench.completions import Answered
 from bench.report import Row, commit, device
 from bench.systems import llama_server
@@ -71,20 +70,13 @@ def verdicts(results: Results) -> list[str]:
 
 def report(rows: Sequence[Row], lines: Sequence[str], memory: Mapping[str, Mapping[str, float]], peers: Path,
            folder: Path) -> Path:
-    """Write ``peers.md`` and ``peers.svg`` to ``folder``; returns the page."""
-    alone = [row for row in rows if row["batch"] == 1]
-    groups = list(dict.fromkeys(str(row["system"]) for row in alone))
-    sets = list(dict.fromkeys(str(row["set"]) for row in alone))
-    rate = {(row["system"], row["set"]): float(str(row["tokens_per_s"])) for row in alone}
-    series = {set_: [rate.get((group, set_), 0.0) for group in groups] for set_ in sets}
-    title = f"One answer at a time, {rows[0]['precision']}, greedy: tokens a second ({device()}, commit {commit()})"
-    (folder / "peers.svg").write_text(bars(title, series, groups))
+    """Write ``peers.md`` to ``folder``; returns the page."""
     page = folder / "peers.md"
     page.write_text("\n".join([
         f"{device()}, {platform.platform()}, commit {commit()}; {', '.join(versions(peers))}", "", *table(rows), "",
         *(f"- {line}" for line in lines), "", "Memory, MiB resident after all of it (mapped files included):", "",
         *(f"- {name}: {', '.join(f'{part} {mib:.0f}' for part, mib in parts.items())}"
-          for name, parts in memory.items()), "", "![tokens a second](peers.svg)", ""]), encoding="utf-8")
+          for name, parts in memory.items()), ""]), encoding="utf-8")
     return page
 
 

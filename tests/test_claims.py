@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree
-
 import pytest
 
 from bench.claims import close, verdicts
-from bench.curves import COLOURS, picture
 from bench.network import cells_of, full
 from bench.readers import Reader
 from bench.report import Row
@@ -83,10 +80,3 @@ def test_the_whole_sweep_has_every_combination_once() -> None:
     assert len(set(cells)) == len(cells) == 4 + 12 + 60 + 60 + 6
     assert {cell.schedule for cell in cells} == {"plain", "colocated", "serial", "run-ahead"}
     assert cells_of(("plain",), (0.0, 1.0), (2.0, 5.0), (1,)) == cells_of(("plain",), (0.0,), (2.0,), (1,))
-
-
-def test_the_picture_draws_each_schedule_once_a_panel() -> None:
-    rows = [*GOOD, row("colocated", 120, draft_ms=10.0), row("serial", 110, 1.0, draft_ms=10.0)]
-    root = ElementTree.fromstring(picture(rows, "0.9"))
-    lines = [line.get("stroke") for line in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert sorted(lines) == sorted([*COLOURS.values(), *(COLOURS[name] for name in ("plain", "colocated", "serial"))])

@@ -124,10 +124,3 @@ def own_python(folder: Path, *arguments: str, **environment: str) -> str:
 def test_kernels_compute_what_torch_does(tmp_path: Path) -> None:
     told = own_python(tmp_path, "-m", "tests.interpreted", TRITON_INTERPRET="1")
     assert "numbers compared" in told.splitlines()[-1]
-
-
-@needs_triton
-def test_launches_compile_for_an_h100_once_for_all_rows_and_spill_nothing(tmp_path: Path) -> None:
-    told = own_python(tmp_path, "-m", "bench.fused_ahead")
-    last = told.splitlines()[-1]
-    assert "42 kernels compiled for sm_90a, 0 of them anew" in last and last.endswith("spilled bytes 0"), told

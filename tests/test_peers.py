@@ -9,13 +9,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
 
 import gguf
 import numpy as np
 import pytest
 
-from bench.bars import bars
 from bench.completions import Answered, Server
 from bench.gguf_copy import write_bfloat16
 from bench.peers import NAMES, in_batches, one_by_one, row_of
@@ -130,13 +128,6 @@ def test_a_report_has_table_verdicts_and_a_picture_that_parses(tmp_path: Path) -
     page = report(rows, verdicts(results), {"slipstream-plain": {"target": 300.0}}, tmp_path, tmp_path)
     assert "| slipstream-default |" in page.read_text()
     assert "target 300" in page.read_text()
-    drawn = ElementTree.fromstring((tmp_path / "peers.svg").read_text())
-    assert len([e for e in drawn.iter() if e.tag.endswith("rect")]) == 1 + 2 + 6  # ground, legend, bars
-
-
-def test_bars_of_nothing_are_not_drawn() -> None:
-    drawn = ElementTree.fromstring(bars("<none>", {"a": [0.0, 0.0]}, ["x & y", "z"]))
-    assert len([e for e in drawn.iter() if e.tag.endswith("rect")]) == 2
 
 
 async def test_completions_are_read_however_they_are_cut() -> None:

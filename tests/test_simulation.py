@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from bench.picture import COLOURS, panel, picture
-from slipstream.base.config import NgramSection
 from slipstream.base.errors import ConfigError
-from slipstream.drafting.ngram import NgramDrafter
-from slipstream.engine.weights import load_model
 from slipstream.observe.trace import Trace, commit_key, growth_key, merge
-from slipstream.protocol.messages import Growth, Sampling
+from slipstream.protocol.messages import Growth
 from slipstream.protocol.tree import DraftTree
-from slipstream.simulate.cast import RealCast
 from slipstream.simulate.simulation import RUN_AHEAD, Deployment, of_schedule, simulate
 from slipstream.simulate.timed import Timing
 from target_service.scheduler import holds
@@ -39,18 +33,6 @@ def test_plain_decoding_takes_a_step_a_token() -> None:
     found = simulate(of_schedule("plain", replace(SOME, host_s=0.0)), 5.0)
     assert found.tokens_per_s == pytest.approx(50.0, rel=0.01) and found.waiting_share < 0.01
     assert found.acceptance_length == 1.0
-
-
-def test_a_real_model_plays_at_the_set_times_until_its_prompts_are_answered(tiny_folder: Path) -> None:
-    """It computes what it does, and a step takes what the timed device takes."""
-    model = load_model(tiny_folder, "float64", "cpu")
-    cast = RealCast(model, lambda: NgramDrafter(NgramSection(), 4), [(65, 66, 67, 65, 66), (70, 71, 70, 71)],
-                    Sampling(), answer=40, slots=512)
-    deployment = replace(SOME, cast=cast, answers=2, host_s=0.0)
-    plain = simulate(of_schedule("plain", deployment), 0.0)
-    assert plain.tokens_per_s == pytest.approx(50.0, rel=0.03) and plain.acceptance_length == 1.0
-    serial = simulate(of_schedule("serial", deployment), 0.0)
-    assert serial.acceptance_length > 1.0 and serial.draft_busy > 0.0
 
 
 def test_a_serial_round_is_a_step_a_tree_and_a_round_trip() -> None:
@@ -142,18 +124,6 @@ def test_traces_of_two_processes_become_one(tmp_path: Path) -> None:
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"target", "draft"}
     with pytest.raises(ConfigError, match="not a trace"):
         merge([tmp_path / "none"], tmp_path / "both")
-
-
-def test_a_trace_becomes_a_picture(tmp_path: Path) -> None:
-    simulate(of_schedule("run-ahead", replace(SOME, traces=str(tmp_path))), 0.3, 0.1)
-    merge([tmp_path / "target", tmp_path / "draft"], tmp_path / "both")
-    drawn = picture([panel(tmp_path / "both", "ahead & <apart>", 60.0)])
-    root = ElementTree.fromstring(drawn)
-    texts = {text.text for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"ahead & <apart>", "target: device", "draft: device", "target: answer 1"} <= texts
-    bars = [bar.get("fill") for bar in root.iter("{http://www.w3.org/2000/svg}rect")]
-    assert bars.count(COLOURS["verify"]) > 2 and bars.count(COLOURS["level"]) > 4
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}line"))) > 4, "no message was drawn"
 
 
 def test_a_trace_without_a_path_keeps_nothing(tmp_path: Path) -> None:

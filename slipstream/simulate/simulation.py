@@ -23,17 +23,26 @@ from slipstream.base.errors import ConfigError
 from slipstream.decision.policy import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.trace import Trace
-from slipstream.protocol.messages import DraftBound, TargetBound
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBound, TargetHello
 from slipstream.protocol.requests import Piece, Request
-from slipstream.simulate.cast import Cast, TimedCast, hello_of
-from slipstream.simulate.timed import Device, Timing
+from slipstream.simulate.timed import (
+    MAX_CONTEXT,
+    STREAMS,
+    SYMBOLS,
+    VOCAB,
+    Device,
+    TimedDrafter,
+    TimedModel,
+    Timing,
+)
 from target_service.scheduler import Limits
 from target_service.worker import TargetWorker
 
 SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
 RUN_AHEAD = 239  # nodes beyond those that are verified next
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+ANSWER = 2000  # tokens; who has read them asks for more
+HELLO = TargetHello(PROTOCOL_VERSION, 1, "simulated", VOCAB, "", 1, 1, MAX_CONTEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +59,7 @@ class Deployment:
     run_ahead: int = 0
     colocated: bool = False
     speculate: bool = True
-    traces: str = ""  # folder for a trace of the first target and the first draft; empty: none
     policy: PolicySection = field(default_factory=PolicySection)
-    cast: Cast = field(default_factory=TimedCast)
-    answers: int = 0  # of each stream, and then it is over; 0: without end
 
 
 class World:
@@ -135,7 +141,7 @@ class Line:
         self._delay_s = delay_s
 
     def join(self) -> None:
-        self._target.worker.link_up(self, self._draft.worker.peer_up(Answers(self), self._target.hello))
+        self._target.worker.link_up(self, self._draft.worker.peer_up(Answers(self), HELLO))
 
     def send(self, items: Sequence[DraftBound]) -> None:
         peer = Answers(self)
@@ -164,9 +170,8 @@ class Answers:
 class Draft:
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
-        drafter = deployment.cast.drafter(deployment.timing, device, deployment.run_ahead > 0)
-        trace = Trace(f"{deployment.traces}/draft" if deployment.traces else "", "draft")
-        self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, trace, self.actor.clock).worker
+        drafter = TimedDrafter(deployment.timing, device, deployment.run_ahead > 0)
+        self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock).worker
         self.actor.act = self._act
 
     def _act(self) -> float | None:
@@ -181,30 +186,28 @@ class Target:
         self.actor = Actor(world, device)
         self.pieces: list[tuple[float, Piece]] = []
         self._deployment = deployment
-        timing, cast = deployment.timing, deployment.cast
-        runner = ModelRunner(cast.model(timing, device), cast.slots)
-        self.hello = hello_of(runner.model, cast.slots)
+        timing = deployment.timing
+        runner = ModelRunner(TimedModel(timing, device), MAX_CONTEXT)
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
-        section = TargetSection(policy=deployment.policy, slots=cast.slots, drafts=(), prefix_cache=False,
+        section = TargetSection(policy=deployment.policy, slots=MAX_CONTEXT, drafts=(), prefix_cache=False,
                                 prompt_lookup=False, max_sessions=max(64, deployment.batch))
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
-                                   Trace(f"{deployment.traces}/target" if deployment.traces else "", "target"),
                                    limits=Limits(section.max_sessions, 4096, 256))
         self.actor.act = self._act
         self._asked = False
         self._numbers = itertools.count(1)
         for stream in range(deployment.batch):
-            self._ask(first + stream, deployment.answers)
+            self._ask(first + stream)
 
-    def _ask(self, stream: int, left: int) -> None:
-        cast = self._deployment.cast
-        request = Request("r", cast.prompt(stream), cast.sampling, cast.answer, None, self._deployment.speculate)
+    def _ask(self, stream: int) -> None:
+        prompt = (stream % STREAMS * SYMBOLS,) * 2
+        request = Request("r", prompt, Sampling(), ANSWER, None, self._deployment.speculate)
 
         def sink(piece: Piece | Exception) -> None:
             assert isinstance(piece, Piece), piece
             self.pieces.append((self.actor.now_s, piece))
-            if piece.finish and left != 1:
-                self._ask(stream + 17, left - 1)
+            if piece.finish:
+                self._ask(stream + 17)
 
         self._asked = True
         self.worker.enqueue(self.worker.answers.begin(next(self._numbers), request, sink, self.actor.now_s))
@@ -258,7 +261,7 @@ class Predicted:
 
 
 def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> Predicted:
-    """Play ``warmup_s`` and then ``seconds`` of simulated time; with ``deployment.answers`` until these are given."""
+    """Play ``warmup_s`` and then ``seconds`` of simulated time."""
     world = World()
     devices = [Accelerator() for _ in range(deployment.targets)]
     targets = [Target(world, device, deployment, 7 * number) for number, device in enumerate(devices)]
@@ -270,13 +273,9 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> P
             if not deployment.colocated or number == other:
                 Line(f"{number}-{other}", target, draft, delay_s).join()
         target.actor.wake(0.0)
-    world.run(0.0 if deployment.answers else warmup_s)
+    world.run(warmup_s)
     busy = [device.busy_s for device in (*devices, *beside)]
-    world.run(float("inf") if deployment.answers else warmup_s + seconds)
-    if deployment.answers:
-        warmup_s, seconds = 0.0, max(at_s for target in targets for at_s, _ in target.pieces) + 1e-9
-    for worker in (targets[0].worker, drafts[0].worker):
-        worker.stop()  # they have no thread; this writes their traces
+    world.run(warmup_s + seconds)
     pieces = [piece for target in targets for at_s, piece in target.pieces if warmup_s <= at_s < warmup_s + seconds]
     rounds = max(1, len(pieces))
     shares = [(device.busy_s - before) / seconds for device, before in zip((*devices, *beside), busy, strict=True)]
