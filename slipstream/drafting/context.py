@@ -41,6 +41,7 @@ class DraftContext:
     history: TokenHistory | None
     window: int
     lag: int
+    plain: bool = False  # its tokens are ranked as they are
     start: int = 0  # position of the oldest row
     origin: int = 0  # taken from positions before they are rotated
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
@@ -51,6 +52,8 @@ class DraftContext:
     def __post_init__(self) -> None:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
         self.start = self.origin = self.lag
+        sampling = self.sampling
+        self.plain = sampling.greedy and not sampling.logit_bias and not sampling.path_dependent
 
     @property
     def base(self) -> int:
@@ -64,19 +67,12 @@ class DraftContext:
     @property
     def num_pending(self) -> int:
         """Rows that can be computed now."""
-        known = self.base - self.done
-        if self.lag:
-            known = min(known, self.num_inputs)
-        return max(0, known)
-
-    @property
-    def complete(self) -> bool:
-        """Whether computing the pending rows reaches the newest token."""
-        return self.done + self.num_pending == self.base and self.num_pending > 0
+        known = len(self.tokens) - self.start - len(self.slots)
+        return max(0, min(known, self.num_inputs) if self.lag else known)
 
     def slide(self, reach: int) -> Indices:
         """Make room for ``reach`` levels below the newest token. Returns slots to free."""
-        if self.base + reach - self.start <= self.window:
+        if len(self.tokens) + reach - self.start <= self.window:
             return NO_SLOTS
         start = self.base - self.window // 2
         if self.lag:
@@ -106,25 +102,23 @@ class DraftContext:
 
     def take(self, start: int, rows: torch.Tensor) -> Indices:
         """Target states of positions ``start, …`` [M, W]. Returns slots to free (when a gap begins it anew)."""
-        if start + len(rows) > self.base:
-            rows = rows[:max(0, self.base - start)]
-        expected = self.done - 1 + self.num_inputs
-        if len(rows) == 0 or start + len(rows) <= expected:
+        end, expected = min(start + rows.shape[0], len(self.tokens)), self.done - 1 + self.num_inputs
+        if end <= max(start, expected):
             return NO_SLOTS
         if start <= expected:
-            self.inputs.append(rows[expected - start:] if start < expected else rows)
-            self.num_inputs += start + len(rows) - expected
+            self.inputs.append(rows[expected - start : end - start])
+            self.num_inputs += end - expected
             return NO_SLOTS
         freed = self.close()
-        self.inputs, self.num_inputs, self.start = [rows], len(rows), start + 1
+        self.inputs, self.num_inputs, self.start = [rows[: end - start]], end - start, start + 1
         return freed
 
-    def seed(self, slots: Indices, levels: int) -> Seed:
-        """All pending rows, whose states are taken, and so many levels of a tree beyond the root's children."""
-        tokens, position = self.tokens[self.done :], self.done - self.origin
+    def seed(self, row: int, slots: Indices, levels: int) -> Seed:
+        """All pending rows, from ``row`` on, whose states are taken; and so many levels beyond the root's children."""
+        tokens = self.tokens[row:]
         states = self.pull(len(tokens))
         assert states is not None
-        return Seed(tokens, states, position, self.slots, slots, levels)
+        return Seed(tokens, states, row - self.origin, self.slots, slots, levels)
 
     def computed(self, slots: Indices) -> None:
         """The next ``len(slots)`` pending rows have their KV in ``slots``."""

@@ -21,6 +21,7 @@ from slipstream.drafting.context import DraftContext
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.engine.kv import Slots
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
+from slipstream.protocol.tree import MAX_HELD
 
 MOST_SESSIONS = 8  # of a call
 
@@ -52,29 +53,32 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
     for first in range(0, len(fitting), MOST_SESSIONS):
         taken: list[tuple[DraftContext, Seed]] = []
         for context in fitting[first : first + MOST_SESSIONS]:
-            levels = wanted[context.session] - 1
+            levels, row = wanted[context.session] - 1, context.done
             try:
-                room = slots.alloc(context.num_pending + levels * topk)
+                room = slots.alloc(len(context.tokens) - row + levels * topk)
             except CapacityError:
                 break
-            taken.append((context, context.seed(room, levels)))
+            taken.append((context, context.seed(row, room, levels)))
+        if not taken:
+            break
         left = {context.session: seed.slots for context, seed in taken}
         try:
-            found = backend.trees([seed for _, seed in taken], topk) if taken else []
+            found = backend.trees([seed for _, seed in taken], topk)
             for (context, seed), grown in zip(taken, found, strict=True):
                 done[context.session] = levels = _adopt(context, seed, grown, topk)
                 left[context.session] = seed.slots[len(seed.tokens) + (levels - 1) * topk :]
         finally:
             for unused in left.values():
-                slots.free(unused)
+                if len(unused):
+                    slots.free(unused)
     return done
 
 
 def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
-    sampling, rows = context.sampling, context.num_pending
+    rows, done = context.num_pending, context.done
     return (levels > 0 and topk * (levels - 1) <= MOST_BITS and backend.takes(levels - 1, topk)
-            and not context.tree.begun and context.complete and rows <= backend.most_rows and context.tree.room > 0
-            and sampling.greedy and not sampling.logit_bias and not sampling.path_dependent)
+            and context.plain and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
+            and 0 < rows <= backend.most_rows and done + rows == len(context.tokens))
 
 
 def _adopt(context: DraftContext, seed: Seed, grown: Grown, topk: int) -> int:

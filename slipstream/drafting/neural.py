@@ -26,7 +26,6 @@ from slipstream.drafting.levels import Levels, grow_whole
 from slipstream.drafting.network import Network, Output
 from slipstream.drafting.tree import NO_SLOTS, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.kv import Slots
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_NODES
@@ -50,6 +49,7 @@ class NeuralDrafter:
         self.max_context = window
         self.max_sessions = max_sessions
         self._network = network
+        self.slots = network.slots  # all of them are free when no session is open
         self._levels = levels
         self.reshape(growth)
         self._contexts: dict[int, DraftContext] = {}
@@ -60,11 +60,6 @@ class NeuralDrafter:
             raise ConfigError(f"draft.max_context: {self.max_context} tokens are too few for trees of depth "
                               f"{growth.num_steps}; raise it or lower draft.growth.num_steps")
         self._growth = growth
-
-    @property
-    def slots(self) -> Slots:
-        """The network's KV slots: all of them are free when no session is open."""
-        return self._network.slots
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions (again); returns the ids beyond ``max_sessions``. Nothing is computed yet."""
@@ -95,16 +90,25 @@ class NeuralDrafter:
         if not known:
             return
         for message, rows in zip(known, self._network.read(known), strict=True):
-            self.slots.free(self._contexts[message.session].take(message.start, rows))
+            freed = self._contexts[message.session].take(message.start, rows)
+            if len(freed):
+                self.slots.free(freed)
 
     def commit(self, commits: Sequence[Commit]) -> None:
         """Append committed tokens and their states; the next tree begins at the new base."""
-        known = [c for c in commits if c.session in self._contexts]
-        for message in known:
-            self.slots.free(self._contexts[message.session].commit(message.tokens.tolist()))
-        self.absorb([c.features for c in known if c.features is not None])
+        features, contexts = list[Features](), list[DraftContext]()
+        for message in commits:
+            context = self._contexts.get(message.session)
+            if context is None:
+                continue
+            self.slots.free(context.commit(message.tokens.tolist()))
+            contexts.append(context)
+            if message.features is not None:
+                features.append(message.features)
+        if features:
+            self.absorb(features)
         # Here too, so that a session that is followed without growing holds no more than a window of states.
-        self._slide([self._contexts[message.session] for message in known])
+        self._slide(contexts)
 
     def close(self, ids: Sequence[int]) -> None:
         """Forget sessions and free their slots."""
@@ -141,7 +145,7 @@ class NeuralDrafter:
             behind = [context for context in behind if not context.tree.begun]
         for session in self._catch_up(behind) if behind else ():
             left[session] -= 1
-        while True:
+        while any(levels > 0 for levels in left.values()):
             level = [context for context, _ in wanted if left[context.session] > 0 and self._can_deepen(context)]
             if not level or not self._grow_level(level):
                 break
@@ -160,7 +164,7 @@ class NeuralDrafter:
             rows = range(context.done, context.done + count)
             builder.add(context.tokens[rows.start:rows.stop], [row - context.origin for row in rows], slots.tolist(),
                         context.slots, logits="last")
-            taken.append((context, slots, context.complete and count == context.num_pending))
+            taken.append((context, slots, context.done + count == context.base))
             states = context.pull(count)
             if states is not None:
                 inputs.append(states)
@@ -184,7 +188,8 @@ class NeuralDrafter:
 
     def _slide(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
-            self.slots.free(context.slide(self._growth.num_steps))
+            if len(freed := context.slide(self._growth.num_steps)):
+                self.slots.free(freed)
 
     def _can_deepen(self, context: DraftContext) -> bool:
         tree = context.tree

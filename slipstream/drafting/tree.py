@@ -122,7 +122,7 @@ class GrowingTree:
         if len(slots):
             self.slots = np.concatenate((self.slots, slots)) if len(self.slots) else slots
         self.begun = True
-        most = min(self.width, self._spare())
+        most = max(0, min(self.width, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed)))
         self.picks = sorted(sorted(range(len(level)), key=totals.__getitem__, reverse=True)[:most])
         self.frontier = [level[place] for place in self.picks]
 
@@ -151,24 +151,30 @@ class GrowingTree:
             return
         left_out = {*self.computed, *self._held.values()}
         waiting = [node for node in range(len(self.tokens)) if node not in left_out]
-        self.frontier = sorted(nlargest(min(AHEAD, self._spare()), waiting, key=self.scores.__getitem__))
+        most = min(AHEAD, max(0, MAX_HELD - len(self.computed)))
+        self.frontier = sorted(nlargest(most, waiting, key=self.scores.__getitem__))
 
     def growth(self, session: int, most: int, began_s: float) -> Growth:
         """The ``most`` best nodes that the target does not have, best first, which is parents first: they are sent.
         began_s: when drafting began, by ``time.perf_counter``."""
-        nodes = [node for node, sent in enumerate(self.ids) if not sent]
-        nodes.sort(key=self.scores.__getitem__, reverse=True)  # the earlier first among equals
-        del nodes[max(0, min(most, self.room)) :]
-        parents, ids = [], range(self.next_id, self.next_id + len(nodes))
-        for node, number in zip(nodes, ids, strict=True):
+        order = sorted(range(len(self.ids)), key=self.scores.__getitem__, reverse=True)  # the earlier among equals
+        ids, parents, tokens, scores = list[int](), list[int](), list[int](), list[float]()
+        left = min(most, MAX_HELD - 1 - self.num_sent)
+        for node in order if left > 0 else ():
+            if self.ids[node]:
+                continue
             above = self.parents[node]
             parents.append(-self.base if above == ROOT else self.ids[above])
-            self.ids[node] = number
-        self.next_id += len(nodes)
-        self.num_sent += len(nodes)
+            self.ids[node] = self.next_id + len(ids)
+            ids.append(self.ids[node])
+            tokens.append(self.tokens[node])
+            scores.append(self.scores[node])
+            if len(ids) == left:
+                break
+        self.next_id += len(ids)
+        self.num_sent += len(ids)
         return Growth(session, self.base, np.array(ids, np.int32), np.array(parents, np.int32),
-                      np.array([self.tokens[node] for node in nodes], np.int32),
-                      np.array([self.scores[node] for node in nodes], np.float32), perf_counter() - began_s)
+                      np.array(tokens, np.int32), np.array(scores, np.float32), perf_counter() - began_s)
 
     def promise(self, count: int) -> float:
         """Tokens that the ``count`` best nodes that the target has would give, were scores true logarithms of the
@@ -192,9 +198,10 @@ class GrowingTree:
         self.base += len(tokens)
         if lasting and self.ahead and token is None and node in self.computed:
             return self._go_on(path)
-        came = path[: len(tokens) - 1] if lasting and len(self.slots) else []
-        true = [self.computed.index(node) for node in came if node in self.computed]
-        slots = self.slots
+        true, slots = list[int](), self.slots
+        for known in path[: len(tokens) - 1] if lasting and len(slots) else ():
+            if known in self.computed:
+                true.append(self.computed.index(known))
         self._begin_anew(node if token is None else None)
         return (slots[true], np.delete(slots, true)) if true else (NO_SLOTS, slots)
 
@@ -203,10 +210,6 @@ class GrowingTree:
         freed = self.slots
         self._begin_anew(ROOT)
         return freed
-
-    def _spare(self) -> int:
-        """Nodes that may still be computed."""
-        return max(0, (MAX_HELD if self.ahead else MAX_NODES) - len(self.computed))
 
     def _go_on(self, path: list[int]) -> tuple[Indices, Indices]:
         """The last of ``path`` becomes the root, and all below it stays as it is."""
@@ -231,7 +234,7 @@ class GrowingTree:
             self.num_sent = 0
         else:
             self._cut(root, everything=False)
-        self._held = {edge: node for node, edge in enumerate(zip(self.parents, self.tokens, strict=True))}
+        self._held = dict(zip(zip(self.parents, self.tokens, strict=True), range(len(self.tokens)), strict=True))
         self.begun, self.frontier, self.computed, self.slots = False, [ROOT], [], NO_SLOTS
 
     def _cut(self, root: int, everything: bool) -> dict[int, int]:
