@@ -27,8 +27,8 @@ from slipstream.cli.questions import QUESTIONS
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.models.shipped import head_for
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")

@@ -15,7 +15,7 @@ from bench.shapes import LLAMA_8B, TINY, config_of, decoder_shapes, random_tenso
 from bench.stage import Finding, Given, copy_rate, free, seconds
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import multiplied, rounded, specified, with_fp8
-from slipstream.engine.fused import halves_for
+from slipstream.engine.ops.fused import operations_for
 
 PRODUCTS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # of an 8B Llama
 TINY_PRODUCTS = (("all", 48, 32),)
@@ -28,7 +28,7 @@ def fp8_stage(given: Given) -> Iterator[Finding]:
     config = config_of(LLAMA_8B if given.full else TINY)
     rate = copy_rate(given)
     model = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                    halves_for("auto", config, torch.bfloat16, given.device))
+                    operations_for("auto", config, torch.bfloat16, given.device))
     stepper = Stepper(model, LONG + 64)
     usual_s = seconds(stepper.tree(1, CONTEXT), given.device, given.repeats)
     with_fp8(model)

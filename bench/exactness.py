@@ -21,9 +21,9 @@ from bench.shapes import SMALL, TINY, config_of, decoder_shapes, random_tensors
 from bench.stage import Finding, Given, free
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fused import halves_for
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
+from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.weights import load_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -51,8 +51,8 @@ class Weights:
                        {name: t.to(torch.bfloat16) for name, t in loaded.items() if t.is_floating_point()})
 
     def subject(self, dtype: torch.dtype, device: torch.device, slots: int) -> Subject:
-        halves = halves_for("auto", self.config, dtype, device)
-        return Subject.of(Decoder.from_tensors(self.config, self.tensors, dtype, device, halves), slots)
+        ops = operations_for("auto", self.config, dtype, device)
+        return Subject.of(Decoder.from_tensors(self.config, self.tensors, dtype, device, ops), slots)
 
 
 @dataclass(frozen=True, slots=True)

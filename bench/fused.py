@@ -17,11 +17,11 @@ import torch
 from bench.paged import capture_of
 from bench.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors
 from bench.stage import Finding, Given, device_work, free, seconds
-from slipstream.engine.decoder import DecoderLayer, Step
-from slipstream.engine.fused import ROUNDINGS, compared, missing, triton_operations
-from slipstream.engine.halves import EAGER, TORCH, Halves, Operations, halves_of
-from slipstream.engine.layers import Rope
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.fused import ROUNDINGS, compared, missing, triton_operations
+from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, Operations
 
 ROWS, MANY_ROWS = (1, 9, 64), 4096
 LAYERS = 16  # of one graph: what its start takes is shared among them
@@ -43,8 +43,8 @@ def fused_stage(given: Given) -> Iterator[Finding]:
     config = config_of(LLAMA_8B if given.full else TINY)
     for rows in ROWS:
         took = {}
-        for name, halves in (("torch's", EAGER), ("fused", halves_of(operations))):
-            run, what = layers_in_graph(config, halves, given, rows), f"a layer of {rows} rows, {name} operations"
+        for name, ops in (("torch's", TORCH), ("fused", operations)):
+            run, what = layers_in_graph(config, ops, given, rows), f"a layer of {rows} rows, {name} operations"
             took[name] = seconds(run, given.device, given.repeats) / LAYERS
             yield Finding(what, 1e6 * took[name], "us")
             busy_s, kernels = device_work(run, given.device)
@@ -80,12 +80,12 @@ def _differences(what: str, operations: Operations, config: ModelConfig, given: 
     yield Finding(f"{what}: numbers that differ", different, f"of {count}")
 
 
-def layers_in_graph(config: ModelConfig, halves: Halves, given: Given, rows: int) -> Callable[[], object]:
+def layers_in_graph(config: ModelConfig, ops: LayerOps, given: Given, rows: int) -> Callable[[], object]:
     """``LAYERS`` layers of random weights on random rows; each reads weights that no cache holds."""
     single = replace(config, num_layers=1)
     tensors = random_tensors({name: shape for name, shape in decoder_shapes(single).items() if ".layers." in name},
                              torch.bfloat16, given.device)
-    layer = DecoderLayer(single, tensors, "model.layers.0", halves=halves)
+    layer = DecoderLayer(LayerWeights.read(single, tensors, "model.layers.0", linear), ops)
     kv = torch.zeros(rows, 2, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=given.device)
     states = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device=given.device)
     places = torch.arange(rows, device=given.device)

@@ -31,9 +31,9 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import run_network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fused import halves_for
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
+from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.sampling import ChoiceRows, choose, rank
 from slipstream.protocol.messages import Sampling
 
@@ -88,7 +88,7 @@ def decode_stage(given: Given) -> Iterator[Finding]:
     deep = DEEP if given.full else 32
     rate = copy_rate(given)
     model = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                    halves_for("auto", config, torch.bfloat16, given.device))
+                    operations_for("auto", config, torch.bfloat16, given.device))
     stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG)
     for context in (CONTEXT, LONG):
         yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given,
@@ -126,7 +126,7 @@ def head_stage(given: Given) -> Iterator[Finding]:
     rate = copy_rate(given)
     head = random_head(config, draft_vocab, torch.bfloat16, given.device)
     network = EagleNetwork(head, "bfloat16", given.device, CONTEXT + 64,
-                           halves=halves_for("auto", head.config, torch.bfloat16, given.device))
+                           ops=operations_for("auto", head.config, torch.bfloat16, given.device))
     run_network(network, CONTEXT)  # writes the KV of the context
     roof_s = head_bytes(config, draft_vocab, 2) / rate
     yield Finding("roof of a step", 1e3 * roof_s, "ms")

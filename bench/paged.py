@@ -25,10 +25,10 @@ from slipstream.engine.backend import PagedAttention, TorchAttention, TorchPages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, missing
-from slipstream.engine.fused import halves_for
 from slipstream.engine.graphs import Capture, CudaCapture, GraphedDecoder, capture_eager
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.fused import operations_for
 
 HEADS = ((8, 8), (9, 3), (32, 8), (16, 2))  # query and KV heads: groups of 1, 3, 4 and 8
 HEAD_DIMS = (64, 128)
@@ -124,7 +124,7 @@ def graphs_stage(given: Given) -> Iterator[Finding]:
     config = config_of(LLAMA_8B if given.full else TINY)
     attention, rate = paged(given, config), copy_rate(given)
     decoder = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                      halves_for("auto", config, torch.bfloat16, given.device), attention)
+                      operations_for("auto", config, torch.bfloat16, given.device), attention)
     model = GraphedDecoder(decoder, attention, capture_of(given))
     deep = 1024 if given.full else 32
     stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG + model.spare_slots)
@@ -145,8 +145,8 @@ def _same(given: Given) -> Iterator[Finding]:
     """Every row count with and without graphs, all static buffers spoilt before each."""
     weights = Weights.of(replace(given, model=None))
     attention = paged(given, weights.config)
-    halves = halves_for("auto", weights.config, torch.bfloat16, given.device)
-    decoder = Decoder.from_tensors(weights.config, weights.tensors, torch.bfloat16, given.device, halves, attention)
+    ops = operations_for("auto", weights.config, torch.bfloat16, given.device)
+    decoder = Decoder.from_tensors(weights.config, weights.tensors, torch.bfloat16, given.device, ops, attention)
     sizes = range(1, MOST_ROWS + 1) if given.full else (1, 2, 5, 8)
     for kind in ("sessions", "nodes"):
         graphed = GraphedDecoder(decoder, attention, capture_of(given))

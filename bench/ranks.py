@@ -16,9 +16,9 @@ from bench.pace import CONTEXT, Stepper
 from bench.shapes import SMALL, TINY, write_folder
 from bench.stage import Finding, Given, free, seconds
 from slipstream.base.config import ModelSection
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.ranks import ranked_model
-from slipstream.engine.weights import load_model
 
 RANKS = 2
 SLOTS, PADDING = 2000, 128  # of which rows that fill up a graph take the last ones

@@ -26,11 +26,11 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import ATTEND, PRODUCT
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.models.folder import resolve
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -15,12 +15,12 @@ import torch
 from slipstream.base.config import Config, TargetSection
 from slipstream.decision.policy import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.loading import load_model
 from slipstream.engine.memory import Memory
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import ModelRunner, default_slots
-from slipstream.engine.weights import load_model
 from slipstream.models.folder import resolve, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics

@@ -16,11 +16,12 @@ from bench.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.backend import TorchPages
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fused import DTYPES, MOST_WIDTH, compared, difference, triton_operations
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
-from slipstream.engine.halves import EAGER, halves_of
-from slipstream.engine.layers import Rope, rms_norm
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.fused import DTYPES, MOST_WIDTH, compared, difference, triton_operations
+from slipstream.engine.ops.layer import Heads, Step
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, rms_norm
 
 CPU, SEED, MANY = torch.device("cpu"), 13, 600
 cast = interpreter.InterpreterBuilder.cast_impl
@@ -84,10 +85,10 @@ def against_float64() -> None:
         assert bool(((found - right).abs() <= 1.05 * step * right.abs() + torch.finfo(dtype).tiny).all()), SEED
         config = replace(base, head_dim=96)
         rows, slots = torch.randn(7, 5, 96, generator=dice).to(dtype), torch.arange(7)
-        cos, sin = Rope(config, dtype, CPU).rows(slots * 31)
+        step = Step(slots * 31, slots, Rope(config, dtype, CPU), lambda q, _kv: q)
         kv = torch.zeros(7, 2, 1, 96, dtype=dtype)
-        found = operations.place(rows, None, None, cos, sin, 3, 1, 1e-5, slots, kv).double()
-        right = rows.double() * cos.double() + rows.double().roll(48, -1) * sin.double()
+        found = operations.place(rows, Heads(3, 1, 96, None, None, 1e-5), step, kv).double()
+        right = rows.double() * step.cos.double() + rows.double().roll(48, -1) * step.sin.double()
         near = 1.01 * step * rows[:, :3].double().abs().amax(-1, keepdim=True)
         assert bool(((found - right[:, :3]).abs() <= near).all()), SEED
         near = 1.01 * step * rows[:, 3:4].double().abs().amax(-1, keepdim=True)
@@ -102,10 +103,10 @@ def decoders() -> float:
     tensors, words = random_tensors(decoder_shapes(config), torch.bfloat16, CPU, SEED), random_words(
         np.random.default_rng(SEED), 5)
     pages = TorchPages(config, CPU)
-    fused = Decoder(config, tensors, halves_of(triton_operations()), pages)
+    fused = Decoder(config, tensors, triton_operations(), pages)
     graphed = GraphedDecoder(fused, pages, capture_eager, [Size(4, 2), Size(8, 3)])
     logits = []
-    for model in (Decoder(config, tensors, EAGER, pages), fused, graphed):
+    for model in (Decoder(config, tensors, TORCH, pages), fused, graphed):
         subject = Subject.of(model, 40 + graphed.spare_slots)
         for kind in ("prompt", "tree"):
             builder = BatchBuilder()

@@ -19,9 +19,9 @@ from slipstream.base.config import PolicySection, TargetSection, WireSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.policy import StepCosts
 from slipstream.drafting.base import Drafter
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Growth, TargetBound, TargetHello

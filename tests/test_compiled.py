@@ -16,10 +16,12 @@ import torch
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
-from slipstream.engine.compiled import compiled, rows_batch
-from slipstream.engine.halves import EAGER, Halves
+from slipstream.engine.batch import rows_batch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.weights import load_model
+from slipstream.engine.loading import load_model
+from slipstream.engine.ops.compiled import compiled
+from slipstream.engine.ops.layer import LayerOps
+from slipstream.engine.ops.specification import TORCH
 from slipstream.protocol.messages import Open, Sampling
 from slipstream.protocol.requests import Request
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
@@ -88,10 +90,10 @@ def test_a_compiled_model_computes_what_the_eager_one_does(folders: dict[str, Pa
 
 def test_what_cannot_be_compiled_runs_eager_with_a_warning(folders: dict[str, Path],
                                                            capsys: pytest.CaptureFixture[str]) -> None:
-    def run(halves: Halves, rows: int) -> None:
+    def run(halves: LayerOps, rows: int) -> None:
         raise RuntimeError(f"no compiler for {rows} rows")
 
-    assert compiled(lambda halves: halves, run, "head") is EAGER
+    assert compiled(lambda halves: halves, run, "head") is TORCH
     printed = capsys.readouterr().out
     assert "not compiled: eager goes on" in printed and "no compiler for 1 rows" in printed
 

@@ -18,8 +18,8 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Features, Open, Sampling
 from slipstream.protocol.requests import Piece, Request
 from tests.eagle_folder import (

@@ -15,12 +15,16 @@ from safetensors.torch import load_file, save_file
 from slipstream.base.errors import CapacityError, ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.decoder import Decoder, DecoderLayer, Step
+from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Linear, Rope
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel, ModelConfig, parse_config
+from slipstream.engine.ops.layer import DecoderLayer, LayerWeights, Step, linear
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, rms_norm
 from slipstream.engine.runner import ModelRunner, default_slots
-from slipstream.engine.weights import load_model, load_tensors
+from slipstream.engine.weights import load_tensors
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree
@@ -108,10 +112,12 @@ def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:
     step = Step.of(batch, Rope(config, torch.float64, torch.device("cpu")), TorchAttention(config, torch.float64))
     pool = KVPool(2, 64, 2, 12, torch.float64)
     x = torch.randn(len(TEXT), 48, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    narrow_layer = DecoderLayer(config, tensors, "model.layers.0")
-    wide_layer = DecoderLayer(config, wide, "model.layers.0", in_features=96)
-    expected = narrow_layer(x, step, pool.kv[0])
-    halves = torch.cat((narrow_layer.norm(x) * 0.25, wide_layer.norm(x) * 0.75), -1)
+    narrow = LayerWeights.read(config, tensors, "model.layers.0", linear)
+    wide_layer = DecoderLayer(LayerWeights.read(config, wide, "model.layers.0", linear, 96, False), TORCH)
+    expected = DecoderLayer(narrow, TORCH)(x, step, pool.kv[0])
+    assert narrow.norm is not None
+    normed = rms_norm(x, narrow.norm, config.norm_eps)
+    halves = torch.cat((normed * 0.25, normed * 0.75), -1)
     assert far(wide_layer(x, step, pool.kv[1], halves), expected) < 1e-12
 
 
@@ -294,5 +300,5 @@ def test_what_a_layer_is_merged_of_is_gone_before_the_next(tiny_folder: Path) ->
         placed.append((name, weakref.ref(copy)))
         return copy
 
-    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), place=place)
+    Decoder(ModelConfig.from_folder(tiny_folder), load_tensors(tiny_folder), placing=Placing(place))
     assert sum("q_proj" in name for name, _ in placed) > 1 and not beside

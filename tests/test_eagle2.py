@@ -18,8 +18,9 @@ from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import Eagle2Head, read_eagle2_head
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model, load_tensors
+from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import (
     eagle2_config,

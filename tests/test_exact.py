@@ -14,9 +14,9 @@ from slipstream.drafting import create
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.exact import check_exact, passes_trial
 from slipstream.engine.kv import KVPool
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.protocol.tree import DraftTree

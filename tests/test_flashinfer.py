@@ -19,9 +19,9 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.flashinfer import VARIANT, FlashInferAttention, attention_for, missing, variant
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, parse_config
 from slipstream.engine.pages import PageTensors, attend_pages, placed, plan_pages, visible
-from slipstream.engine.weights import load_model
 from tests.test_attention import random_batch
 from tests.tiny import tiny_config
 

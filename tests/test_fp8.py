@@ -16,11 +16,11 @@ from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
-from slipstream.engine.compiled import rows_batch
+from slipstream.engine.batch import rows_batch
 from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounded, specified
-from slipstream.engine.layers import Linear
+from slipstream.engine.loading import load_model
+from slipstream.engine.ops.linear import Linear
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Features, Open, Sampling
 from tests.eagle_folder import eagle2_config, eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.sequences import run

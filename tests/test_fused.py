@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from bench.exactness import Subject, random_words
 from bench.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.fused import MOST_WIDTH, block, difference, halves_for, missing, operations_for, warps
-from slipstream.engine.halves import EAGER, TORCH, Operations, halves_of
+from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_attention
+from slipstream.engine.ops.fused import MOST_WIDTH, block, difference, missing, operations_for, warps
+from slipstream.engine.ops.layer import Heads, Step
+from slipstream.engine.ops.specification import TORCH, Operations
 
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -32,7 +35,6 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
 def test_a_cpu_keeps_what_it_had() -> None:
     for choice in ("auto", "native", "torch"):
         assert operations_for(choice, CONFIG, torch.bfloat16, CPU) is TORCH
-        assert halves_for(choice, CONFIG, torch.bfloat16, CPU) is EAGER
 
 
 def test_what_cannot_have_them_says_why() -> None:
@@ -63,22 +65,20 @@ def last_row_forgotten(gate_up: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def other_slot(rows: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos: torch.Tensor,
-               sin: torch.Tensor, heads: int, kv_heads: int, eps: float, slots: torch.Tensor,
-               kv: torch.Tensor) -> torch.Tensor:
-    return TORCH.place(rows, q_norm, k_norm, cos, sin, heads, kv_heads, eps, (slots + 1) % len(kv), kv)
+def other_slot(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    other = copy(step)
+    other.slots = (step.slots + 1) % len(kv)
+    return TORCH.place(rows, heads, other, kv)
 
 
-def turned_back(rows: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos: torch.Tensor,
-                sin: torch.Tensor, heads: int, kv_heads: int, eps: float, slots: torch.Tensor,
-                kv: torch.Tensor) -> torch.Tensor:
-    return TORCH.place(rows, q_norm, k_norm, cos, -sin, heads, kv_heads, eps, slots, kv)
+def turned_back(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    other = copy(step)
+    other.sin = -step.sin
+    return TORCH.place(rows, heads, other, kv)
 
 
-def norms_exchanged(rows: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos: torch.Tensor,
-                    sin: torch.Tensor, heads: int, kv_heads: int, eps: float, slots: torch.Tensor,
-                    kv: torch.Tensor) -> torch.Tensor:
-    return TORCH.place(rows, k_norm, q_norm, cos, sin, heads, kv_heads, eps, slots, kv)
+def norms_exchanged(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    return TORCH.place(rows, replace(heads, q_norm=heads.k_norm, k_norm=heads.q_norm), step, kv)
 
 
 @pytest.mark.parametrize(("field", "wrong", "named"), [
@@ -94,12 +94,12 @@ def test_a_trial_sees_what_is_wrong(field: str, wrong: Callable[..., object], na
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_layers_of_operations_are_layers(model_type: str, dtype: torch.dtype) -> None:
+def test_halves_that_can_be_compiled_are_those_of_the_specification(model_type: str, dtype: torch.dtype) -> None:
     config = config_of(TINY | {"model_type": model_type})
     tensors = random_tensors(decoder_shapes(config), dtype, CPU)
     words, logits = random_words(np.random.default_rng(0), 5), []
-    for halves in (EAGER, halves_of(TORCH)):
-        subject = Subject.of(Decoder(config, tensors, halves), 40)
+    for ops in (TORCH, CompiledOps(before_attention, after_attention)):
+        subject = Subject.of(Decoder(config, tensors, ops), 40)
         prompt, tree = BatchBuilder(), BatchBuilder()
         prompt.add(list(range(9)), range(9), list(range(20, 29)), np.zeros(0, np.int64), logits="all")
         tree.add(list(range(5)), [8 + word.bit_count() for word in words], [3, 1, 4, 15, 9], np.arange(20, 29), words,

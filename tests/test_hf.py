@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.hf import HFModel
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import KINDS, VOCAB, write_tiny_model
 from tests.trees import random_tree

@@ -20,8 +20,9 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
-from slipstream.engine.compiled import rows_batch
+from slipstream.engine.batch import rows_batch
 from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, kernels
 from slipstream.engine.native.decoder import NativeHead
@@ -29,7 +30,6 @@ from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program,
 from slipstream.engine.part import part_of
 from slipstream.engine.preparation import prepare_as
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.models.folder import FORMAT, HEADS, RECEIPT, is_prepared
 from slipstream.models.shipped import head_for
 from slipstream.protocol.messages import Features, Open, Sampling

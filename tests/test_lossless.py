@@ -22,8 +22,8 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection, Ng
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.local import LocalLink

@@ -14,8 +14,8 @@ import torch
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from tests.mtp_folder import mtp_config, write_mtp_target

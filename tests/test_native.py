@@ -13,7 +13,7 @@ import torch
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Linear, Rope
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import parse_config
 from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, flags_for, kernels
@@ -21,8 +21,9 @@ from slipstream.engine.native.decoder import NativeDecoder, NativeHead
 from slipstream.engine.native.linear import NativeLinear
 from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
 from slipstream.engine.native.rotary import Table
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.rope import Rope
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, tiny_config, write_tiny_model
 from tests.trees import random_tree

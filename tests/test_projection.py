@@ -22,8 +22,8 @@ from slipstream.drafting.base import Drafter
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.engine.features import FeatureRows
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,

@@ -16,9 +16,9 @@ from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Open, Sampling
 from slipstream.protocol.requests import Request

@@ -15,9 +15,9 @@ from slipstream.base.errors import ConfigError
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB

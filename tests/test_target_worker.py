@@ -11,8 +11,8 @@ import pytest
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import Draining
 from slipstream.decision.policy import StepCosts
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Sampling
 from slipstream.protocol.requests import Piece, Request

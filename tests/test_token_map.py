@@ -19,8 +19,8 @@ from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import load_model
 from slipstream.protocol.messages import Open, Sampling
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder
 from tests.growth_rules import scored_paths

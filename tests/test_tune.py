@@ -16,8 +16,8 @@ from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import Acceptance, Rounds, Tally, slots_needed
 from slipstream.drafting.sweep import Measured, Sweep, largest, shapes, sweep
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from tests.eagle_folder import eagle_config, write_eagle_folder
 
 PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]

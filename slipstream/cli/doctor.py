@@ -213,8 +213,8 @@ def _pairing(config: Config) -> list[Check]:
     from slipstream.cli.tuning import prompts_of
     from slipstream.drafting import create
     from slipstream.drafting.rounds import Rounds, Tally, slots_needed
+    from slipstream.engine.loading import load_model
     from slipstream.engine.runner import ModelRunner
-    from slipstream.engine.weights import load_model
 
     try:
         folder = resolve(model.path)

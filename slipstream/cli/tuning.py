@@ -25,9 +25,9 @@ from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import slots_needed
 from slipstream.drafting.sweep import Measured, Sweep, largest, sweep
+from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.models.folder import resolve
 
 MOST_PROMPT = 1024  # tokens; longer ones say nothing more about shapes

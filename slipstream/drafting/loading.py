@@ -26,17 +26,18 @@ from slipstream.drafting.network import Network, run_network
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
-from slipstream.engine.compiled import compiled
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
-from slipstream.engine.fused import halves_for
 from slipstream.engine.graphs import CudaCapture
-from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.int8 import check_int8
-from slipstream.engine.layers import Linear
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
+from slipstream.engine.ops.compiled import compiled
+from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.layer import LayerOps
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.specification import TORCH
 from slipstream.engine.runner import ModelRunner, default_slots
-from slipstream.engine.weights import load_model
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger
 
@@ -68,8 +69,8 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
             else _kernels(model))
     graphs = device.type == "cuda" and not section.compile
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
-    network = _ready(section, model, lambda halves: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, halves, kernels=ours, spare_slots=spare,
+    network = _ready(section, model, lambda ops: EagleNetwork(
+        head, section.dtype, device, num_slots, section.project_features, ops, kernels=ours, spare_slots=spare,
         whole=section.quantize in ("auto", "int8")), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, network.native if network.native is not None
@@ -85,8 +86,8 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    network = _ready(section, model, lambda halves: Eagle2Network(
-        head, section.dtype, device, num_slots, halves), head.config)
+    network = _ready(section, model, lambda ops: Eagle2Network(
+        head, section.dtype, device, num_slots, ops), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
@@ -100,24 +101,24 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     head = read_mtp(resolve(section.model) if section.model else target, target)
     vocabulary = _token_map(section, head.vocab_size)
 
-    def build(halves: Halves) -> Network:
-        blocks = mtp_blocks(head, section.dtype, section.device, halves)
+    def build(ops: LayerOps) -> Network:
+        blocks = mtp_blocks(head, section.dtype, section.device, ops)
         return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
 
     if head.layout.own_kind:
         if section.compile:
             logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
                                     what=section.drafter)
-        return _drafter(section, build(EAGER))
+        return _drafter(section, build(TORCH))
     return _drafter(section, _ready(section, model, build, ModelConfig.from_folder(head.folder)))
 
 
-def mtp_blocks(head: MtpHead, dtype: str, device: str, halves: Halves = EAGER, attention: str = "auto") -> Blocks:
-    """The decoder layers of a head, on whichever engine has them; ``halves`` are those of ``decoder.py``'s. Raises
+def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH, attention: str = "auto") -> Blocks:
+    """The decoder layers of a head, on whichever engine has them; ``ops`` are those of ``decoder.py``'s. Raises
     ModelError."""
     kind, place = dtype_of(dtype), device_of(device)
     if not head.layout.own_kind:
-        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, halves, attention)
+        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, ops, attention)
     # transformers takes seconds to import, which other heads need not pay.
     from slipstream.engine.hf import HFLayers
 
@@ -129,13 +130,13 @@ def _kernels(target: ModelSection) -> str:
     return "torch" if target.kernels == "torch" else "auto"
 
 
-def _ready(section: DraftSection, target: ModelSection, build: Callable[[Halves], N], config: ModelConfig) -> N:
+def _ready(section: DraftSection, target: ModelSection, build: Callable[[LayerOps], N], config: ModelConfig) -> N:
     """config: of the layers."""
     if section.compile and section.quantize not in ("auto", "none"):
         raise ModelError("draft.quantize: it is for drafters without compile")
     if section.compile:
         return compiled(build, run_network, section.drafter)
-    return build(halves_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
+    return build(operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
 
 
 def _check_int8(section: DraftSection, target: ModelSection) -> None:

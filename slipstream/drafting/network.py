@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.compiled import rows_batch
+from slipstream.engine.batch import ForwardBatch, rows_batch
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import dtype_of
 from slipstream.protocol.messages import FEATURE_DTYPES, Features, FeatureSpec

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Linear
 from slipstream.engine.model import CausalModel
+from slipstream.engine.ops.linear import Linear
 
 TENSORS = ("token_map", "hot_token_id")
 MAX_BYTES = 64 << 20  # of the file: some millions of ids

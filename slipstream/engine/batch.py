@@ -130,6 +130,13 @@ class BatchBuilder:
         return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, placed, features)
 
 
+def rows_batch(slots: NDArray[np.int64], device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:
+    """A causal segment of token 0, with so many rows as slots."""
+    builder = BatchBuilder()
+    builder.add([0] * len(slots), range(len(slots)), slots.tolist(), np.zeros(0, np.int64), logits="all")
+    return builder.build(device, features)
+
+
 def _signed(words: Sequence[int]) -> list[int]:
     # torch has no useful uint64: the same 64 bits travel as int64.
     return [int(w) - (1 << 64) if int(w) >= 1 << 63 else int(w) for w in words]

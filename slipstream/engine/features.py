@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from slipstream.engine.layers import Linear
 from slipstream.engine.model import dtype_of
+from slipstream.engine.ops.linear import Linear
 from slipstream.protocol.messages import FeatureSpec, Projection
 
 Product = Callable[[torch.Tensor], torch.Tensor]

@@ -25,9 +25,10 @@ import torch
 
 from slipstream.engine.backend import FixedAttention, PagedAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
-from slipstream.engine.decoder import Decoder, Step
+from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import Step
 from slipstream.engine.pages import PageTensors, plan_pages
 from slipstream.engine.trial import farthest
 from slipstream.observe.log import logger

@@ -29,8 +29,8 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
+from slipstream.engine.weights import Tensors, take
 from slipstream.protocol.tree import MAX_NODES
 
 ATTENTION = "slipstream"

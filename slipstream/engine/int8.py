@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig, read_json
+from slipstream.engine.weights import Tensors, take
 
 MOST = 127
 SCALE = "_scale"  # behind the name of a matrix
@@ -53,28 +53,32 @@ def rounded(weight: torch.Tensor) -> Whole:
     return Whole((wide / scales[:, None]).round_().clamp_(-MOST, MOST).to(torch.int8), scales)
 
 
+def as_whole(matrix: Matrix) -> Whole:
+    return matrix if isinstance(matrix, Whole) else rounded(matrix)
+
+
 def joined(parts: Sequence[Matrix]) -> Matrix:
-    """Matrices of one kind below one another."""
-    whole = [part for part in parts if isinstance(part, Whole)]
-    if not whole:
-        return torch.cat([part for part in parts if not isinstance(part, Whole)])
-    assert len(whole) == len(parts), "a folder holds all of its matrices in one kind"
+    """Matrices below one another: whole numbers as soon as one of them is."""
+    floats = [part for part in parts if not isinstance(part, Whole)]
+    if len(floats) == len(parts):
+        return torch.cat(floats)
+    whole = [as_whole(part) for part in parts]
     return Whole(torch.cat([part.numbers for part in whole]), torch.cat([part.scales for part in whole]))
 
 
-def matrix(tensors: Tensors, name: str, rows: int, columns: int, whole: bool) -> Matrix:
-    """The matrix called ``name``: as the folder holds it, or (``whole``) rounded. Raises ModelError."""
+def matrix(tensors: Tensors, name: str, rows: int, columns: int) -> Matrix:
+    """The matrix called ``name``, as the folder holds it. Raises ModelError."""
     weight = take(tensors, name, rows, columns)
     if name + SCALE in tensors or not weight.is_floating_point():
         return stored(tensors, name, rows, columns)
-    return rounded(weight) if whole else weight
+    return weight
 
 
-def head_of(config: ModelConfig, tensors: Tensors, whole: bool) -> Matrix:
+def head_of(config: ModelConfig, tensors: Tensors) -> Matrix:
     """What makes logits of final states [V, H]: as ``matrix``; of a tied model the embedding, unless a head is stored
     beside it. Raises ModelError."""
     own = not config.tied_embeddings or HEAD + SCALE in tensors
-    return matrix(tensors, HEAD if own else EMBEDDING, config.vocab_size, config.hidden_size, whole)
+    return matrix(tensors, HEAD if own else EMBEDDING, config.vocab_size, config.hidden_size)
 
 
 def stored(tensors: Tensors, name: str, rows: int, columns: int) -> Whole:

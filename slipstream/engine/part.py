@@ -16,11 +16,11 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
-from slipstream.engine.fused import operations_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.group import Group
 from slipstream.engine.int8 import holds_int8
 from slipstream.engine.model import ModelConfig, dtype_of
+from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.shards import part_config, sharded_decoder
 from slipstream.engine.weights import load_tensors
 

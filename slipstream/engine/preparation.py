@@ -23,10 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, Matrix, Whole, head_of, holds_int8, matrix
-from slipstream.engine.layers import Tensors
+from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, as_whole, head_of, holds_int8, matrix
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.weights import Tensors, load_tensors
 from slipstream.models.folder import FORMAT, RECEIPT, is_prepared, may_replace, prepared_name, put_in_place, read_json
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -86,17 +85,14 @@ def _in_int8(config: ModelConfig, tensors: Tensors) -> dict[str, torch.Tensor]:
     shapes = {"self_attn.q_proj": (width, hidden), "self_attn.k_proj": (kv_width, hidden),
               "self_attn.v_proj": (kv_width, hidden), "self_attn.o_proj": (hidden, width),
               "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-    matrices: dict[str, Matrix] = {}
-    for layer in range(config.num_layers):
-        for part, (rows, columns) in shapes.items():
-            name = f"model.layers.{layer}.{part}.weight"
-            matrices[name] = matrix(tensors, name, rows, columns, whole=True)
-    matrices[HEAD] = head_of(config, tensors, whole=True)
+    matrices = {name: matrix(tensors, name, *shape) for layer in range(config.num_layers)
+                for part, shape in shapes.items() for name in (f"model.layers.{layer}.{part}.weight",)}
+    matrices[HEAD] = head_of(config, tensors)
     written = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in matrices}
     written[EMBEDDING] = written[EMBEDDING].to(torch.bfloat16)
     for name, found in matrices.items():
-        assert isinstance(found, Whole)
-        written |= {name: found.numbers, name + SCALE: found.scales}
+        whole = as_whole(found)
+        written |= {name: whole.numbers, name + SCALE: whole.scales}
     return written
 
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from slipstream.base.errors import CapacityError
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.layers import Linear
 from slipstream.engine.memory import free_memory
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
+from slipstream.engine.ops.linear import Linear
 from slipstream.engine.sending import sent
 
 PROFILE_CONTEXT = 128

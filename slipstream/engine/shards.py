@@ -20,14 +20,18 @@ import torch.nn.functional as F
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attention
-from slipstream.engine.decoder import Decoder
+from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.group import Group
-from slipstream.engine.halves import TORCH, Operations, halves_of
-from slipstream.engine.layers import Tensors, take
+from slipstream.engine.int8 import Matrix
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import LayerOps
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.specification import TORCH
+from slipstream.engine.weights import Tensors, take
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 WHOLE_HEAD = "lm_head.weight"
+SUMMED = ("o", "down")  # products that ranks have parts of
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
@@ -60,9 +64,9 @@ def part_head(config: ModelConfig, tensors: Tensors, rank: int, ranks: int) -> t
 
 
 def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: torch.dtype, device: torch.device,
-                    attention: Attention | None = None, operations: Operations = TORCH) -> Decoder:
+                    attention: Attention | None = None, ops: LayerOps = TORCH) -> Decoder:
     """This rank's part of a decoder, whose logits are of its part of the vocabulary. config, tensors: of the whole
-    model; attention, operations: of the part. Raises ModelError."""
+    model; attention, ops: of the part. Raises ModelError."""
     part = part_config(config, group.ranks)
     own = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and name != WHOLE_HEAD}
     head = part_head(config, tensors, group.rank, group.ranks).to(device, dtype)
@@ -70,4 +74,8 @@ def sharded_decoder(config: ModelConfig, tensors: Tensors, group: Group, dtype: 
     def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return part_of_tensor(name, tensor, group.rank, group.ranks).to(device, dtype)
 
-    return Decoder(part, own, halves_of(operations, group.sum), attention, head, place)
+    def product(name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+        assert isinstance(weight, torch.Tensor)
+        return Linear(weight, bias, group.sum if name in SUMMED else None)
+
+    return Decoder(part, own, ops, attention, Placing(place, product, head))

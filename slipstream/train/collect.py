@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.base.errors import ConfigError
+from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import load_model
 from slipstream.train.dialogue import read_prompts, read_turns
 from slipstream.train.head import taps_of
 from slipstream.train.recipe import Recipe

@@ -19,8 +19,8 @@ import numpy as np
 from slipstream.base.config import DraftSection, Dtype, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
+from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_model
 from slipstream.train.shards import ANSWER, Conversation
 
 SHAPES = {"chain of 5": GrowthSection(num_steps=5, topk=1, num_draft_tokens=5),

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.drafting.heads.layout import LAYER
-from slipstream.engine.layers import Rope
+from slipstream.engine.ops.rope import Rope
 from slipstream.train.distil import Distilled, Lesson
 from slipstream.train.head import Head
 from slipstream.train.shards import ANSWER, Conversation

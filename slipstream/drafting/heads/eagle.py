@@ -24,15 +24,17 @@ from slipstream.drafting.heads.layout import LAYER
 from slipstream.drafting.network import Output, apart, wire_rows
 from slipstream.engine.backend import Attend
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
-from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.layers import Linear, Rope, Tensors, rms_norm
 from slipstream.engine.model import ModelConfig, dtype_of
 from slipstream.engine.native import native_or
 from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
+from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, rms_norm
+from slipstream.engine.weights import Tensors
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
 Forward = Callable[[ForwardBatch, KVPool], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]
@@ -45,10 +47,10 @@ class EagleNetwork:
     lag = 1
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
-                 project: bool = False, halves: Halves = EAGER, attention: str = "auto",
+                 project: bool = False, ops: LayerOps = TORCH, attention: str = "auto",
                  kernels: str = "torch", spare_slots: int = 0, whole: bool = False) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
-        before it and rows get shorter by it; halves: how the layer runs; attention: see ``flashinfer.attention_for``;
+        before it and rows get shorter by it; ops: how the layer runs; attention: see ``flashinfer.attention_for``;
         kernels: see ``native.native_or``; spare_slots: further slots of the pool (see ``levels``); whole: with kernels
         "native", matrices of whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
@@ -83,7 +85,7 @@ class EagleNetwork:
             return body.forward
 
         def on_torch() -> Forward:
-            self.torch = TorchBody(config, tensors, head.norm_before_residual, attention, halves)
+            self.torch = TorchBody(config, tensors, head.norm_before_residual, attention, ops)
             return self.torch.forward
 
         self._forward = native_or(kernels, kind, device, "head", native, on_torch)
@@ -151,13 +153,14 @@ class TorchBody:
     """What a row reads, the layer of a head, the final norm and the head's ``lm_head``."""
 
     def __init__(self, config: ModelConfig, tensors: Tensors, norm_before_residual: bool, attention: str,
-                 halves: Halves) -> None:
-        """attention, halves: as in ``EagleNetwork``."""
+                 ops: LayerOps) -> None:
+        """attention, ops: as in ``EagleNetwork``."""
         self._embedding = tensors["embed_tokens.weight"]
         self._token_norm, self._state_norm, self._norm = (tensors[name] for name in NORMS)
         self._norm_before_residual = norm_before_residual
         self._dtype, self._eps = self._norm.dtype, config.norm_eps
-        self._layer = DecoderLayer(config, tensors, LAYER, in_features=2 * config.hidden_size, halves=halves)
+        weights = LayerWeights.read(config, tensors, LAYER, linear, 2 * config.hidden_size, input_norm=False)
+        self._layer = DecoderLayer(weights, ops)
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, self._dtype, self._norm.device)
         self.attention = attention_for(attention, config, self._dtype, self._norm.device)

@@ -21,12 +21,13 @@ from slipstream.drafting.heads.eagle2_checkpoint import Eagle2Head
 from slipstream.drafting.heads.layout import LAYER
 from slipstream.drafting.network import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
-from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.layers import Linear, Rope
 from slipstream.engine.model import dtype_of
+from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH
 from slipstream.protocol.messages import Features, FeatureSpec
 
 
@@ -36,8 +37,8 @@ class Eagle2Network:
     lag = 1
 
     def __init__(self, head: Eagle2Head, dtype: str, device: torch.device, num_slots: int,
-                 halves: Halves = EAGER, attention: str = "auto") -> None:
-        """dtype: of weights, KV and features on the wire; halves: how the layer runs. Raises ModelError for an unknown
+                 ops: LayerOps = TORCH, attention: str = "auto") -> None:
+        """dtype: of weights, KV and features on the wire; ops: how the layer runs. Raises ModelError for an unknown
         dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
@@ -56,7 +57,7 @@ class Eagle2Network:
         self._dtype = kind
         self._embedding = head.embedding.to(device, kind)
         self._fc = Linear(tensors["fc.weight"], tensors.get("fc.bias"))
-        self._layer = DecoderLayer(config, tensors, LAYER, input_norm=False, halves=halves)
+        self._layer = DecoderLayer(LayerWeights.read(config, tensors, LAYER, linear, input_norm=False), ops)
         self._lm_head = Linear(head.lm_head.to(device, kind))
         self._rope = Rope(config, kind, device)
         self._attention = attention_for(attention, config, kind, device)

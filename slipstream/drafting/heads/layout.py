@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.layers import take
 from slipstream.engine.model import ModelConfig, parse_config, read_json
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.weights import load_tensors, take
 from slipstream.observe.log import logger
 
 LAYER = "layers.0"

@@ -12,9 +12,8 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import SCALE, Whole, matrix
-from slipstream.engine.layers import take
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.weights import load_tensors, take
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -31,6 +30,6 @@ def lent_lm_head(folder: str | Path, config: ModelConfig, rows: torch.Tensor | N
     """[V, H] of the model in ``folder``, or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the
     two are tied. Raises ModelError."""
     name = EMBEDDING if config.tied_embeddings else LM_HEAD
-    found = matrix(load_tensors(folder, (name, name + SCALE)), name, config.vocab_size, config.hidden_size, whole=False)
+    found = matrix(load_tensors(folder, (name, name + SCALE)), name, config.vocab_size, config.hidden_size)
     weight = found.wide() if isinstance(found, Whole) else found
     return weight if rows is None else weight.index_select(0, rows)

@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.network import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import DecoderLayer, Step
 from slipstream.engine.flashinfer import attention_for
-from slipstream.engine.halves import EAGER, Halves
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.layers import Linear, Rope, rms_norm
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, rms_norm
 from slipstream.engine.sending import sent
 from slipstream.protocol.messages import Features, FeatureSpec
 
@@ -62,12 +63,13 @@ class DecoderBlocks:
     """Layers of ``decoder.py``."""
 
     def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device,
-                 halves: Halves = EAGER, attention: str = "auto") -> None:
-        """config: of the model that the layers are like; halves: how a layer runs. Raises ModelError."""
+                 ops: LayerOps = TORCH, attention: str = "auto") -> None:
+        """config: of the model that the layers are like; ops: how a layer runs. Raises ModelError."""
         prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
         tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
         self.config, self.dtype, self.device = replace(config, num_layers=len(head.layers)), dtype, device
-        self._layers = [DecoderLayer(config, tensors, layer.prefix, halves=halves) for layer in head.layers]
+        self._layers = [DecoderLayer(LayerWeights.read(config, tensors, layer.prefix, linear), ops)
+                        for layer in head.layers]
         self._rope = Rope(config, dtype, device)
         self._attention = attention_for(attention, config, dtype, device)
 

@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import DTYPES, read_json
-from slipstream.engine.weights import load_tensors, tensor_names
+from slipstream.engine.weights import Tensors, load_tensors, take, tensor_names
 
 MAX_LAYERS = 16
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -17,14 +17,15 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import Matrix, head_of
+from slipstream.engine.int8 import Matrix, as_whole, head_of
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Linear, Tensors, take
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
 from slipstream.engine.native.linear import FEW_ROWS, NativeLinear, fits
 from slipstream.engine.native.program import BatchFrame, Frame, Kept, Packed, Program, Team
 from slipstream.engine.native.rotary import Table
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.weights import Tensors, take
 
 
 class NativeHead:
@@ -73,8 +74,9 @@ class NativeDecoder:
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}", whole=whole)
                         for i in range(config.num_layers)]
-        self._norm = take(tensors, "model.norm.weight", config.hidden_size).float()
-        self._head = NativeHead(self._team, head_of(config, tensors, whole))
+        self._norm = take(tensors, "model.norm.weight", config.hidden_size)
+        head = head_of(config, tensors)
+        self._head = NativeHead(team, as_whole(head) if whole else head)
         self._table = Table(config)
         self._rows = self._few = FEW_ROWS
         self._lists: dict[tuple[int, ...], tuple[Program, Buffers, torch.Tensor | None]] = {}  # by taps

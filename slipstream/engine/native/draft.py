@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import rounded as whole_numbers
 from slipstream.engine.kv import KVPool
-from slipstream.engine.layers import Tensors, take
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
 from slipstream.engine.native.linear import FEW_ROWS
 from slipstream.engine.native.program import LANES, BatchFrame, Frame, Packed, Program, Team
 from slipstream.engine.native.rotary import Table
+from slipstream.engine.weights import Tensors, take
 
 Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
@@ -144,9 +144,9 @@ class NativeDraft:
         self._team, self._config = team, config
         embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16).contiguous()
-        self._norms = [take(tensors, name, config.hidden_size).float() for name in norms]
+        self._norms = [take(tensors, name, config.hidden_size) for name in norms]
         self._norm_before_residual = norm_before_residual
-        self._layer = NativeLayer(team, config, tensors, prefix, 2 * config.hidden_size, whole)
+        self._layer = NativeLayer(team, config, tensors, prefix, 2 * config.hidden_size, False, whole)
         lm_head = tensors["lm_head.weight"]
         self._head = Packed(team, whole_numbers(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary

@@ -24,6 +24,7 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, Whole
 from slipstream.engine.kv import KVPool
 from slipstream.engine.native.compiled_kernels import Kernels
+from slipstream.engine.ops.layer import Heads
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST = range(9)
 STORE, ADD, SILU = range(3)
@@ -143,9 +144,9 @@ class Program:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | Kept,
              few: bool = False) -> None:
-        """x float32 [C, W] over the root of its mean square, times weight float32 [W], to out bfloat16 [C, W]; few: of
-        the rows that the frame picks alone, one behind the other."""
-        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps, few=few), x, out, weight)
+        """x float32 [C, W] over the root of its mean square, times weight [W], to out bfloat16 [C, W]; few: of the rows
+        that the frame picks alone, one behind the other."""
+        self._add(Op(kind=NORM, inner=x.shape[1], eps=eps, few=few), x, out, weight.float())
 
     def product(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, add: bool = False, few: bool = False) -> None:
         """x bfloat16 [C, I] times weights, to out float32 [C, O] (added to it: ``add``), or of gated ones bfloat16.
@@ -158,14 +159,13 @@ class Program:
         self._kept.append(packed)
         self._add(op, x, out, packed.weight, packed.bias)
 
-    def attention(self, x: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, layer: int,
-                  shape: tuple[int, int, int], queries: torch.Tensor, out: torch.Tensor) -> None:
-        """x float32 [C, (Q + 2 G) D]: queries, keys and values before norms (of queries and of keys, float32 [D]) and
-        rotation; KV is written, and out bfloat16 [C, Q * D] is what queries (bfloat16, a buffer alike) see. shape: Q,
-        G, D."""
-        heads, kv_heads, size = shape
-        sizes = {"layer": layer, "eps": eps, "heads": heads, "kv_heads": kv_heads, "head_dim": size}
-        self._add(Op(kind=ROPE, **sizes), x, queries, *(norms or (None, None)))
+    def attention(self, x: torch.Tensor, heads: Heads, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """x float32 [C, (Q + 2 G) D]: queries, keys and values before norms and rotation; KV is written, and out
+        bfloat16 [C, Q * D] is what queries (bfloat16, a buffer alike) see."""
+        sizes = {"layer": layer, "eps": heads.eps, "heads": heads.queries, "kv_heads": heads.kv,
+                 "head_dim": heads.size}
+        norms = [None if norm is None else norm.float() for norm in (heads.q_norm, heads.k_norm)]
+        self._add(Op(kind=ROPE, **sizes), x, queries, *norms)
         self._add(Op(kind=ATTEND, **sizes), queries, out)
 
     def rounded(self, x: torch.Tensor, out: torch.Tensor | Kept) -> None:

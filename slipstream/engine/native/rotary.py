@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.engine.layers import Rope
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.rope import Rope
 
 FIRST_POSITIONS = 4096
 

@@ -14,16 +14,15 @@ It knows nothing about files, sessions or the kind of model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.decoder import Decoder
-from slipstream.engine.halves import EAGER, Halves, after_attention, before_attention, writing
-from slipstream.engine.kv import KVPool
+from slipstream.engine.ops.layer import LayerOps, LayerWeights, Step
+from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.specification import TORCH, heads_of, turned
 from slipstream.observe.log import logger
 
 ROWS = (1, 3)  # one row is a graph of its own
@@ -31,31 +30,44 @@ ROWS = (1, 3)  # one row is a graph of its own
 M = TypeVar("M")
 
 
-def compiled(build: Callable[[Halves], M], run: Callable[[M, int], object], what: str) -> M:
+def before_attention(layer: LayerWeights[Linear], x: torch.Tensor, cos: torch.Tensor,
+                     sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``TORCH.before`` without its writing: queries, and KV to be written."""
+    return turned(heads_of(layer, x), layer.heads, cos, sin)
+
+
+def after_attention(layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    return TORCH.after(layer, x, attended)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledOps:
+    """A ``layer.LayerOps``."""
+
+    queries: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor, torch.Tensor],
+                      tuple[torch.Tensor, torch.Tensor]]
+    rest: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        q, written = self.queries(layer, x, step.cos, step.sin)
+        kv.index_copy_(0, step.slots, written)
+        return q
+
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self.rest(layer, x, attended)
+
+
+def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], what: str) -> M:
     """What ``build`` makes of compiled halves, after ``run`` took it through so many rows; of eager ones where that
     fails. what: for the log."""
     log, began_s = logger("engine"), perf_counter()
     try:
-        model = build(Halves(writing(torch.compile(before_attention)), torch.compile(after_attention)))
+        model = build(CompiledOps(torch.compile(before_attention), torch.compile(after_attention)))
         for rows in ROWS:
             run(model, rows)
     except Exception as error:  # compilers fail in their own ways, and none of them is a reason not to serve
         log.warning("not compiled: eager goes on; 'slipstream doctor' looks for a C++ compiler", what=what,
                     error=type(error).__name__, reason=str(error).strip().partition("\n")[0][:300])
-        return build(EAGER)
+        return build(TORCH)
     log.info("compiled", what=what, seconds=round(perf_counter() - began_s, 1))
     return model
-
-
-def run_decoder(decoder: Decoder, rows: int) -> None:
-    """One forward of ``rows`` rows on a pool of its own."""
-    config = decoder.config
-    pool = KVPool(config.num_layers, rows, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
-    decoder.forward(rows_batch(np.arange(rows), decoder.device), pool)
-
-
-def rows_batch(slots: np.ndarray, device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:
-    """A causal segment of token 0, with so many rows as slots."""
-    builder = BatchBuilder()
-    builder.add([0] * len(slots), range(len(slots)), slots.tolist(), np.zeros(0, np.int64), logits="all")
-    return builder.build(device, features)

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from slipstream.engine.halves import EAGER, TORCH, Halves, Operations, halves_of
-from slipstream.engine.layers import Rope
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.layer import Heads, Step
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, Operations
 from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -68,15 +69,9 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
     return found
 
 
-def halves_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Halves:
-    """How layers run that nothing compiles: as ``operations_for``."""
-    operations = operations_for(choice, config, dtype, device)
-    return EAGER if operations is TORCH else halves_of(operations)
-
-
 def triton_operations() -> Operations:
     """Raises ImportError where Triton is not installed."""
-    return operations_of(importlib.import_module("slipstream.engine.fused_kernels"))
+    return operations_of(importlib.import_module("slipstream.engine.ops.fused_kernels"))
 
 
 def operations_of(kernels: Any) -> Operations:
@@ -102,15 +97,13 @@ class _Fused:
                                         num_warps=warps(width))
         return total, normed
 
-    def place(self, rows: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, cos: torch.Tensor,
-              sin: torch.Tensor, heads: int, kv_heads: int, eps: float, slots: torch.Tensor,
-              kv: torch.Tensor) -> torch.Tensor:
+    def place(self, rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
         count, every, size = rows.shape
-        assert kv.is_contiguous() and every == heads + 2 * kv_heads
-        queries = rows.new_empty(count, heads, size)
+        assert kv.is_contiguous() and every == heads.queries + 2 * heads.kv
+        queries = rows.new_empty(count, heads.queries, size)
         self._kernels.place[(count, -(-every // HEAD_BLOCK))](
-            rows.contiguous(), cos, sin, slots, q_norm, k_norm, queries, kv, heads, kv_heads, size,
-            q_norm is not None and k_norm is not None, eps, HEAD_BLOCK, block(size))
+            rows.contiguous(), step.cos, step.sin, step.slots, heads.q_norm, heads.k_norm, queries, kv, heads.queries,
+            heads.kv, size, heads.q_norm is not None, heads.eps, HEAD_BLOCK, block(size))
         return queries
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -158,13 +151,14 @@ def compared(operations: Operations, config: ModelConfig, dtype: torch.dtype, de
     yield from zip(("sums", "norms"), *added_up, strict=True)
     gate_up = 4 * noise(rows, 2 * config.intermediate_size)
     yield "activations", operations.silu_mul(gate_up.clone()), TORCH.silu_mul(gate_up)
-    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = noise(rows, heads + 2 * kv_heads, size)
+    kv_heads, size = config.num_kv_heads, config.head_dim
+    qkv = noise(rows, config.num_heads + 2 * kv_heads, size)
     q_norm, k_norm = (noise(size), noise(size)) if config.qk_norm else (None, None)
+    heads = Heads(config.num_heads, kv_heads, size, q_norm, k_norm, config.norm_eps)
     slots = torch.randperm(SPARE_SLOTS + rows, generator=dice)[:rows].to(device)
-    cos, sin = Rope(config, dtype, device).rows(100 * torch.arange(rows, device=device))
+    step = Step(100 * torch.arange(rows, device=device), slots, Rope(config, dtype, device), lambda q, _kv: q)
     pools = [torch.full((SPARE_SLOTS + rows, 2, kv_heads, size), torch.nan, dtype=dtype, device=device) for _ in "ab"]
-    found, right = (some.place(qkv.clone(), q_norm, k_norm, cos, sin, heads, kv_heads, config.norm_eps, slots, kv)
+    found, right = (some.place(qkv.clone(), heads, step, kv)
                     for some, kv in zip((operations, TORCH), pools, strict=True))
     yield "queries", found, right
     yield "KV", pools[0], pools[1]
