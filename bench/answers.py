@@ -27,7 +27,7 @@ from slipstream.cli.questions import QUESTIONS
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.loading import load_model
+from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.shipped import head_for
 
@@ -100,7 +100,7 @@ def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
 
 def _runner(folder: Path, dtype: Dtype, device: str, slots: int) -> ModelRunner:
     """As a target has it: with graphs where they can be."""
-    model = load_model(folder, dtype, device, graphs=True)
+    model = graphed(load_model(folder, ModelSection(dtype=dtype, device=device)))
     return ModelRunner(model, slots, model.spare_slots if isinstance(model, GraphedDecoder) else 0)
 
 

@@ -16,7 +16,7 @@ from bench.pace import CONTEXT, Stepper
 from bench.shapes import SMALL, TINY, write_folder
 from bench.stage import Finding, Given, free, seconds
 from slipstream.base.config import ModelSection
-from slipstream.engine.loading import load_model
+from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.ranks import ranked_model
 
@@ -38,8 +38,8 @@ def ranks_stage(given: Given) -> Iterator[Finding]:
 
 
 def _compared(given: Given, folder: Path, dtype: str) -> Iterator[Finding]:
-    kind, graphs = given.device.type, given.device.type == "cuda"
-    one = load_model(folder, dtype, kind, graphs=graphs)
+    kind = given.device.type
+    one = graphed(load_model(folder, ModelSection(dtype=dtype, device=kind)))
     two = ranked_model(folder, ModelSection(dtype=dtype, device=kind, tensor_parallel=RANKS))
     try:
         pairs = zip(_logits(two), _logits(one), strict=True)

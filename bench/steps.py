@@ -108,8 +108,8 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
 
 
 def loaded(model: str, dtype: str, kernels: str, slots: int) -> ModelRunner:
-    found: CausalModel = (load_model(resolve(model), dtype, quantize="int8") if kernels == "int8"
-                          else load_model(resolve(model), dtype, kernels=kernels))
+    found: CausalModel = (load_model(resolve(model), ModelSection(dtype=dtype, quantize="int8")) if kernels == "int8"
+                          else load_model(resolve(model), ModelSection(dtype=dtype, kernels=kernels)))
     if not isinstance(found, (Decoder, NativeDecoder)):
         raise ModelError("bench-steps measures the engine 'decoder' alone")
     runner = ModelRunner(found, slots)

@@ -15,7 +15,7 @@ import torch
 from slipstream.base.config import Config, TargetSection
 from slipstream.decision.policy import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.loading import load_model
+from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.memory import Memory
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
@@ -67,8 +67,7 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     torch.set_num_threads(threads(section.threads))
     name = config.router.model_name or folder.name
     if section.tensor_parallel == 1:
-        model = load_model(folder, section.dtype, section.device, section.engine, graphs=True,
-                           exact=section.kernels == "native", quantize=section.quantize, kernels=section.kernels)
+        model = graphed(load_model(folder, section))
         if isinstance(model, NativeDecoder):
             # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
             torch.set_num_threads(1)

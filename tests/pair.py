@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from draft_service.assembly import assemble
-from slipstream.base.config import PolicySection, TargetSection, WireSection
+from slipstream.base.config import ModelSection, PolicySection, TargetSection, WireSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.policy import StepCosts
 from slipstream.drafting.base import Drafter
@@ -120,7 +120,8 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
                  **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
     config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "prompt_lookup": False} | settings)
-    model = around(load_model(folder, dtype, engine=engine, exact=exact, quantize=quantize))
+    model = around(load_model(folder, ModelSection(
+        dtype=dtype, engine=engine, kernels="native" if exact else "auto", quantize=quantize)))
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")

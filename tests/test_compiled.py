@@ -76,7 +76,8 @@ def test_a_compiled_head_changes_no_answer(folders: dict[str, Path], kind: str,
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-4)])
 def test_a_compiled_model_computes_what_the_eager_one_does(folders: dict[str, Path], dtype: str, tolerance: float,
                                                            capsys: pytest.CaptureFixture[str]) -> None:
-    models = [load_model(folders["target"], dtype, compile_layers=wanted) for wanted in (True, False)]
+    section = ModelSection(dtype=dtype)
+    models = [load_model(folders["target"], section, compile_layers=wanted) for wanted in (True, False)]
     assert " compiled" in capsys.readouterr().out
     for rows in (1, 2, 7):
         outcomes = []

@@ -219,7 +219,7 @@ def context_of(runner: ModelRunner) -> Tensor:
 
 def test_padding_rows_neither_write_nor_read(long_target: Path) -> None:
     """Segments padded to the longest among them: each equals itself alone, and no foreign slot was read or written."""
-    model = load_model(long_target, "float64")
+    model = load_model(long_target, ModelSection(dtype="float64"))
     together, alone = ModelRunner(model, 1000), ModelRunner(model, 1000)
     before, builder = context_of(together), BatchBuilder()
     rows = segments(builder)

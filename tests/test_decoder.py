@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import CausalModel, ModelConfig, parse_config
+from slipstream.engine.model import CausalModel, ModelConfig, dtype_of, parse_config
 from slipstream.engine.ops.layer import DecoderLayer, LayerWeights, Step, linear
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.ops.rope import Rope
@@ -34,7 +35,7 @@ TEXT = list(b"A draft tree is a tree of draft tokens.")
 
 @pytest.fixture(params=KINDS)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> ModelRunner:
-    return ModelRunner(load_model(write_tiny_model(tmp_path, request.param), "float64"), 512)
+    return ModelRunner(load_model(write_tiny_model(tmp_path, request.param), ModelSection(dtype="float64")), 512)
 
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -83,7 +84,7 @@ def test_segments_of_one_batch_do_not_see_each_other(runner: ModelRunner) -> Non
 
 
 def test_taps_follow_the_convention_and_are_read_by_slot(tiny_folder: Path) -> None:
-    model = load_model(tiny_folder, "float64")
+    model = load_model(tiny_folder, ModelSection(dtype="float64"))
     runner = ModelRunner(model, 128)
     runner.set_taps((0, 1, 2))
     logits, slots = run(runner, TEXT)
@@ -123,8 +124,8 @@ def test_a_layer_may_read_a_wider_input(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 1.5)])
 def test_lower_precision_stays_close(tiny_folder: Path, dtype: str, tolerance: float) -> None:
-    exact, _ = run(ModelRunner(load_model(tiny_folder, "float64"), 64), TEXT)
-    low, _ = run(ModelRunner(load_model(tiny_folder, dtype), 64), TEXT)
+    exact, _ = run(ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 64), TEXT)
+    low, _ = run(ModelRunner(load_model(tiny_folder, ModelSection(dtype=dtype)), 64), TEXT)
     assert low.dtype == torch.float32
     assert far(low.double(), exact) < tolerance
 
@@ -142,14 +143,14 @@ def test_packed_linear_equals_plain(dtype: torch.dtype, with_bias: bool) -> None
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_chunk_that_wants_no_logits_gets_none(tiny_folder: Path, dtype: str) -> None:
-    runner = ModelRunner(load_model(tiny_folder, dtype), 64)
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype=dtype)), 64)
     builder = BatchBuilder()
     builder.add(TEXT, range(len(TEXT)), runner.slots.alloc(len(TEXT)).tolist(), NOTHING, logits="none")
     assert runner.forward(builder.build()).shape == (0, VOCAB)
 
 
 def test_profile_measures_and_frees(tiny_folder: Path) -> None:
-    runner = ModelRunner(load_model(tiny_folder, "float32"), 140)
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 140)
     costs = runner.profile((1, 4, 8, 64))
     assert list(costs) == [1, 4, 8] and all(seconds > 0 for seconds in costs.values())
     runner.slots.check([])
@@ -175,7 +176,7 @@ class Waiting:
 
 
 def test_few_rows_run_on_one_thread_where_that_is_quicker(tiny_folder: Path) -> None:
-    model = Waiting(load_model(tiny_folder, "float32"))
+    model = Waiting(load_model(tiny_folder, ModelSection(dtype="float32")))
     runner, before = ModelRunner(model, 256), torch.get_num_threads()
     run(runner, TEXT)
     assert model.seen == [(len(TEXT), before)]
@@ -199,7 +200,7 @@ def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:
 
 def test_a_full_pool_says_so(tiny_folder: Path) -> None:
     with pytest.raises(CapacityError, match="KV slots"):
-        run(ModelRunner(load_model(tiny_folder, "float32"), 8), TEXT)
+        run(ModelRunner(load_model(tiny_folder, ModelSection(dtype="float32")), 8), TEXT)
 
 
 def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
@@ -232,24 +233,22 @@ def test_a_config_that_does_not_fit_is_named(changes: dict[str, Any], message: s
 
 def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: no such file"):
-        load_model(tmp_path)
+        load_model(tmp_path, ModelSection())
     folder = write_tiny_model(tmp_path)
     with pytest.raises(ModelError, match="dtype 'int3' is not known"):
-        load_model(folder, "int3")
-    with pytest.raises(ModelError, match="engine 'warp' is not known"):
-        load_model(folder, engine="warp")
+        dtype_of("int3")
     with pytest.raises(ModelError, match="device 'abacus' cannot be used"):
-        load_model(folder, device="abacus")
+        load_model(folder, ModelSection(device="abacus"))
     tensors = load_file(folder / "model.safetensors")
     save_file({name: t for name, t in tensors.items() if "layers.1.mlp.up" not in name}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
-        load_model(folder)
+        load_model(folder, ModelSection())
     save_file(tensors | {"model.norm.weight": torch.ones(47)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(47,\), expected \(48,\)"):
-        load_model(folder)
+        load_model(folder, ModelSection())
     (folder / "model.safetensors").write_bytes(b"not tensors")
     with pytest.raises(ModelError, match="not readable as safetensors"):
-        load_model(folder)
+        load_model(folder, ModelSection())
 
 
 def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
@@ -272,7 +271,7 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
 
 
 def test_tied_embeddings_need_no_head(tmp_path: Path) -> None:
-    tied = load_model(write_tiny_model(tmp_path, tie_word_embeddings=True), "float64")
+    tied = load_model(write_tiny_model(tmp_path, tie_word_embeddings=True), ModelSection(dtype="float64"))
     rows = tied.embed(torch.tensor([3, 5]))
     assert far(tied.logits(rows), rows @ tied.embed(torch.arange(VOCAB)).T) < 1e-12
 
@@ -281,7 +280,7 @@ def test_a_window_hides_what_is_older(tmp_path: Path) -> None:
     config = tiny_config("mistral", sliding_window=64, num_hidden_layers=1)
     assert "lm_head.weight" in tiny_tensors(config)
     folder = write_tiny_model(tmp_path, "mistral", sliding_window=64, num_hidden_layers=1)
-    runner = ModelRunner(load_model(folder, "float64"), 512)
+    runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512)
     text = np.random.default_rng(0).integers(VOCAB, size=100).tolist()
     last = run(runner, text)[0][-1]
     assert far(run(runner, [5] * 36 + text[36:])[0][-1], last) < 1e-12

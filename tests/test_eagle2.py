@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.base.config import GrowthSection
+from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import Eagle2Head, read_eagle2_head
@@ -125,7 +125,7 @@ def test_a_long_session_slides_over_its_oldest_rows(head: Eagle2Head, written: W
 
 
 def test_the_state_that_it_reads_is_the_one_that_the_logits_come_from(head: Eagle2Head, tiny_folder: Path) -> None:
-    runner = ModelRunner(load_model(tiny_folder, "float64"), 16)
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 16)
     of = drafter(head)
     assert of.features is not None
     runner.set_taps(of.features.layers)

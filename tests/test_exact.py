@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ class MoreWithCompany:
 
 
 def load(folder: Path, quantize: str) -> ModelRunner:
-    return ModelRunner(load_model(folder, "bfloat16", exact=True, quantize=quantize), 1024)
+    return ModelRunner(load_model(folder, ModelSection(kernels="native", quantize=quantize)), 1024)
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +128,14 @@ async def test_answers_equal_plain_ones(folder: Path, tmp_path: Path, quantize: 
 
 
 def test_a_model_whose_rows_depend_on_their_company_fails_its_trial(folder: Path) -> None:
-    model = load_model(folder, "bfloat16", exact=True)
+    model = load_model(folder, ModelSection(kernels="native"))
     assert passes_trial(model)
     assert not passes_trial(MoreWithCompany(model))
     with pytest.raises(ModelError, match="rows differ from plain steps"):
         check_exact(MoreWithCompany(model))
 
 
-@pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}, {"compile_layers": True}])
-def test_it_is_refused_elsewhere(folder: Path, other: dict[str, object]) -> None:
+@pytest.mark.parametrize("other", [{"dtype": "float32"}, {"engine": "hf"}, {}])
+def test_it_is_refused_elsewhere(folder: Path, other: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"model\.kernels: native is for"):
-        load_model(folder, **{"exact": True, "dtype": "bfloat16", **other})
+        load_model(folder, ModelSection(kernels="native", **other), compile_layers=not other)

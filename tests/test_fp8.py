@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,18 +81,18 @@ def test_a_linear_in_fp8_gives_its_weights_up(bias: torch.Tensor | None) -> None
 
 def test_a_model_in_fp8_says_nearly_the_same(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, **SHAPE)
-    usual, found = (run(ModelRunner(load_model(folder, "bfloat16", quantize=how), 256), TEXT)[0]
+    usual, found = (run(ModelRunner(load_model(folder, ModelSection(quantize=how)), 256), TEXT)[0]
                     for how in ("none", "fp8"))
     assert not torch.equal(usual, found) and alike(usual, found) > 0.99, alike(usual, found)
 
 
 @pytest.mark.parametrize(("other", "said"), [
-    ({"dtype": "float32"}, "dtype bfloat16, and this is float32"), ({"exact": True}, "without kernels native"),
-    ({"engine": "hf"}, "engine decoder"), ({"compile_layers": True}, "without compile")])
-def test_it_is_refused_elsewhere(tmp_path: Path, other: dict[str, object], said: str) -> None:
+    ({"dtype": "float32"}, "dtype bfloat16, and this is float32"), ({"kernels": "native"}, "without kernels native"),
+    ({"engine": "hf"}, "engine decoder"), ({}, "without compile")])
+def test_it_is_refused_elsewhere(tmp_path: Path, other: dict[str, Any], said: str) -> None:
     folder = write_tiny_model(tmp_path, **SHAPE)
     with pytest.raises(ModelError, match=rf"quantize: .*{said}"):
-        load_model(folder, **{"dtype": "bfloat16", "quantize": "fp8", **other})
+        load_model(folder, ModelSection(quantize="fp8", **other), compile_layers=not other)
 
 
 def test_a_shape_that_the_kernel_does_not_take_stays_as_it_is() -> None:

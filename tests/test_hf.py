@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.hf import HFModel
 from slipstream.engine.loading import load_model
@@ -38,7 +39,7 @@ class KeepFloat64(TorchFunctionMode):
 
 def pair(folder: Path, kind: str, **changes: Any) -> tuple[ModelRunner, ModelRunner]:
     write_tiny_model(folder, kind, **changes)
-    return tuple(ModelRunner(load_model(folder, "float64", engine=engine), 512)  # type: ignore[return-value]
+    return tuple(ModelRunner(load_model(folder, ModelSection(dtype="float64", engine=engine)), 512)  # type: ignore[return-value]
                  for engine in ("decoder", "hf"))
 
 
@@ -77,7 +78,7 @@ def test_both_engines_give_the_same_logits(tmp_path: Path, kind: str, changes: d
 
 def test_the_oracle_is_transformers_itself(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "qwen3")
-    ours = run(ModelRunner(load_model(folder, "float64", engine="hf"), 128), TEXT)[0]
+    ours = run(ModelRunner(load_model(folder, ModelSection(dtype="float64", engine="hf")), 128), TEXT)[0]
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     with torch.inference_mode():
         assert far(ours, plain(torch.tensor([TEXT])).logits[0]) < 1e-9
@@ -122,4 +123,4 @@ def test_what_cannot_be_exact_is_refused(kind: str, changes: dict[str, Any], mes
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json: no such file"):
-        load_model(tmp_path, "float32", engine="hf")
+        load_model(tmp_path, ModelSection(dtype="float32", engine="hf"))

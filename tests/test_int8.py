@@ -56,7 +56,7 @@ def tiny(folder: Path, **changes: Any) -> Path:
 
 
 def logits(folder: Path, **how: Any) -> torch.Tensor:
-    return run(ModelRunner(load_model(folder, "bfloat16", **how), 256), TEXT)[0]
+    return run(ModelRunner(load_model(folder, ModelSection(**how)), 256), TEXT)[0]
 
 
 def test_a_row_has_a_scale_and_keeps_its_largest() -> None:
@@ -208,7 +208,7 @@ def test_a_stored_matrix_is_checked(tmp_path: Path, change: Callable[[dict[str, 
     prepared = prepare_as("int8", tiny(tmp_path / "model"), tmp_path / "int8")
     broken(prepared, change)
     with pytest.raises(ModelError, match=said):
-        load_model(prepared, "bfloat16")
+        load_model(prepared, ModelSection())
 
 
 @pytest.mark.parametrize("note", [{"quant_method": "gptq", "bits": 4}, {**NOTE, "format": 2}, "int8", {}])
@@ -217,7 +217,7 @@ def test_what_others_have_quantised_is_refused_by_the_field(tmp_path: Path, note
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {FIELD: note}))
     with pytest.raises(ModelError, match=r"config\.json: quantization_config: .* is not supported"):
-        load_model(folder, "bfloat16")
+        load_model(folder, ModelSection())
 
 
 def test_whole_numbers_without_their_note_are_refused(tmp_path: Path) -> None:
@@ -225,11 +225,10 @@ def test_whole_numbers_without_their_note_are_refused(tmp_path: Path) -> None:
     path = prepared / "config.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != FIELD}))
     with pytest.raises(ModelError, match=r"tensor .* holds int8.*quantization_config"):
-        load_model(prepared, "bfloat16", kernels="native")
+        load_model(prepared, ModelSection(kernels="native"))
 
 
-ELSEWHERE = [{"dtype": "float32"}, {"engine": "hf"}, {"compile_layers": True}, {"kernels": "torch"},
-             {"attention": "torch"}]
+ELSEWHERE = [{"dtype": "float32"}, {"engine": "hf"}, {}, {"kernels": "torch"}]
 
 
 @pytest.mark.parametrize("other", ELSEWHERE)
@@ -238,9 +237,9 @@ def test_it_is_refused_where_other_kernels_compute(tmp_path: Path, other: dict[s
     prepared = prepare_as("int8", folder, tmp_path / "int8")
     for path, how in ((folder, {"quantize": "int8"}), (prepared, {})):
         with pytest.raises(ModelError, match=r"model\.quantize: int8 is for the CPU kernels of our own"):
-            load_model(path, **{"dtype": "bfloat16", **how, **other})
+            load_model(path, ModelSection(**how, **other), compile_layers=not other)
     with pytest.raises(ModelError, match=r"model\.quantize: .* int8 already"):
-        load_model(prepared, "bfloat16", quantize="fp8")
+        load_model(prepared, ModelSection(quantize="fp8"))
 
 
 def test_ranks_do_not_share_it_out(tmp_path: Path) -> None:

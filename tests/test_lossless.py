@@ -209,7 +209,7 @@ async def test_preemption_changes_nothing(folders: dict[str, Path], plain: dict[
 
 def exact_law(folder: Path, prompt: bytes, top_k: int) -> dict[tuple[int, int], float]:
     """The probability of each pair of first tokens under top-k sampling at temperature 1, from the model's logits."""
-    model = load_model(folder, "float64")
+    model = load_model(folder, ModelSection(dtype="float64"))
 
     def step(tokens: list[int]) -> dict[int, float]:
         runner = ModelRunner(model, 64)

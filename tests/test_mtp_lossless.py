@@ -98,7 +98,7 @@ async def test_answers_equal_plain_decoding(pair: Pair, fate: str, plain: dict[s
 
 def test_the_tap_that_heads_read_is_what_logits_come_from(pair: Pair) -> None:
     """The state after the final norm, on both engines: times the lm_head it is the logits."""
-    model = load_model(pair.folder, "float64", engine=pair.engine)
+    model = load_model(pair.folder, ModelSection(dtype="float64", engine=pair.engine))
     runner = ModelRunner(model, 64)
     runner.set_taps((model.config.num_layers,))
     logits, slots = run(runner, list(PROMPTS[0]))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool
@@ -40,8 +41,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def runners(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRunner]:
     kind, changes = KINDS[request.param]
     folder = write_tiny_model(tmp_path_factory.mktemp("native"), kind, **{**SHAPE, **changes})
-    models = {"native": load_model(folder, "bfloat16", kernels="native"),
-              "torch": load_model(folder, "bfloat16", kernels="torch"), "exact": load_model(folder, "float64")}
+    models = {"native": load_model(folder, ModelSection(kernels="native")),
+              "torch": load_model(folder, ModelSection(kernels="torch")),
+              "exact": load_model(folder, ModelSection(dtype="float64"))}
     assert isinstance(models["native"], NativeDecoder)
     found = {name: ModelRunner(model, 512) for name, model in models.items()}
     for runner in found.values():
@@ -234,9 +236,9 @@ def test_the_kernels_are_for_bfloat16_on_a_cpu_alone(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="bfloat16"):
             native_or("native", dtype, cpu, "model", lambda team: "native", lambda: "torch")
     odd = write_tiny_model(tmp_path)
-    assert not isinstance(load_model(odd, "bfloat16"), NativeDecoder)
+    assert not isinstance(load_model(odd, ModelSection()), NativeDecoder)
     with pytest.raises(ModelError, match="head_dim that is a multiple of 32, and it is 12"):
-        load_model(odd, "bfloat16", kernels="native")
+        load_model(odd, ModelSection(kernels="native"))
 
 
 def test_a_processor_gets_the_flags_that_it_knows() -> None:

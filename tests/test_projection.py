@@ -158,7 +158,8 @@ async def test_answers_of_one_step_get_each_its_own_rows(folder: Path, tiny_fold
         async with local_link(rig, listening):
             answers = await asyncio.gather(*(rig.answer(request) for request in requests))
     texts = [[*request.tokens, *tokens_of(pieces)] for request, pieces in zip(requests, answers, strict=True)]
-    of, runner = network(folder, tiny_folder, True), ModelRunner(load_model(tiny_folder, "float64"), 256)
+    of = network(folder, tiny_folder, True)
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 256)
     runner.set_taps(spec_of(of).layers)
     assert len(listening.rows) == len(texts)
     for text, (_, found) in zip(texts, sorted(listening.rows.items()), strict=True):

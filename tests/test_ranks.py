@@ -110,7 +110,7 @@ class Threads:
                                                       ("qwen3", 4, False)])
 def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: int, tied: bool) -> None:
     written_to = write_tiny_model(tmp_path, kind, num_key_value_heads=ranks, tie_word_embeddings=tied)
-    whole = load_model(written_to, "float64")
+    whole = load_model(written_to, ModelSection(dtype="float64"))
     table, barrier = [torch.empty(0)] * ranks, threading.Barrier(ranks)
 
     def run(rank: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_every_family_cut_in_parts_is_whole(tmp_path: Path, kind: str, ranks: in
 
 
 def test_two_processes_give_the_logits_and_states_of_one(folder: Path, cut: RankedModel) -> None:
-    whole = load_model(folder, "float64")
+    whole = load_model(folder, ModelSection(dtype="float64"))
     for _ in range(2):  # each runner has a pool of its own
         runners = [ModelRunner(model, 128) for model in (whole, cut)]
         for runner in runners:
@@ -237,7 +237,7 @@ async def test_a_service_of_two_ranks_stops_as_any_other(folder: Path, tmp_path:
 
 
 def test_captured_steps_of_ranks_are_those_of_one(folder: Path) -> None:
-    whole = load_model(folder, "float64")
+    whole = load_model(folder, ModelSection(dtype="float64"))
     table, barrier = [torch.empty(0)] * 2, threading.Barrier(2)
 
     def run(rank: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.base.config import GrowthSection, NgramSection
+from slipstream.base.config import GrowthSection, ModelSection, NgramSection
 from slipstream.base.errors import CapacityError, DeviceFull
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.ngram import NgramDrafter
@@ -122,7 +122,7 @@ def test_a_step_of_few_rows_is_not_made_smaller_than_rows_can_be() -> None:
 
 @pytest.mark.parametrize("room", [8, 3], ids=["in the prompt", "in the tree"])
 def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_folder: Path, room: int) -> None:
-    device = Cramped(load_model(tiny_draft_folder, "float64"), 1000)
+    device = Cramped(load_model(tiny_draft_folder, ModelSection(dtype="float64")), 1000)
     network = StandaloneNetwork(ModelRunner(device, 200))
     drafter = NeuralDrafter("standalone", network, GrowthSection(topk=4, num_steps=3, num_draft_tokens=8), 4)
     opening = Open(1, np.array(PROMPT[:20], np.int32), 20, Sampling())

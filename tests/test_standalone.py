@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slipstream.base.config import GrowthSection
+from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
@@ -26,7 +26,7 @@ CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says 
 
 
 def runner(folder: Path, num_slots: int = 600) -> ModelRunner:
-    return ModelRunner(load_model(folder, "float64"), num_slots)
+    return ModelRunner(load_model(folder, ModelSection(dtype="float64")), num_slots)
 
 
 def drafter(folder: Path, num_slots: int = 600, max_sessions: int = 8, max_context: int = 0,

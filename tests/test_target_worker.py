@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.base.config import PolicySection, TargetSection
+from slipstream.base.config import ModelSection, PolicySection, TargetSection
 from slipstream.base.errors import Draining
 from slipstream.decision.policy import StepCosts
 from slipstream.engine.loading import load_model
@@ -41,7 +41,8 @@ class Heard:
 def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> None:
     heard, told = Heard(), list[Piece | Exception]()
     policy = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=1e-4, deadline_max_s=1e-3)
-    worker = TargetWorker(ModelRunner(load_model(tiny_folder, "float64"), 512), TargetSection(policy=policy, slots=512),
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 512)
+    worker = TargetWorker(runner, TargetSection(policy=policy, slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), heard.dispatch)
     worker.link_up(heard, HELLO)
     running = worker.answers.begin(1, Request("one", (1, 2, 3), Sampling(), 3), told.append, 0.0)
@@ -59,7 +60,7 @@ def plain_worker(folder: Path, told: list[Piece | Exception]) -> TargetWorker:
         for sink, piece in pieces:
             sink(piece)
 
-    worker = TargetWorker(ModelRunner(load_model(folder, "float64"), 512), TargetSection(slots=512),
+    worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), dispatch)
     running = worker.answers.begin(1, Request("one", (1, 2, 3), Sampling(), 3), told.append, 0.0)
     worker.post(lambda: worker.enqueue(running))

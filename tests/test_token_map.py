@@ -80,7 +80,7 @@ def test_what_is_no_map_is_refused(tmp_path: Path, write: Callable[[Path], Path]
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_mapped_model_has_the_columns_of_the_whole_one(tmp_path: Path, tied: bool) -> None:
     folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    model, config = load_model(folder, "float64"), ModelConfig.from_folder(folder)
+    model, config = load_model(folder, ModelSection(dtype="float64")), ModelConfig.from_folder(folder)
     ids = load_token_map(as_json(tmp_path), VOCAB)
     mapped = MappedModel(model, lent_lm_head(folder, config, ids))
     pool = KVPool(config.num_layers, 8, config.num_kv_heads, config.head_dim, torch.float64)
@@ -118,7 +118,7 @@ def test_a_mapped_drafter_proposes_target_ids(tmp_path: Path, tiny_folder: Path)
 
 
 def first_logits(folder: Path) -> Tensor:
-    model, config = load_model(folder, "float64"), ModelConfig.from_folder(folder)
+    model, config = load_model(folder, ModelSection(dtype="float64")), ModelConfig.from_folder(folder)
     pool = KVPool(config.num_layers, 8, config.num_kv_heads, config.head_dim, torch.float64)
     builder = BatchBuilder()
     builder.add(list(b"the cat"), range(7), range(7), np.zeros(0, np.int64), logits="last")

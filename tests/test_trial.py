@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attention, TorchAttention, TorchPages
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
@@ -23,10 +22,10 @@ from tests.tiny import tiny_config, tiny_tensors
 CPU = torch.device("cpu")
 
 
-def chosen(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, name: str = "auto") -> Attention:
+def chosen(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Attention:
     with pretended() as gpu:
         monkeypatch.setitem(sys.modules, "flashinfer", library(gpu, kernel))
-        return attention_for(name, config(), torch.bfloat16, GPU)
+        return attention_for(config(), torch.bfloat16, GPU)
 
 
 def blind_to_trees(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: float) -> torch.Tensor:
@@ -55,8 +54,6 @@ def test_torch_serves_in_its_place(kernel: Kernel, monkeypatch: pytest.MonkeyPat
     assert isinstance(chosen(kernel, monkeypatch), TorchAttention)
     told = capsys.readouterr().out
     assert ("no kernel image" if kernel is missing else "of its length") in told
-    with pytest.raises(ModelError, match="'flashinfer' cannot be used"):
-        chosen(kernel, monkeypatch, "flashinfer")
 
 
 def test_torchs_own_pages_pass() -> None:

@@ -24,7 +24,7 @@ PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]
 
 
 def runner(folder: Path) -> ModelRunner:
-    return ModelRunner(load_model(folder, "float64"), slots_needed(PROMPTS, 32))
+    return ModelRunner(load_model(folder, ModelSection(dtype="float64")), slots_needed(PROMPTS, 32))
 
 
 def drafter(folder: Path, model: Path, growth: GrowthSection, kind: str = "standalone") -> NeuralDrafter:

@@ -221,8 +221,7 @@ def _pairing(config: Config) -> list[Check]:
         prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
         slots = slots_needed(prompts, CHECK_TOKENS)
         drafter = create(draft.model_copy(update={"slots": 2 * slots, "compile": False}), model)
-        runner = ModelRunner(load_model(folder, model.dtype, model.device, model.engine, quantize=model.quantize,
-                                        kernels=model.kernels), slots)
+        runner = ModelRunner(load_model(folder, model), slots)
         tally = Tally()
         Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
     except SlipstreamError as error:

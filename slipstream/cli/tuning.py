@@ -77,8 +77,7 @@ def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequenc
     torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
     draft = config.draft.model_copy(update={"growth": largest(all_), "slots": config.draft.slots or 2 * slots})
-    runner = ModelRunner(load_model(resolve(section.path), section.dtype, section.device, section.engine,
-                                    quantize=section.quantize, kernels=section.kernels), slots)
+    runner = ModelRunner(load_model(resolve(section.path), section), slots)
     if isinstance(runner.model, NativeDecoder):
         torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
     drafter = create(draft, section)

@@ -6,7 +6,7 @@ It knows nothing about how a network works.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -31,7 +31,7 @@ from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
+from slipstream.engine.model import ModelConfig, device_of, dtype_of
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import LayerOps
@@ -51,9 +51,9 @@ def load_standalone(section: DraftSection, target: ModelSection) -> Drafter:
     config = ModelConfig.from_folder(folder)
     _check_int8(section, target)
     vocabulary = _token_map(section, config.vocab_size)
-    model: CausalModel = load_model(folder, section.dtype, section.device, compile_layers=section.compile,
-                                    kernels=_kernels(target),
-                                    quantize="none" if section.quantize == "auto" else section.quantize)
+    own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
+                       quantize="none" if section.quantize == "auto" else section.quantize)
+    model = load_model(folder, own, compile_layers=section.compile)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
@@ -113,19 +113,19 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
     return _drafter(section, _ready(section, model, build, ModelConfig.from_folder(head.folder)))
 
 
-def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH, attention: str = "auto") -> Blocks:
+def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Blocks:
     """The decoder layers of a head, on whichever engine has them; ``ops`` are those of ``decoder.py``'s. Raises
     ModelError."""
     kind, place = dtype_of(dtype), device_of(device)
     if not head.layout.own_kind:
-        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, ops, attention)
+        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, ops)
     # transformers takes seconds to import, which other heads need not pay.
     from slipstream.engine.hf import HFLayers
 
     return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
 
 
-def _kernels(target: ModelSection) -> str:
+def _kernels(target: ModelSection) -> Literal["auto", "torch"]:
     """Drafts compute on kernels of our own where they can, unless none of ours are wanted."""
     return "torch" if target.kernels == "torch" else "auto"
 

@@ -4,8 +4,7 @@ Rules:
 1. An attention is asked once a forward for what attends in every layer of it.
 2. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
    so that a captured graph may hold it. One call writes all of it.
-3. ``auto`` takes FlashInfer where it is importable and knows dtype and head size, and torch elsewhere, and says which;
-   a name that cannot be had is a ModelError.
+3. FlashInfer's is taken where it is importable, knows dtype and head size and passes a trial, torch's elsewhere.
 
 It knows nothing about layers or weights.
 """

@@ -47,7 +47,7 @@ AS_IT_IS = Placing(lambda _name, tensor: tensor)
 class Decoder:
     """A whole model of the family; see ``model.CausalModel``."""
 
-    __slots__ = ("_attention", "_embedding", "_head", "_layers", "_norm", "config", "device", "dtype", "rope")
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "attention", "config", "device", "dtype", "rope")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, ops: LayerOps = TORCH,
                  attention: Attention | None = None, placing: Placing = AS_IT_IS) -> None:
@@ -61,7 +61,7 @@ class Decoder:
         self._head = Linear(placing.head if placing.head is not None else self._embedding if config.tied_embeddings
                             else take(around, "lm_head.weight", config.vocab_size, config.hidden_size))
         self.rope = Rope(config, self.dtype, self.device)
-        self._attention = attention or TorchAttention(config, self.dtype)
+        self.attention = attention or TorchAttention(config, self.dtype)
 
     @staticmethod
     def from_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
@@ -80,7 +80,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
-        return self.run(batch.tokens, Step.of(batch, self.rope, self._attention), pool, taps)
+        return self.run(batch.tokens, Step.of(batch, self.rope, self.attention), pool, taps)
 
     def run(self, tokens: torch.Tensor, step: Step, pool: KVPool,
             taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attend, Attention, FixedAttention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
@@ -102,10 +101,8 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
     return ""
 
 
-def attention_for(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Attention:
-    """``auto``, ``torch`` or ``flashinfer``. Raises ModelError when a name cannot be had."""
-    if name == "torch":
-        return TorchAttention(config, dtype)
+def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Attention:
+    """FlashInfer's where it passes its trial, torch's elsewhere."""
     reason = missing(config, dtype, device)
     if not reason:
         try:
@@ -116,8 +113,6 @@ def attention_for(name: str, config: ModelConfig, dtype: torch.dtype, device: to
         except Exception as error:  # compilers, loaders and launches fail in their own ways
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
             _settled(device)
-    if name == "flashinfer":
-        raise ModelError(f"attention 'flashinfer' cannot be used: {reason}; set attention: torch, or auto")
     if device.type == "cuda":
         logger("engine").warning("attention is torch's: slower, and without graphs", reason=reason)
     return TorchAttention(config, dtype)

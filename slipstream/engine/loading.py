@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.decoder import Decoder
@@ -27,62 +28,61 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
 from slipstream.engine.native import native_or
 from slipstream.engine.native.decoder import NativeDecoder
+from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.weights import Tensors, load_tensors
 from slipstream.observe.log import logger
 
 
-def load_model(folder: str | Path, dtype: str = "bfloat16", device: str = "cpu", engine: str = "decoder",
-               compile_layers: bool = False, attention: str = "auto", graphs: bool = False,
-               exact: bool = False, quantize: str = "none", kernels: str = "auto") -> CausalModel:
-    """A ready model. dtype: a key of DTYPES; engine: "decoder" or "hf"; compile_layers: see ``compiled``; attention:
-    see ``flashinfer.attention_for``; graphs: a GraphedDecoder where the attention can be captured, whose pool needs
-    spare slots; exact: see ``exact``; quantize: "none", "fp8" or "int8" (see there); kernels: one of
-    ``native.CHOICES``, and on a GPU see ``fused``. Raises ModelError."""
-    plain = (engine, compile_layers, attention) == ("decoder", False, "auto")
-    noted = holds_int8(folder)
-    whole = noted or quantize == "int8"
+def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
+    """The model in ``folder`` as ``section`` says, ready; where it lies and on how many devices is not its to read.
+    compile_layers: see ``compiled``. Raises ModelError."""
+    noted, insisted = holds_int8(folder), section.kernels == "native"
+    whole = noted or section.quantize == "int8"
+    ours = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
     if whole:
-        check_int8("model.quantize", quantize, dtype, device, native=plain and kernels != "torch")
-    elif quantize != "none" and (exact or engine != "decoder" or compile_layers):
+        check_int8("model.quantize", section.quantize, section.dtype, section.device, native=ours)
+    elif section.quantize == "fp8" and (insisted or section.engine != "decoder" or compile_layers):
         raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native and without compile")
-    if exact and (engine, dtype, torch.device(device).type, compile_layers) != ("decoder", "bfloat16", "cpu", False):
+    if insisted and (not ours or section.dtype != "bfloat16" or torch.device(section.device).type != "cpu"):
         raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder, without compile; "
                          "float32 and float64 need no such kernels")
-    if engine == "hf":
-        if attention == "flashinfer":
-            raise ModelError("attention 'flashinfer' cannot be used: engine hf gathers slots; use engine: decoder, or "
-                             "attention: auto")
+    if section.engine == "hf":
         if compile_layers:
             logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
         # transformers takes seconds to import, which the default engine need not pay.
         from slipstream.engine.hf import HFModel
 
-        return HFModel.from_folder(folder, dtype, device)
-    if engine != "decoder":
-        raise ModelError(f"engine '{engine}' is not known; use decoder or hf")
-    config = ModelConfig.from_folder(folder)
-    tensors, kind, place = load_tensors(folder), dtype_of(dtype), device_of(device)
+        return HFModel.from_folder(folder, section.dtype, section.device)
+    config, device = ModelConfig.from_folder(folder), device_of(section.device)
+    tensors, dtype = load_tensors(folder), dtype_of(section.dtype)
     if not noted:
         check_floats(folder, tensors)
-    usual = partial(_torch_decoder, config, tensors, kind, place, compile_layers, attention, graphs, quantize,
-                    kernels)
-    ours = "native" if exact or whole else kernels if plain and quantize == "none" else "torch"
-    model = native_or(ours, kind, place, "model", lambda team: NativeDecoder(config, tensors, team, whole), usual)
-    return check_exact(model) if exact else model
+    choice = "native" if insisted or whole else "auto" if ours and section.quantize == "none" else "torch"
+
+    def native(team: Team) -> CausalModel:
+        return NativeDecoder(config, tensors, team, whole)
+
+    model = native_or(choice, dtype, device, "model", native,
+                      partial(_torch_decoder, config, tensors, dtype, device, section, compile_layers))
+    return check_exact(model) if insisted else model
 
 
-def _torch_decoder(config: ModelConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device,
-                   compile_layers: bool, attention: str, graphs: bool, quantize: str, kernels: str) -> CausalModel:
-    backend = attention_for(attention, config, dtype, device)
-    make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=backend)
+def graphed(model: CausalModel) -> CausalModel:
+    """The model as a GraphedDecoder where its attention can be captured; its pool needs spare slots then."""
+    if isinstance(model, Decoder) and isinstance(model.attention, FlashInferAttention):
+        return GraphedDecoder(model, model.attention, CudaCapture(model.device))
+    return model
+
+
+def _torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
+                   section: ModelSection, compile_layers: bool) -> Decoder:
+    attention = attention_for(config, dtype, device)
+    make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=attention)
     decoder = (compiled(lambda ops: make(ops=ops), _first_rows, "model") if compile_layers
-               else make(ops=operations_for(kernels, config, dtype, device)))
-    if quantize == "fp8":
-        decoder = with_fp8(decoder)
-    return GraphedDecoder(decoder, backend, CudaCapture(device)) if graphs and isinstance(
-        backend, FlashInferAttention) else decoder
+               else make(ops=operations_for(section.kernels, config, dtype, device)))
+    return with_fp8(decoder) if section.quantize == "fp8" else decoder
 
 
 def _first_rows(decoder: Decoder, rows: int) -> None:

@@ -13,13 +13,12 @@ import torch
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.engine.decoder import Decoder
-from slipstream.engine.flashinfer import FlashInferAttention, attention_for
+from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8
-from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.group import Group
 from slipstream.engine.int8 import holds_int8
-from slipstream.engine.model import ModelConfig, dtype_of
+from slipstream.engine.loading import graphed
+from slipstream.engine.model import CausalModel, ModelConfig, dtype_of
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.shards import part_config, sharded_decoder
 from slipstream.engine.weights import load_tensors
@@ -75,16 +74,14 @@ def part_of(folder: str | Path, section: ModelSection) -> Part:
                 section.quantize, section.kernels)
 
 
-def load_part(part: Part, group: Group) -> Decoder | GraphedDecoder:
+def load_part(part: Part, group: Group) -> CausalModel:
     """The model of this rank. Raises ModelError."""
     config = ModelConfig.from_folder(part.folder)
     dtype, device = dtype_of(part.dtype), part.place
     own = part_config(config, part.ranks)
-    attention = attention_for("auto", own, dtype, device)
+    attention = attention_for(own, dtype, device)
     decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention,
                               operations_for(part.kernels, own, dtype, device))
     if part.quantize == "fp8":
         decoder = with_fp8(decoder)
-    if isinstance(attention, FlashInferAttention):
-        return GraphedDecoder(decoder, attention, CudaCapture(device))
-    return decoder
+    return graphed(decoder)

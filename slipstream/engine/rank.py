@@ -17,10 +17,10 @@ import torch
 
 from slipstream.base.config import LogSection
 from slipstream.base.errors import SlipstreamError
-from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.group import Group, Meeting
 from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Order, Pipe, WarmOrder, read
 from slipstream.engine.part import Part, load_part
 from slipstream.observe.log import configure
@@ -54,7 +54,7 @@ class Follower:
 
     __slots__ = ("_group", "_model", "_pools")
 
-    def __init__(self, model: Decoder | GraphedDecoder, group: Group) -> None:
+    def __init__(self, model: CausalModel, group: Group) -> None:
         self._model, self._group = model, group
         self._pools: dict[int, KVPool] = {}
 

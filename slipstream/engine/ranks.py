@@ -27,11 +27,10 @@ import torch
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError, RanksLost
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.group import Group, Meeting
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Order, Pipe, WarmOrder, written
 from slipstream.engine.part import Part, load_part, part_of
 from slipstream.observe.log import logger
@@ -146,7 +145,7 @@ class RankedModel:
 
     __slots__ = ("_closed", "_group", "_model", "_pools", "_ranks", "_vocabulary")
 
-    def __init__(self, model: Decoder | GraphedDecoder, vocab_size: int, ranks: Ranks) -> None:
+    def __init__(self, model: CausalModel, vocab_size: int, ranks: Ranks) -> None:
         self._model, self._vocabulary, self._ranks, self._group = model, vocab_size, ranks, ranks.group
         self._pools: list[KVPool] = []
         self._closed = False

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
@@ -48,7 +49,7 @@ def identity_of(target: Path, config: ModelConfig) -> Mapping[str, Any]:
 def collect(target: Path, folder: Path, recipe: Recipe, report: Callable[[Totals, float], None]) -> Totals:
     """Make conversations into ``folder`` until the recipe's tokens or time are used up, or its prompts. ``report`` gets
     the totals and the share done now and then. Returns the totals. Raises ConfigError, ModelError, CapacityError."""
-    model = load_model(target, recipe.dtype, recipe.device)
+    model = load_model(target, ModelSection(dtype=recipe.dtype, device=recipe.device))
     identity = identity_of(target, model.config)
     before = Shards([folder], identity).totals()
     if share_of(recipe, before) >= 1.0:

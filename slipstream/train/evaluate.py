@@ -53,7 +53,7 @@ def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tok
              dtype: Dtype = "bfloat16", device: str = "cpu", temperature: float = 0.0) -> list[Worth]:
     """What the head in folder ``head`` is worth on ``prompts`` in each of SHAPES. Raises ModelError."""
     slots = slots_needed(prompts, max_tokens)
-    runner = ModelRunner(load_model(target, dtype, device), slots)
+    runner = ModelRunner(load_model(target, ModelSection(dtype=dtype, device=device)), slots)
     model = ModelSection(path=str(target), dtype=dtype, device=device)
     worth = []
     for shape, growth in SHAPES.items():

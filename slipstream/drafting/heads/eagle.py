@@ -47,12 +47,12 @@ class EagleNetwork:
     lag = 1
 
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
-                 project: bool = False, ops: LayerOps = TORCH, attention: str = "auto",
-                 kernels: str = "torch", spare_slots: int = 0, whole: bool = False) -> None:
+                 project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,
+                 whole: bool = False) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
-        before it and rows get shorter by it; ops: how the layer runs; attention: see ``flashinfer.attention_for``;
-        kernels: see ``native.native_or``; spare_slots: further slots of the pool (see ``levels``); whole: with kernels
-        "native", matrices of whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
+        before it and rows get shorter by it; ops: how the layer runs; kernels: see ``native.native_or``; spare_slots:
+        further slots of the pool (see ``levels``); whole: with kernels "native", matrices of whole numbers (see
+        ``int8``). Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
@@ -85,7 +85,7 @@ class EagleNetwork:
             return body.forward
 
         def on_torch() -> Forward:
-            self.torch = TorchBody(config, tensors, head.norm_before_residual, attention, ops)
+            self.torch = TorchBody(config, tensors, head.norm_before_residual, ops)
             return self.torch.forward
 
         self._forward = native_or(kernels, kind, device, "head", native, on_torch)
@@ -152,9 +152,9 @@ class NativeTrees:
 class TorchBody:
     """What a row reads, the layer of a head, the final norm and the head's ``lm_head``."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, norm_before_residual: bool, attention: str,
+    def __init__(self, config: ModelConfig, tensors: Tensors, norm_before_residual: bool,
                  ops: LayerOps) -> None:
-        """attention, ops: as in ``EagleNetwork``."""
+        """ops: as in ``EagleNetwork``."""
         self._embedding = tensors["embed_tokens.weight"]
         self._token_norm, self._state_norm, self._norm = (tensors[name] for name in NORMS)
         self._norm_before_residual = norm_before_residual
@@ -163,7 +163,7 @@ class TorchBody:
         self._layer = DecoderLayer(weights, ops)
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, self._dtype, self._norm.device)
-        self.attention = attention_for(attention, config, self._dtype, self._norm.device)
+        self.attention = attention_for(config, self._dtype, self._norm.device)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products that may be replaced."""

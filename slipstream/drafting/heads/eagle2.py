@@ -37,7 +37,7 @@ class Eagle2Network:
     lag = 1
 
     def __init__(self, head: Eagle2Head, dtype: str, device: torch.device, num_slots: int,
-                 ops: LayerOps = TORCH, attention: str = "auto") -> None:
+                 ops: LayerOps = TORCH) -> None:
         """dtype: of weights, KV and features on the wire; ops: how the layer runs. Raises ModelError for an unknown
         dtype."""
         kind = dtype_of(dtype)
@@ -60,7 +60,7 @@ class Eagle2Network:
         self._layer = DecoderLayer(LayerWeights.read(config, tensors, LAYER, linear, input_norm=False), ops)
         self._lm_head = Linear(head.lm_head.to(device, kind))
         self._rope = Rope(config, kind, device)
-        self._attention = attention_for(attention, config, kind, device)
+        self._attention = attention_for(config, kind, device)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a step."""

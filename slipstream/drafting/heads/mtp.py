@@ -63,7 +63,7 @@ class DecoderBlocks:
     """Layers of ``decoder.py``."""
 
     def __init__(self, config: ModelConfig, head: MtpHead, dtype: torch.dtype, device: torch.device,
-                 ops: LayerOps = TORCH, attention: str = "auto") -> None:
+                 ops: LayerOps = TORCH) -> None:
         """config: of the model that the layers are like; ops: how a layer runs. Raises ModelError."""
         prefixes = tuple(f"{layer.prefix}." for layer in head.layers)
         tensors = {name: t.to(device, dtype) for name, t in head.tensors.items() if name.startswith(prefixes)}
@@ -71,7 +71,7 @@ class DecoderBlocks:
         self._layers = [DecoderLayer(LayerWeights.read(config, tensors, layer.prefix, linear), ops)
                         for layer in head.layers]
         self._rope = Rope(config, dtype, device)
-        self._attention = attention_for(attention, config, dtype, device)
+        self._attention = attention_for(config, dtype, device)
 
     def begin(self, batch: ForwardBatch, pool: KVPool) -> Run:
         """See ``Blocks``."""
