@@ -1,6 +1,6 @@
 """Stage ``ranks`` of ``make gpu``: a model on two devices against the same on one. One GPU skips it, and says so.
 
-It knows nothing about what is shared out: see ``slipstream.engine.shards``.
+It knows nothing about what is shared out: see ``slipstream.engine.parts``.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, kernels
 from slipstream.engine.native.decoder import NativeHead
 from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
-from slipstream.engine.part import part_of
+from slipstream.engine.parts import part_of
 from slipstream.engine.preparation import prepare_as
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import FORMAT, HEADS, RECEIPT, is_prepared

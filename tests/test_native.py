@@ -22,6 +22,7 @@ from slipstream.engine.native.decoder import NativeDecoder, NativeHead
 from slipstream.engine.native.linear import NativeLinear
 from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
 from slipstream.engine.native.rotary import Table
+from slipstream.engine.ops.layer import Heads
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.ops.rope import Rope
 from slipstream.engine.runner import ModelRunner
@@ -172,10 +173,10 @@ def everything(team: Team) -> list[torch.Tensor]:
     normed, queries, attended = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (x.shape[1], 128, 128))
     weight, gates = torch.randn(70, 128, generator=dice), torch.randn(64, 128, generator=dice)
     product, gated = torch.ones(rows, 70), torch.empty(rows, 32, dtype=torch.bfloat16)
-    norms = (torch.rand(size, generator=dice), torch.rand(size, generator=dice))
+    q_norm, k_norm = torch.rand(size, generator=dice), torch.rand(size, generator=dice)
     program = Program(team)
     program.norm(x, torch.rand(x.shape[1], generator=dice), 1e-5, normed)
-    program.attention(x, norms, 1e-5, 0, (heads, kv_heads, size), queries, attended)
+    program.attention(x, Heads(heads, kv_heads, size, q_norm, k_norm, 1e-5), 0, queries, attended)
     program.product(attended, Packed(team, weight, torch.rand(70, generator=dice)), product, add=True)
     program.product(attended, Packed(team, gates, silu=True), gated)
     program.run(BatchFrame.of(builder.build(), pool, angles.cos(), angles.sin()))

@@ -27,7 +27,6 @@ from slipstream.engine.backend import FixedAttention, PagedAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import Step
 from slipstream.engine.pages import PageTensors, plan_pages
 from slipstream.engine.trial import farthest
@@ -153,11 +152,14 @@ class GraphedDecoder:
     """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
     slots beyond those that are handed out, at its end."""
 
-    __slots__ = ("_attention", "_capture", "_failed", "_model", "_pages", "_pool", "_sizes", "_steps", "spare_slots")
+    __slots__ = ("_attention", "_capture", "_failed", "_model", "_pages", "_pool", "_sizes", "_steps", "config",
+                 "device", "dtype", "embed", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
                  wanted: Sequence[Size] | None = None) -> None:
         self._model, self._attention, self._capture = model, attention, capture
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.logits, self.embed = model.logits, model.embed
         self._sizes = sorted(sizes() if wanted is None else wanted)
         self._steps: dict[tuple[Size, tuple[int, ...]], CapturedStep] = {}
         self._pool: KVPool | None = None
@@ -165,30 +167,12 @@ class GraphedDecoder:
         self._failed = False
         self.spare_slots = max(size.rows for size in self._sizes)
 
-    @property
-    def config(self) -> ModelConfig:
-        return self._model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         step = self._step(batch, pool, taps)
         done = None if step is None else step(batch)
         return self._model.forward(batch, pool, taps) if done is None else done
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(tokens)
 
     @torch.inference_mode()
     def warm(self, pool: KVPool, most_segments: int, taps: tuple[int, ...] = ()) -> int:

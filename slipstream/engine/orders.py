@@ -1,11 +1,15 @@
-"""What rank 0 tells the other ranks of a model to compute, and the pipe that it is told through.
+"""What passes between the ranks of one model: orders of rank 0 through a pipe, and tensors between their devices.
 
 Rules:
 1. An order is an array of int32: a kind, lengths, values. A batch travels as what the host knows of it.
 2. Between orders a rank waits for ever, and the end of the pipe is the end of the rank. Whoever gives orders waits at
    most ``TIMEOUT_S`` for a rank to take one.
+3. Ranks call the same operations of their ``Group`` in the same order; one that the others do not join ends after
+   ``TIMEOUT_S``: with an error where the host waits for it (gloo), with the process where the device does (NCCL's
+   watchdog). None waits for the host on a GPU, so that a graph may capture it.
+4. All ranks are processes of one machine and of the same program. NCCL joins GPUs, gloo CPUs.
 
-It knows nothing about devices. Both ends are the same program on the same machine.
+It knows nothing about models.
 """
 
 from __future__ import annotations
@@ -13,14 +17,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch, HostRows
-from slipstream.engine.group import TIMEOUT_S
 
+TIMEOUT_S = 60.0
+HOST = "127.0.0.1"
 LENGTH_BYTES = 8
 FORWARD, LOGITS, WARM = range(3)
 Words = NDArray[np.int32]
@@ -130,3 +138,59 @@ def _arrays(batch: ForwardBatch) -> list[Words]:
 
 def _words(values: Sequence[int] | NDArray[np.int64]) -> Words:
     return np.asarray(values).astype(np.int32)
+
+
+class Meeting:
+    """Where ranks find one another: a port of rank 0, on this machine alone."""
+
+    __slots__ = ("_store", "port")
+
+    def __init__(self, ranks: int, port: int = 0) -> None:
+        """port: rank 0's; 0: this is rank 0."""
+        self._store: Any = _distributed().TCPStore(HOST, port, ranks, port == 0, timedelta(seconds=TIMEOUT_S),
+                                                   wait_for_workers=False)
+        self.port: int = self._store.port
+
+    def join(self, rank: int, ranks: int, device: torch.device) -> Group:
+        """Waits for all others. Raises RuntimeError when they do not come."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _distributed().init_process_group(backend, store=self._store, rank=rank, world_size=ranks,
+                                          timeout=timedelta(seconds=TIMEOUT_S))
+        return Group(rank, ranks)
+
+
+class Group:
+    """One process's place among the ranks. A process has one at a time."""
+
+    __slots__ = ("_all", "rank", "ranks")
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._all = _distributed()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in x's place."""
+        self._all.all_reduce(x)
+        return x
+
+    def told(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's x, in x's place."""
+        self._all.broadcast(x, 0)
+        return x
+
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
+        """x [R, W] of all ranks side by side: [R, ranks * W]."""
+        parts = x.new_empty(self.ranks, *x.shape)
+        self._all.all_gather(list(parts.unbind(0)), x)
+        return parts.transpose(0, 1).reshape(x.shape[0], -1)
+
+    def leave(self) -> None:
+        self._all.destroy_process_group()
+
+
+def _distributed() -> Any:
+    if not torch.distributed.is_available():
+        raise ModelError("model.tensor_parallel: this build of torch has no torch.distributed; use 1")
+    return torch.distributed

@@ -18,11 +18,10 @@ import torch
 from slipstream.base.config import LogSection
 from slipstream.base.errors import SlipstreamError
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.group import Group, Meeting
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
-from slipstream.engine.orders import ForwardOrder, LogitsOrder, Order, Pipe, WarmOrder, read
-from slipstream.engine.part import Part, load_part
+from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read
+from slipstream.engine.parts import Part, load_part
 from slipstream.observe.log import configure
 
 READY = b""
@@ -33,8 +32,8 @@ def main() -> None:
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
     try:
         part = Part.read(pipe.receive())
-        if part.threads:
-            torch.set_num_threads(part.threads)
+        if part.section.threads:
+            torch.set_num_threads(part.section.threads)
         pipe.send(READY)
         group = Meeting(part.ranks, part.port).join(part.rank, part.ranks, part.place)
         try:

@@ -7,9 +7,9 @@ Rules:
    (width, layers, vocabulary) is the whole model's.
 3. A rank that dies, or an error inside of an order, leaves the ranks out of step for good: every call is a RanksLost
    from then on, and whoever watches is told once. There is no way back but a new start of all.
-4. Nothing waits for ever: see ``group`` and ``orders`` for what bounds each wait.
+4. Nothing waits for ever: see ``orders`` for what bounds each wait.
 
-It knows nothing about sessions. How a model is cut stands in ``shards``.
+It knows nothing about sessions. How a model is cut stands in ``parts``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,11 +29,10 @@ from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError, RanksLost
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.group import Group, Meeting
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
-from slipstream.engine.orders import ForwardOrder, LogitsOrder, Order, Pipe, WarmOrder, written
-from slipstream.engine.part import Part, load_part, part_of
+from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, written
+from slipstream.engine.parts import Part, load_part, part_of
 from slipstream.observe.log import logger
 
 END_S = 10.0  # that ranks have to end by themselves
@@ -54,7 +54,7 @@ class Ranks:
         meeting = Meeting(first.ranks)
         try:
             for rank in range(1, first.ranks):
-                self._start(first.of(rank, meeting.port))
+                self._start(replace(first, rank=rank, port=meeting.port))
             self.hear()  # they are there, so meeting them takes no time
             self.group: Group = meeting.join(0, first.ranks, first.place)
         except BaseException:
@@ -143,34 +143,16 @@ class Ranks:
 class RankedModel:
     """See ``model.CausalModel``. All methods belong to one thread at a time."""
 
-    __slots__ = ("_closed", "_group", "_model", "_pools", "_ranks", "_vocabulary")
+    __slots__ = ("_closed", "_group", "_model", "_pools", "_ranks", "_vocabulary", "config", "device", "dtype", "pids",
+                 "spare_slots", "watch")
 
     def __init__(self, model: CausalModel, vocab_size: int, ranks: Ranks) -> None:
         self._model, self._vocabulary, self._ranks, self._group = model, vocab_size, ranks, ranks.group
+        self.config, self.dtype, self.device = model.config, model.dtype, model.device
+        self.spare_slots = model.spare_slots if isinstance(model, GraphedDecoder) else 0  # beyond those handed out
+        self.pids, self.watch = ranks.pids, ranks.watch
         self._pools: list[KVPool] = []
         self._closed = False
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._model.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
-    def spare_slots(self) -> int:
-        """Slots that a pool needs beyond those that are handed out."""
-        return self._model.spare_slots if isinstance(self._model, GraphedDecoder) else 0
-
-    @property
-    def pids(self) -> list[int]:
-        """The other ranks' processes."""
-        return self._ranks.pids
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -200,10 +182,6 @@ class RankedModel:
         self._ranks.tell(WarmOrder(self._number(pool), pool.num_slots, most_segments))
         with self._in_step():
             return self._model.warm(pool, most_segments)
-
-    def watch(self, told: Callable[[RanksLost], None]) -> None:
-        """``told`` is called once, from any thread, when ranks are lost."""
-        self._ranks.watch(told)
 
     def close(self) -> None:
         """End the other ranks; a second time does nothing."""
@@ -239,5 +217,5 @@ def ranked_model(folder: str | Path, section: ModelSection) -> RankedModel:
         others.end(0.0)
         others.group.leave()
         raise
-    logger("engine").info("ranks ready", ranks=part.ranks, device=part.device)
+    logger("engine").info("ranks ready", ranks=part.ranks, device=section.device)
     return RankedModel(model, ModelConfig.from_folder(folder).vocab_size, others)

@@ -1,4 +1,5 @@
-"""A decoder cut for several ranks, as Megatron cuts it (Shoeybi et al., arXiv 1909.08053).
+"""One rank's part of a model: what the rank is told at its start, and a decoder that is cut for several ranks, as
+Megatron cuts it (Shoeybi et al., arXiv 1909.08053).
 
 Rules:
 1. A rank holds whole heads, KV heads with their query heads, and as many columns of the MLP: a smaller model, whose
@@ -8,30 +9,94 @@ Rules:
    The head is cut by vocabulary, since a step reads all of it; its logits are put side by side.
 4. What does not divide is a ModelError that names the field.
 
-It knows nothing about processes or who tells a rank what to compute.
+It knows nothing about processes or who tells a rank what to compute. Format: JSON, for the other ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.backend import Attention
 from slipstream.engine.decoder import Decoder, Placing
-from slipstream.engine.group import Group
-from slipstream.engine.int8 import Matrix
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.flashinfer import attention_for
+from slipstream.engine.fp8 import with_fp8
+from slipstream.engine.int8 import Matrix, holds_int8
+from slipstream.engine.loading import graphed
+from slipstream.engine.model import CausalModel, ModelConfig, dtype_of
+from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import LayerOps
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.ops.specification import TORCH
-from slipstream.engine.weights import Tensors, take
+from slipstream.engine.orders import Group
+from slipstream.engine.weights import Tensors, load_tensors, take
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 WHOLE_HEAD = "lm_head.weight"
 SUMMED = ("o", "down")  # products that ranks have parts of
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of the model in ``folder``, which ``section`` shares out: the ``rank``-th. ``port``: where ranks meet. Of device
+    cuda, rank r has the r-th."""
+
+    rank: int
+    port: int
+    folder: str
+    section: ModelSection
+
+    @property
+    def ranks(self) -> int:
+        return self.section.tensor_parallel
+
+    @property
+    def place(self) -> torch.device:
+        device = self.section.device
+        return torch.device(device, self.rank) if device == "cuda" else torch.device(device)
+
+    def message(self) -> bytes:
+        return json.dumps([self.rank, self.port, self.folder, self.section.model_dump()]).encode()
+
+    @staticmethod
+    def read(message: bytes) -> Part:
+        rank, port, folder, section = json.loads(message)
+        return Part(rank, port, folder, ModelSection.model_validate(section))
+
+
+def part_of(folder: str | Path, section: ModelSection) -> Part:
+    """The first part of a model. Raises ModelError where it cannot be cut as the section says, or devices are missing;
+    before anything is loaded."""
+    ranks, field = section.tensor_parallel, "model.tensor_parallel"
+    if section.engine != "decoder" or section.kernels == "native":
+        raise ModelError(f"{field}: it is for engine decoder, without kernels native")
+    if section.device not in ("cpu", "cuda"):
+        raise ModelError(f"{field}: device '{section.device}' cannot be shared out; use cuda (the first GPUs) or cpu")
+    if section.device == "cuda" and torch.cuda.device_count() < ranks:
+        raise ModelError(f"{field}: {ranks} GPUs are wanted and {torch.cuda.device_count()} can be seen; give the pod "
+                         "more, or lower it")
+    if section.quantize == "int8" or holds_int8(folder):
+        raise ModelError(f"{field}: int8 weights (model.quantize) are not shared out; take the model's own folder, and "
+                         "none or fp8")
+    part_config(ModelConfig.from_folder(folder), ranks)
+    return Part(0, 0, str(folder), section)
+
+
+def load_part(part: Part, group: Group) -> CausalModel:
+    """The model of this rank. Raises ModelError."""
+    config = ModelConfig.from_folder(part.folder)
+    dtype, device = dtype_of(part.section.dtype), part.place
+    own = part_config(config, part.ranks)
+    attention = attention_for(own, dtype, device)
+    decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention,
+                              operations_for(part.section.kernels, own, dtype, device))
+    return graphed(with_fp8(decoder) if part.section.quantize == "fp8" else decoder)
 
 
 def part_config(config: ModelConfig, ranks: int) -> ModelConfig:
