@@ -16,11 +16,11 @@ from slipstream.base.config import Config, TargetSection
 from slipstream.decision.policy import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
-from slipstream.engine.memory import Memory
+from slipstream.engine.memory import Memory, default_slots
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
-from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -95,7 +95,6 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
                           kernels="native" if isinstance(model, NativeDecoder) else "torch",
                           threads=model.threads if isinstance(model, NativeDecoder) else torch.get_num_threads(),
-                          alone_rows=runner.alone_rows,
                           slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,17 @@ from safetensors.torch import load_file, save_file
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
 from slipstream.engine.backend import TorchAttention
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import CausalModel, ModelConfig, dtype_of, parse_config
+from slipstream.engine.memory import default_slots
+from slipstream.engine.model import ModelConfig, dtype_of, parse_config
 from slipstream.engine.ops.layer import DecoderLayer, LayerWeights, Step, linear
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.ops.rope import Rope
 from slipstream.engine.ops.specification import TORCH, rms_norm
-from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_tensors
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
@@ -154,41 +154,6 @@ def test_profile_measures_and_frees(tiny_folder: Path) -> None:
     costs = runner.profile((1, 4, 8, 64))
     assert list(costs) == [1, 4, 8] and all(seconds > 0 for seconds in costs.values())
     runner.slots.check([])
-
-
-class Waiting:
-    """A model that only waits: up to four rows where threads are several, more rows where it has one."""
-
-    def __init__(self, model: CausalModel) -> None:
-        self.config, self.dtype, self.device = model.config, model.dtype, model.device
-        self.embed = model.embed
-        self.seen: list[tuple[int, int]] = []  # rows, threads
-
-    def forward(self, batch: ForwardBatch, pool: KVPool,
-                taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.seen.append((batch.num_rows, torch.get_num_threads()))
-        if (torch.get_num_threads() > 1) == (batch.num_rows <= 4):
-            time.sleep(0.05)
-        return torch.zeros(batch.num_rows, self.config.hidden_size), None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(hidden), self.config.vocab_size)
-
-
-def test_few_rows_run_on_one_thread_where_that_is_quicker(tiny_folder: Path) -> None:
-    model = Waiting(load_model(tiny_folder, ModelSection(dtype="float32")))
-    runner, before = ModelRunner(model, 256), torch.get_num_threads()
-    run(runner, TEXT)
-    assert model.seen == [(len(TEXT), before)]
-    try:
-        torch.set_num_threads(2)
-        runner.profile((1, 4, 8))
-        assert runner.alone_rows == 4 and torch.get_num_threads() == 2
-        for rows in (8, 4, 9):
-            run(runner, TEXT[:rows])
-        assert model.seen[-3:] == [(8, 2), (4, 1), (9, 2)]
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:

@@ -36,11 +36,7 @@ class Memory:
     @staticmethod
     def of(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_rows: int) -> Memory:
         """As it is now. max_rows: of one step."""
-        if device.type == "cuda":
-            free, total = free_memory(device)
-        else:
-            now = psutil.virtual_memory()
-            free, total = int(now.available), int(now.total)
+        free, total = free_memory(device)
         return Memory(total, free, slot_bytes(config, dtype), step_bytes(config, dtype, max_rows))
 
     def slots(self, wanted: int) -> int:
@@ -62,14 +58,30 @@ class Memory:
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of a GPU. What torch keeps for later, as after loading, is free."""
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)
+    """Free and total bytes. What torch keeps for later, as after loading, is free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)
+    now = psutil.virtual_memory()
+    return int(now.available), int(now.total)
+
+
+def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,
+                  share: float = 0.5, device: torch.device | str = "cpu") -> int:
+    """How many slots to give a pool: room for ``max_sessions`` whole contexts (0: the model's), or what fits into
+    ``share`` of the memory that is free on the device now; at least one context of 1024 tokens."""
+    context = min(max_context or config.max_context, config.max_context)
+    fits = int(free_memory(torch.device(device))[0] * share) // kv_bytes(config, dtype)
+    return max(min(max_sessions * context, fits), min(context, 1024))
+
+
+def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one token."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return (kv + MOST_TAPS * config.hidden_size) * dtype.itemsize
+    return kv_bytes(config, dtype) + MOST_TAPS * config.hidden_size * dtype.itemsize
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:

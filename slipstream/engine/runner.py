@@ -3,8 +3,6 @@
 Rules:
 1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
 2. The same runner serves target and draft; it never learns why a row is there.
-3. On a CPU, few rows may be quicker on one thread than on several that wait for one another at each product. Up to how
-   many is measured by ``profile``; before it, all threads are used.
 
 It knows nothing about sessions, trees, sampling or the network.
 """
@@ -15,27 +13,24 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.memory import free_memory
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.sending import sent
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
-ALONE_GAIN = 1.02  # a core that is left to others is worth a little
 
 
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "_known", "_scoring", "_threads", "alone_rows", "model", "pool", "slots", "taps")
+    __slots__ = ("_features", "_known", "_scoring", "model", "pool", "slots", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0) -> None:
         """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``)."""
@@ -47,8 +42,6 @@ class ModelRunner:
                            model.dtype, model.device)
         self.taps: tuple[int, ...] = ()
         self._features = torch.empty(0, 0)
-        self.alone_rows = 0  # batches of at most so many rows run on one thread; 0: thread counts are left alone
-        self._threads = 1  # of larger ones
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps
 
     @property
@@ -73,8 +66,6 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Run a batch: KV (and features, with taps) are written at its slots. Returns the logits [R, V]."""
-        if self.alone_rows:
-            torch.set_num_threads(1 if batch.num_rows <= self.alone_rows else self._threads)
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped)
@@ -112,8 +103,6 @@ class ModelRunner:
         """Seconds of one forward with so many tree rows behind a short context: the cost of verifying. Row counts that
         do not fit the free slots are left out."""
         costs: dict[int, float] = {}
-        self.alone_rows, self._threads = 0, torch.get_num_threads()
-        several = self._threads > 1 and self.model.device.type == "cpu"
         for count in rows:
             try:
                 slots = self.slots.alloc(PROFILE_CONTEXT + count)
@@ -121,21 +110,9 @@ class ModelRunner:
                 break
             try:
                 costs[count] = self._time(slots, count)
-                if several:
-                    costs[count], several = self._tried_alone(slots, count, costs[count])
             finally:
                 self.slots.free(slots)
         return costs
-
-    def _tried_alone(self, slots: NDArray[np.int64], count: int, cost_s: float) -> tuple[float, bool]:
-        """The better time of so many rows, and whether it is one thread's; ``alone_rows`` follows."""
-        before, self.alone_rows = self.alone_rows, count
-        alone_s = self._time(slots, count)
-        torch.set_num_threads(self._threads)
-        if alone_s <= cost_s * ALONE_GAIN:
-            return alone_s, True
-        self.alone_rows = before
-        return cost_s, False
 
     def _time(self, slots: NDArray[np.int64], count: int) -> float:
         self.pool.kv[:, sent(slots, self.pool.kv.device)] = 0  # memory may hold anything
@@ -152,20 +129,3 @@ class ModelRunner:
             times.append(time.perf_counter() - began)
         # A neighbour on the machine can only make a step slower, so the fastest one tells what the step costs.
         return min(times[1:])
-
-
-def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,
-                  share: float = 0.5, device: torch.device | str = "cpu") -> int:
-    """How many slots to give a pool: room for ``max_sessions`` whole contexts (0: the model's), or what fits into
-    ``share`` of the memory that is free on the device now; at least one context of 1024 tokens."""
-    context = min(max_context or config.max_context, config.max_context)
-    wanted = max_sessions * context
-    per_slot = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    fits = int(_free_memory(torch.device(device)) * share) // per_slot
-    return max(min(wanted, fits), min(context, 1024))
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return free_memory(device)[0]
-    return int(psutil.virtual_memory().available)
