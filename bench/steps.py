@@ -72,7 +72,7 @@ def attention(runner: ModelRunner, batch: ForwardBatch) -> Part:
     """That of all layers."""
     model = runner.model
     if isinstance(model, NativeDecoder):
-        program, frame = model.listed(batch.num_rows, ())[0].only(ATTEND), model.frame(batch, runner.pool)
+        program, frame = model.listed(batch.num_rows, ()).program.only(ATTEND), model.frame(batch, runner.pool)
         return lambda: program.run(frame)
     attend = TorchAttention(model.config, model.dtype).plan(batch)
     q = torch.randn(batch.num_rows, model.config.num_heads, model.config.head_dim).to(model.dtype)
@@ -83,7 +83,7 @@ def parts_of_a_plain_step(runner: ModelRunner) -> dict[str, Part]:
     """What is timed besides whole steps."""
     model = runner.model
     if isinstance(model, NativeDecoder):
-        program, frame = model.listed(1, ())[0], model.frame(batch_of(1), runner.pool)
+        program, frame = model.listed(1, ()).program, model.frame(batch_of(1), runner.pool)
         state = torch.randn(1, model.config.hidden_size).to(model.dtype)
         products = program.only(PRODUCT)
         return {"products": lambda: products.run(frame), "head": lambda: model.logits(state),

@@ -10,51 +10,30 @@ It knows nothing about sessions, slots' owners or files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import Matrix, as_whole, head_of
+from slipstream.engine.int8 import as_whole, head_of
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
-from slipstream.engine.native.linear import FEW_ROWS, NativeLinear, fits
-from slipstream.engine.native.program import BatchFrame, Frame, Kept, Packed, Program, Team
-from slipstream.engine.native.rotary import Table
+from slipstream.engine.native.layer import Buffers, NativeLayer, Table, check_sizes
+from slipstream.engine.native.linear import FEW_ROWS, NativeHead, NativeLinear, fits
+from slipstream.engine.native.program import BatchFrame, Kept, Program, Team
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.weights import Tensors, take
 
 
-class NativeHead:
-    """Final states to logits."""
-
-    __slots__ = ("_packed", "_team")
-
-    def __init__(self, team: Team, weight: Matrix) -> None:
-        """weight [V, H], any float dtype or whole numbers."""
-        self._team = team
-        self._packed = Packed(team, weight)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """bfloat16 [R, H] -> float32 [R, V]."""
-        out = torch.empty(hidden.shape[0], self._packed.outer)
-        program = Program(self._team)
-        program.product(hidden.contiguous(), self._packed, out)
-        program.run(BatchFrame(Frame(hidden.shape[0])))
-        return out
-
-    def write(self, program: Program, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """The same as an operation on the rows that a frame picks: hidden bfloat16 [C, H], out float32 [C, V]."""
-        program.product(hidden, self._packed, out, few=True)
-
-
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """What a list ends with, for at most R rows."""
+class Listed:
+    """A forward as a list, and what it leaves of at most C rows, R of them with scores."""
 
+    program: Program
+    states: torch.Tensor  # bfloat16 [C, H] after the final norm; of a list with scores, of the rows that have them
+    tapped: torch.Tensor | None  # bfloat16 [C, len(taps) * H]; of a list with scores they go to the frame's features
     logits: torch.Tensor  # float32 [R, V]
     best: torch.Tensor  # int64 [R]
 
@@ -62,8 +41,8 @@ class Scores:
 class NativeDecoder:
     """A whole model; see ``model.ScoringModel``."""
 
-    __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_scoring", "_table", "_team",
-                 "config", "device", "dtype", "threads")
+    __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_table", "_team", "config",
+                 "device", "dtype", "threads")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, team: Team, whole: bool = False) -> None:
         """tensors, whole: as in ``NativeLayer``. Raises ModelError naming a tensor or a measure."""
@@ -79,17 +58,15 @@ class NativeDecoder:
         self._head = NativeHead(team, as_whole(head) if whole else head)
         self._table = Table(config)
         self._rows = self._few = FEW_ROWS
-        self._lists: dict[tuple[int, ...], tuple[Program, Buffers, torch.Tensor | None]] = {}  # by taps
-        self._scoring: dict[tuple[int, ...], tuple[Program, Scores]] = {}  # by taps
+        self._lists: dict[tuple[tuple[int, ...], bool], Listed] = {}  # by taps, and whether there are scores
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, H] after the final norm, and the taps side by side [T, len(taps) * H] or None."""
-        rows = batch.num_rows
-        program, buffers, tapped = self.listed(rows, taps)
-        program.run(self.frame(batch, pool))
-        return buffers.normed[:rows].clone(), None if tapped is None else tapped[:rows].clone()
+        rows, listed = batch.num_rows, self.listed(batch.num_rows, taps)
+        listed.program.run(self.frame(batch, pool))
+        return listed.states[:rows].clone(), None if listed.tapped is None else listed.tapped[:rows].clone()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -106,12 +83,9 @@ class NativeDecoder:
         """See ``model.ScoringModel``; the logits are a buffer's."""
         assert len(taps) * self.config.hidden_size == (0 if features is None else features.shape[1])
         few = len(batch.host.logit_rows)
-        self._reach(batch.num_rows, few)
-        if taps not in self._scoring:
-            self._scoring[taps] = self._scoring_list(taps)
-        program, scores = self._scoring[taps]
-        program.run(self.frame(batch, pool, features))
-        return scores.logits[:few], scores.best[:few].tolist()
+        listed = self.listed(batch.num_rows, taps, few)
+        listed.program.run(self.frame(batch, pool, features))
+        return listed.logits[:few], listed.best[:few].tolist()
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """See ``model.ScoringModel``; on the model's threads where it fits them."""
@@ -125,46 +99,24 @@ class NativeDecoder:
         return BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self.config.sliding_window,
                              batch.positions, features)
 
-    def listed(self, rows: int, taps: tuple[int, ...]) -> tuple[Program, Buffers, torch.Tensor | None]:
-        """The list for at most so many rows, its buffers, and the one of tapped states."""
-        self._reach(rows, 0)
-        if taps not in self._lists:
-            self._lists[taps] = self._list(taps)
-        return self._lists[taps]
+    def listed(self, rows: int, taps: tuple[int, ...], few: int | None = None) -> Listed:
+        """The list for at most so many rows, with scores for so many of them; None: it has none."""
+        if rows > self._rows or (few or 0) > self._few:
+            self._rows, self._few = _doubled(self._rows, rows), _doubled(self._few, few or 0)
+            self._lists.clear()
+        key = (taps, few is not None)
+        if key not in self._lists:
+            self._lists[key] = self._list(*key)
+        return self._lists[key]
 
-    def _reach(self, rows: int, few: int) -> None:
-        if rows <= self._rows and few <= self._few:
-            return
-        while self._rows < rows:
-            self._rows *= 2
-        while self._few < few:
-            self._few *= 2
-        self._lists.clear()
-        self._scoring.clear()
-
-    def _list(self, taps: tuple[int, ...]) -> tuple[Program, Buffers, torch.Tensor | None]:
-        config, program = self.config, Program(self._team)
-        buffers = Buffers.of(config, self._rows, config.hidden_size)
-        tapped = torch.empty(self._rows, len(taps) * config.hidden_size, dtype=torch.bfloat16) if taps else None
-        places = {} if tapped is None else dict(zip(taps, torch.split(tapped, config.hidden_size, 1), strict=True))
-        self._write(program, buffers, places)
-        program.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed)
-        return program, buffers, tapped
-
-    def _scoring_list(self, taps: tuple[int, ...]) -> tuple[Program, Scores]:
-        config, program = self.config, Program(self._team)
-        hidden, buffers = config.hidden_size, Buffers.of(config, self._rows, config.hidden_size)
-        scores = Scores(torch.empty(self._few, config.vocab_size), torch.empty(self._few, dtype=torch.int64))
-        picked = torch.empty(self._few, hidden, dtype=torch.bfloat16)
-        self._write(program, buffers, {tap: Kept(i * hidden, len(taps) * hidden) for i, tap in enumerate(taps)})
-        program.norm(buffers.stream, self._norm, config.norm_eps, picked, few=True)
-        self._head.write(program, picked, scores.logits)
-        program.best(scores.logits, scores.best)
-        return program, scores
-
-    def _write(self, program: Program, buffers: Buffers, places: Mapping[int, torch.Tensor | Kept]) -> None:
-        """From tokens to the stream after the last layer; what is tapped goes to its place."""
-        config = self.config
+    def _list(self, taps: tuple[int, ...], scores: bool) -> Listed:
+        config, program, hidden = self.config, Program(self._team), self.config.hidden_size
+        buffers, tapped = Buffers.of(config, self._rows, hidden), None
+        places: dict[int, torch.Tensor | Kept] = {tap: Kept(i * hidden, len(taps) * hidden)
+                                                  for i, tap in enumerate(taps)}
+        if taps and not scores:
+            tapped = torch.empty(self._rows, len(taps) * hidden, dtype=torch.bfloat16)
+            places.update(zip(taps, torch.split(tapped, hidden, 1), strict=True))
         program.embed(self._embedding, buffers.stream)
         for i, layer in enumerate(self._layers):
             if i in places:
@@ -173,3 +125,16 @@ class NativeDecoder:
             layer.write(program, buffers, i)
         if config.num_layers in places:
             program.norm(buffers.stream, self._norm, config.norm_eps, places[config.num_layers])
+        program.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed, few=scores)
+        few = self._few if scores else 0
+        logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)
+        if scores:
+            program.product(buffers.normed, self._head.packed, logits, few=True)
+            program.best(logits, best)
+        return Listed(program, buffers.normed, tapped, logits, best)
+
+
+def _doubled(size: int, wanted: int) -> int:
+    while size < wanted:
+        size *= 2
+    return size

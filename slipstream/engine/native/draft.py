@@ -20,13 +20,12 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import rounded as whole_numbers
+from slipstream.engine.int8 import as_whole
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.native.layer import Buffers, NativeLayer, check_sizes
-from slipstream.engine.native.linear import FEW_ROWS
-from slipstream.engine.native.program import LANES, BatchFrame, Frame, Packed, Program, Team
-from slipstream.engine.native.rotary import Table
+from slipstream.engine.native.layer import Buffers, NativeLayer, Table, check_sizes
+from slipstream.engine.native.linear import FEW_ROWS, NativeHead
+from slipstream.engine.native.program import LANES, BatchFrame, Packed, Program, Team
 from slipstream.engine.weights import Tensors, take
 
 Indices = NDArray[np.int64]
@@ -62,7 +61,7 @@ class Trees(ctypes.Structure):
     _fields_ = [*((name, kind) for names, kind in (
         ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head", ctypes.c_void_p),
         ("head_count", ctypes.c_int64), ("normed states best", ctypes.c_void_p),
-        ("sessions topk most_levels width head_dim window", ctypes.c_int64),
+        ("sessions topk most_levels width window", ctypes.c_int64),
         ("cos sin seeds tokens read kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
         ("children picks found", ctypes.c_void_p)) for name in names.split())]
 
@@ -148,7 +147,7 @@ class NativeDraft:
         self._norm_before_residual = norm_before_residual
         self._layer = NativeLayer(team, config, tensors, prefix, 2 * config.hidden_size, False, whole)
         lm_head = tensors["lm_head.weight"]
-        self._head = Packed(team, whole_numbers(lm_head) if whole else lm_head)
+        self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary
         self._table = Table(config)
         self._ranking: Ranking | None = None
@@ -166,18 +165,14 @@ class NativeDraft:
         frame.frame.states = states.data_ptr()
         self._body.run(frame)
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
-        logits = torch.empty(len(normed), self._head.outer)
-        program = Program(self._team)
-        program.product(normed, self._head, logits)
-        program.run(BatchFrame(Frame(len(normed))))
-        return self._states.index_select(0, batch.logit_rows), logits
+        return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
     def grow(self, seeds: Sequence[Seed], pool: KVPool, topk: int) -> list[Grown]:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
         most MOST_BITS."""
         seeds, order = _by_levels(seeds)
         most, pending = seeds[0].levels, sum(len(seed.tokens) for seed in seeds)
-        assert 0 < topk <= self._head.outer and topk * most <= MOST_BITS
+        assert 0 < topk <= self._head.packed.outer and topk * most <= MOST_BITS
         self._reach(max(pending, topk * len(seeds)), max(s.position + len(s.tokens) + s.levels for s in seeds))
         states = torch.cat([seed.states for seed in seeds]) if len(seeds) > 1 else seeds[0].states.contiguous()
         assert states.dtype == pool.kv.dtype == torch.bfloat16 and states.shape == (pending, self._config.hidden_size)
@@ -189,14 +184,14 @@ class NativeDraft:
 
     def _call(self, sessions: int, levels: int, topk: int, pool: KVPool) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
-            self._ranking = Ranking(self._team, self._buffers.normed, self._head, self._vocabulary, topk)
+            self._ranking = Ranking(self._team, self._buffers.normed, self._head.packed, self._vocabulary, topk)
             self._calls.clear()
         body, head, config = self._body.listed(), self._ranking.program.listed(), self._config
         return Call(pool, Trees(
             body=ctypes.addressof(body), body_count=len(body), head=ctypes.addressof(head), head_count=len(head),
             normed=self._buffers.normed.data_ptr(), states=self._states.data_ptr(), best=self._ranking.best.data_ptr(),
-            sessions=sessions, topk=topk, most_levels=levels, width=config.hidden_size, head_dim=config.head_dim,
-            window=config.sliding_window, kv=pool.kv.data_ptr(), layer_stride=pool.kv.stride(0)))
+            sessions=sessions, topk=topk, most_levels=levels, width=config.hidden_size, window=config.sliding_window,
+            kv=pool.kv.data_ptr(), layer_stride=pool.kv.stride(0)))
 
     def _reach(self, rows: int, positions: int) -> None:
         self._table.reach(positions)

@@ -1,4 +1,4 @@
-"""One decoder layer as operations: weights packed for the kernels, and the buffers that layers share.
+"""One decoder layer as operations: weights packed for the kernels, and the buffers and rotary rows that layers share.
 
 Rules:
 1. Weights are those of any layer (``ops.layer``), which may read more than its residual stream.
@@ -18,7 +18,10 @@ from slipstream.engine.int8 import Matrix, as_whole
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.program import GROUP, LANES, Packed, Program, Team
 from slipstream.engine.ops.layer import LayerWeights
+from slipstream.engine.ops.rope import Rope
 from slipstream.engine.weights import Tensors
+
+FIRST_POSITIONS = 4096  # of a table of rotary rows
 
 
 def check_sizes(config: ModelConfig) -> None:
@@ -83,3 +86,18 @@ class NativeLayer:
         program.norm(buffers.stream, weights.post_norm, weights.heads.eps, buffers.normed)
         program.product(buffers.normed, weights.gate_up, buffers.inner)
         program.product(buffers.inner, weights.down, buffers.stream, add=True)
+
+
+class Table:
+    """Rotary rows by position; it grows by doubling."""
+
+    __slots__ = ("_rope", "cos", "sin")
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._rope = Rope(config, torch.float32, torch.device("cpu"))
+        self.cos, self.sin = self._rope.rows(torch.arange(min(FIRST_POSITIONS, config.max_context)))  # [P, 1, D]
+
+    def reach(self, positions: int) -> None:
+        """Have at least so many."""
+        if positions > len(self.cos):
+            self.cos, self.sin = self._rope.rows(torch.arange(2 * positions))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.engine.int8 import Matrix
 from slipstream.engine.native.program import LANES, BatchFrame, Frame, Packed, Program, Team
 
 FEW_ROWS = 64  # buffers begin with so many
@@ -15,6 +16,25 @@ FEW_ROWS = 64  # buffers begin with so many
 def fits(weight: torch.Tensor) -> bool:
     """Whether W [O, I] is one for ``NativeLinear``."""
     return weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
+
+
+class NativeHead:
+    """x W^T in float32: of final states, logits."""
+
+    __slots__ = ("_team", "packed")
+
+    def __init__(self, team: Team, weight: Matrix) -> None:
+        """weight [V, H], any float dtype or whole numbers."""
+        self._team = team
+        self.packed = Packed(team, weight)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [R, H] -> float32 [R, V]."""
+        out = torch.empty(hidden.shape[0], self.packed.outer)
+        program = Program(self._team)
+        program.product(hidden.contiguous(), self.packed, out)
+        program.run(BatchFrame(Frame(hidden.shape[0])))
+        return out
 
 
 class NativeLinear:

@@ -33,7 +33,7 @@ struct Trees {  // `draft.Trees` is the same
     int64_t head_count;
     bf16 *normed, *states;  // [C, W] buffers: what the head reads; what a child's row reads
     const Child* best;      // [C, K] what the head says
-    int64_t sessions, topk, most_levels, width, head_dim, window;
+    int64_t sessions, topk, most_levels, width, window;
     const float *cos, *sin;   // [P, D]
     const Seed* seeds;        // [B]
     const int64_t* tokens;    // pending, of all sessions
@@ -48,15 +48,12 @@ struct Trees {  // `draft.Trees` is the same
 
 struct Rows {  // of one forward
     const Trees& trees;
-    std::vector<int64_t> tokens, slots, begin, shared, tree;
+    std::vector<int64_t> tokens, positions, slots, begin, shared, tree;
     std::vector<uint64_t> words;
-    std::vector<float> cos, sin;
     std::vector<bf16> states;
 
     void add(int64_t token, int64_t position, const bf16* state, int64_t slot) {
-        tokens.push_back(token), slots.push_back(slot);
-        const float *c = trees.cos + position * trees.head_dim, *s = trees.sin + position * trees.head_dim;
-        cos.insert(cos.end(), c, c + trees.head_dim), sin.insert(sin.end(), s, s + trees.head_dim);
+        tokens.push_back(token), positions.push_back(position), slots.push_back(slot);
         states.insert(states.end(), state, state + trees.width);
     }
     void see(int64_t first, int64_t count, uint64_t word, int64_t own) {
@@ -65,8 +62,8 @@ struct Rows {  // of one forward
         begin.push_back(first + skipped), shared.push_back(count - skipped), words.push_back(word), tree.push_back(own);
     }
     Frame frame() const {
-        return {int64_t(tokens.size()), cos.data(), sin.data(), slots.data(), trees.kv_slots, begin.data(), shared.data(),
-                tree.data(), words.data(), trees.kv, trees.layer_stride, tokens.data(), states.data()};
+        return {int64_t(tokens.size()), trees.cos, trees.sin, slots.data(), trees.kv_slots, begin.data(), shared.data(),
+                tree.data(), words.data(), trees.kv, trees.layer_stride, tokens.data(), states.data(), positions.data()};
     }
 };
 
