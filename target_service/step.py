@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.batch import BatchBuilder, sent
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
-from slipstream.engine.sending import sent
 from slipstream.protocol.lenient import Thresholds, relaxed
 from slipstream.protocol.requests import Finish, TokenLogprob
 from slipstream.protocol.tree import DraftTree

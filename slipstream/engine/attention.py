@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.sending import sent
+from slipstream.engine.batch import ForwardBatch, sent
 from slipstream.protocol.tree import MAX_NODES
 
 Indices = NDArray[np.int64]

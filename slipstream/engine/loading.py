@@ -19,7 +19,6 @@ from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.exact import check_exact
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
@@ -31,6 +30,7 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.trial import check_exact
 from slipstream.engine.weights import Tensors, load_tensors
 from slipstream.observe.log import logger
 

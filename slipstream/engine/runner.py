@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, sent
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel
 from slipstream.engine.ops.linear import Linear
-from slipstream.engine.sending import sent
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5

@@ -2,9 +2,9 @@
 the tokens before it, and the request's ``Sampling``; of nothing else.
 
 Rules:
-1. The order is: penalties, logit bias, min_tokens (``penalties.py``), temperature, top-k, top-p, min-p, keyed noise,
+1. The order is: penalties, logit bias, min_tokens, temperature, top-k, top-p, min-p, keyed noise,
    argmax. Filters look at the tempered distribution.
-2. Tokens of equal probability survive the filters (``filters.py``) together, or not at all.
+2. Tokens of equal probability survive the filters (``logits.py``, as all before the noise) together, or not at all.
 3. Noise (``noise.py``) is a pure function of (seed, absolute position, token id), so argmax(logits / T + noise) over
    the survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the very same noise
    (Daliri, Musco, Suresh, arXiv 2408.07978).
@@ -22,10 +22,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.engine.filters import is_filtered, survivors
+from slipstream.engine.batch import sent
+from slipstream.engine.logits import (
+    Columns,
+    TokenHistory,
+    bias,
+    forbid_stops,
+    is_filtered,
+    penalise,
+    survivors,
+)
 from slipstream.engine.noise import leaders, noise, row_keys
-from slipstream.engine.penalties import Columns, TokenHistory, bias, forbid_stops, penalise
-from slipstream.engine.sending import sent
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import TokenLogprob
 

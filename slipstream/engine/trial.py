@@ -1,10 +1,13 @@
-"""A trial of an attention over pages before it serves: does it see what torch's sees, and compute what that computes?
+"""Trials before anything is served: does an attention over pages see and compute what torch's does, and does
+speculation change a bit of what a model computes?
 
 Rules:
-1. One batch of every kind of row: a chunk of a prompt, steps, and trees, behind contexts of several lengths, on slots
-   in any order. KV that no row may read is NaN.
-2. It is asked both ways that serve: planned for one forward, and fixed as for a graph.
-3. What answers depend on must not depend on a GPU that nobody has seen: what fails here does not serve.
+1. An attention gets one batch of every kind of row: a chunk of a prompt, steps, and trees, behind contexts of several
+   lengths, on slots in any order. KV that no row may read is NaN. It is asked both ways that serve: planned for one
+   forward, and fixed as for a graph.
+2. Of a model, the rows of a random tree, and of a prompt, are held against plain steps, bit for bit. What passes are
+   the CPU kernels (``native``), whose sums are in one order; torch's depend on the number of rows.
+3. What answers depend on must not depend on a machine that nobody has seen: what fails here does not serve.
 
 It knows nothing about kernels, or about what takes their place.
 """
@@ -13,14 +16,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from slipstream.base.errors import ModelError
 from slipstream.engine.backend import PagedAttention, TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.pages import PageTensors, plan_pages
 
 SEGMENTS = (("chunk", 40, 9), ("step", 200, 1), ("tree", 130, 33), ("step", 1, 1), ("tree", 3, 2))  # context, rows
 SLOTS = 500
+CONTEXT, ROWS = 120, 16  # of the trial of exactness
 LIMIT = 2e-2  # of a row's length: several times what 16 bits round
 
 
@@ -69,3 +76,45 @@ def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, 
     fixed = attention.fixed(PageTensors.empty(batch.num_rows, len(batch.mask_lens), 2 * SLOTS, kv.device))
     fixed.write(plan)
     return fixed(q, kv)
+
+
+def check_exact(model: CausalModel) -> CausalModel:
+    """The model, after its trial. Raises ModelError."""
+    if not passes_trial(model):
+        raise ModelError("model.kernels: native: on this machine a tree's rows differ from plain steps; serve with "
+                         "model.dtype=float32 instead")
+    return model
+
+
+def passes_trial(model: CausalModel) -> bool:
+    """Whether the rows of a random tree, and of a prompt, are bit for bit those of plain steps."""
+    dice, config = np.random.default_rng(0), model.config
+    parents = [-1, *(int(dice.integers(node)) for node in range(1, ROWS))]
+    tokens = dice.integers(config.vocab_size, size=CONTEXT + ROWS).tolist()
+    pool = KVPool(config.num_layers, CONTEXT + 2 * ROWS, config.num_kv_heads, config.head_dim, model.dtype)
+    context = np.arange(CONTEXT)
+    logits = _run(model, pool, tokens[:CONTEXT], list(range(CONTEXT)), context[:0])
+    if not torch.equal(logits[-1:], _run(model, pool, tokens[CONTEXT - 1 : CONTEXT],
+                                         [CONTEXT - 1], context[:-1])):
+        return False
+    nodes, words, paths = tokens[CONTEXT:], [1], [[0]]
+    for node in range(1, ROWS):
+        words.append(words[parents[node]] | 1 << node)
+        paths.append([*paths[parents[node]], node])
+    slots = list(range(CONTEXT, CONTEXT + ROWS))
+    tree = _run(model, pool, nodes, slots, context, words, [len(path) - 1 for path in paths])
+    longest = max(paths, key=len)
+    for depth, node in enumerate(longest):
+        behind = np.append(context, np.arange(depth) + slots[-1] + 1)
+        alone = _run(model, pool, [nodes[node]], [slots[-1] + 1 + depth], behind)
+        if not torch.equal(alone[0], tree[node]):
+            return False
+    return True
+
+
+def _run(model: CausalModel, pool: KVPool, tokens: list[int], slots: list[int], context: NDArray[np.int64],
+         words: list[int] | None = None, depths: list[int] | None = None) -> torch.Tensor:
+    builder = BatchBuilder()
+    positions = [len(context) + depth for depth in depths or range(len(tokens))]
+    builder.add(tokens, positions, slots, context, words, 0 if words is None else len(tokens))
+    return model.logits(model.forward(builder.build(), pool)[0])

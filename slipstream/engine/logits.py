@@ -1,0 +1,205 @@
+"""What a request makes of a row of logits before a token is drawn: penalties, bias, min_tokens; and what top-k, top-p
+and min-p leave of it.
+
+Rules:
+1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens; top-k, top-p, min-p.
+   top-p counts the mass that top-k left.
+2. Penalties look along each row's own path: the answer so far and the draft tokens between the root and the row. The
+   repetition penalty counts the prompt too; frequency and presence count the answer alone. A token that has no column
+   (a draft's smaller vocabulary) cannot be chosen there, so it is left out.
+3. Every filter is a threshold on probability, so tokens of equal probability live or die together: no filter depends on
+   the order in which a sort happens to leave them.
+4. Survivors are a prefix of the descending order, so the search looks at ever more candidates until every row's prefix
+   ends inside them; a whole sort is the last resort.
+5. The mass of a whole vocabulary, which top-p without top-k needs, is summed in the logits' own type (float32 at
+   least), block by block in an order that does not depend on how many rows there are.
+
+It knows nothing about noise, trees or sessions. Shapes: R rows, V columns, K candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from slipstream.engine.batch import sent
+from slipstream.protocol.messages import Sampling
+
+FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear
+BLOCK = 64  # columns that are summed, or searched, as one
+COLDEST = 1e-30  # temperature that float32 can divide by
+
+
+class TokenHistory:
+    """How often each token stands in the answer so far; prompt tokens are present with count 0."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self, prompt_tokens: Iterable[int] = ()) -> None:
+        self.counts: dict[int, int] = dict.fromkeys((int(token) for token in prompt_tokens), 0)
+
+    @staticmethod
+    def of(sampling: Sampling, prompt_tokens: Iterable[int] = ()) -> TokenHistory | None:
+        """The history that ``sampling`` needs: none without penalties, no prompt without a repetition penalty."""
+        if sampling.repetition_penalty != 1.0:
+            return TokenHistory(prompt_tokens)
+        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+            return TokenHistory()
+        return None
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Add committed answer tokens."""
+        for token in tokens:
+            self.counts[int(token)] = self.counts.get(int(token), 0) + 1
+
+
+class Columns:
+    """Where target token ids stand among the columns of some logits: ``vocabulary`` int64 [V], None: id is column."""
+
+    __slots__ = ("_is_plain", "column_of", "device")
+
+    def __init__(self, width: int, vocabulary: torch.Tensor | None, device: torch.device) -> None:
+        self.device = device
+        self._is_plain = vocabulary is None
+        columns = torch.arange(width, device=device)
+        if vocabulary is None:
+            self.column_of = columns
+        else:
+            self.column_of = torch.full((int(vocabulary.max()) + 1,), -1, dtype=torch.int64, device=device)
+            self.column_of[vocabulary] = columns
+
+    def find(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [F]: the columns of those ids that have one, and int64 [F]: which of ``ids`` they were."""
+        if self._is_plain:  # nothing to look up: the host knows, and does not wait for a device to say so
+            given = np.asarray(ids, np.int64)
+            inside = np.flatnonzero((given >= 0) & (given < len(self.column_of)))
+            return sent(given[inside], self.device), sent(inside, self.device)
+        wanted = sent(np.asarray(ids, np.int64), self.device)
+        known = ((wanted >= 0) & (wanted < len(self.column_of))).nonzero()[:, 0]
+        columns = self.column_of[wanted[known]]
+        return columns[columns >= 0], known[columns >= 0]
+
+
+def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: TokenHistory,
+             paths: Sequence[Sequence[int]]) -> None:
+    """Apply repetition, frequency and presence penalties to ``rows`` (float64 [r, V]) in place; one path a row."""
+    counts = history.counts
+    cells: list[tuple[int, int, int]] = []  # row, token, its count once the row's path is part of the answer
+    for row, path in enumerate(paths):
+        cells += [(row, token, counts.get(token, 0) + path.count(token)) for token in dict.fromkeys(path)]
+    table = np.array(cells, np.int64).reshape(-1, 3)
+    where, known = columns.find(table[:, 1])
+    row_of = sent(table[:, 0], rows.device)[known]
+    # Taken before the committed history changes them: each cell is penalised once, with its full count.
+    before = rows[row_of, where]
+    seen, known_history = columns.find(np.fromiter(counts.keys(), np.int64, len(counts)))
+    committed = np.fromiter(counts.values(), np.int64, len(counts))
+    rows[:, seen] = _lowered(rows[:, seen], committed, known_history, sampling)
+    rows[row_of, where] = _lowered(before, table[:, 2], known, sampling)
+
+
+def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    count = sent(np.ascontiguousarray(counts), values.device)[known]
+    repetition = sampling.repetition_penalty
+    if repetition != 1.0:
+        values = torch.where(values > 0, values / repetition, values * repetition)
+    return values - sampling.frequency_penalty * count - sampling.presence_penalty * (count > 0)
+
+
+def bias(rows: torch.Tensor, columns: Columns, logit_bias: Sequence[tuple[int, float]]) -> None:
+    """Add ``logit_bias`` to ``rows`` (float64 [r, V]) in place."""
+    where, known = columns.find([token for token, _ in logit_bias])
+    amounts = sent([amount for _, amount in logit_bias], rows.device, torch.float64)
+    rows.index_add_(1, where, amounts[known].expand(len(rows), -1))
+
+
+def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_output: Sequence[int]) -> None:
+    """Make stop tokens impossible in the rows before which fewer than min_tokens answer tokens stand, in place."""
+    early = [row for row, count in enumerate(num_output) if count < sampling.min_tokens]
+    if early and sampling.stop_token_ids:
+        where, _ = columns.find(sampling.stop_token_ids)
+        rows[sent(early, rows.device)[:, None], where] = -math.inf
+
+
+def is_filtered(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+def survivors(logits: torch.Tensor, heat: torch.Tensor, samplings: Sequence[Sampling],
+              at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of each row and their columns, both [R, K]: float64 logs of their chances up to a constant of the row,
+    -inf where filtered.
+
+    logits: [R, V]. heat: temperatures, float64 [R]. samplings: one a row. at_least: candidates, where V has as many.
+    """
+    vocab = logits.shape[1]
+    limits = [min(s.top_k or vocab, vocab) for s in samplings]
+    top_k = _column(limits, logits).to(torch.int64)
+    top_p = _column([s.top_p if s.top_p < 1.0 else math.inf for s in samplings], logits)
+    min_p = _column([math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings], logits)
+    whole = (top_p < 1.0) & (top_k == vocab)
+    highest, heat = logits.amax(1, keepdim=True), heat[:, None]
+    log_mass = torch.zeros_like(heat)
+    # The host knows whether there are any. A row that does not need it is not shifted, whatever its company needs.
+    if any(s.top_p < 1.0 and limit == vocab for s, limit in zip(samplings, limits, strict=True)):
+        log_mass = torch.where(whole, _log_mass(logits - highest, heat), log_mass)
+    first = FIRST_WIDTH_CPU if logits.device.type == "cpu" else FIRST_WIDTH
+    width = max(first, at_least, *(limit + 1 for limit in limits if limit < vocab))
+    while True:
+        values, columns = _best(logits, min(width, vocab))
+        values = (values.to(torch.float64) - highest).div_(heat).sub_(log_mass)
+        inside_k = (values > -math.inf) & (values >= _at(values, top_k - 1))
+        keep = inside_k & _nucleus(values, inside_k, top_p, top_k < vocab) & (values >= values[:, :1] + min_p)
+        # With top-k, all that it leaves must be in view: it is the mass that top-p counts.
+        cut = keep[:, -1:] | (inside_k[:, -1:] & (top_k < vocab))
+        if width >= vocab or not bool(cut.any()):
+            return values.masked_fill(~keep, -math.inf), columns
+        width = width * 8 if width < 4096 else vocab
+
+
+def _best(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``width`` best of each row in descending order, and their columns."""
+    rows, vocab = logits.shape
+    blocks = vocab // BLOCK
+    if vocab % BLOCK or 4 * width > blocks:
+        best = logits.topk(width, 1)
+        return best.values, best.indices
+    grid = logits.view(rows, blocks, BLOCK)
+    chosen = grid.amax(-1).topk(width, 1).indices  # the best tokens are in the blocks with the best tokens
+    found = grid.gather(1, chosen[..., None].expand(-1, -1, BLOCK)).flatten(1).topk(width, 1)
+    places = found.indices
+    return found.values, chosen.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+
+
+def _log_mass(below: torch.Tensor, heat: torch.Tensor) -> torch.Tensor:
+    """float64 [R, 1]: log of the sum of exp(below / heat). below: [R, V], at most 0."""
+    kind = torch.promote_types(below.dtype, torch.float32)
+    shares = below.to(kind).div(heat.clamp(min=COLDEST).to(kind)).exp_()
+    shares = F.pad(shares, (0, -shares.shape[1] % BLOCK))
+    return shares.view(len(shares), -1, BLOCK).sum(-1).to(torch.float64).sum(1, keepdim=True).log_()
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return sent(values, like.device, torch.float64)[:, None]
+
+
+def _at(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[R, 1]: ``values`` [R, K] at ``index`` [R, 1]; -inf where that is not among the K."""
+    seen = values.shape[1]
+    return values.gather(1, index.clamp(max=seen - 1)).masked_fill(index >= seen, -math.inf)
+
+
+def _nucleus(values: torch.Tensor, inside_k: torch.Tensor, top_p: torch.Tensor, limited: torch.Tensor) -> torch.Tensor:
+    """bool [R, K]: the smallest prefix of descending logs whose mass reaches ``top_p``, and what equals its last.
+
+    The mass is that of what top-k left; where it did not look (not ``limited``) it is one.
+    """
+    probs = values.exp().masked_fill_(~inside_k, 0.0)
+    total = probs.cumsum(1)
+    needed = (total - probs) < top_p * torch.where(limited, total[:, -1:], 1.0)
+    return values >= values.masked_fill(~(needed & inside_k), math.inf).amin(1, keepdim=True)
