@@ -1,11 +1,14 @@
-"""Admission: how many answers run at once, how many wait, and who is turned away.
+"""Waiting: how many answers run at once, how many wait for room, who is turned away; and limits on any wait.
 
 Rules:
 1. First come, first served: a request for several answers is not overtaken while it waits.
 2. Beyond the queue a request is refused at once (429 with a time to come back), so that waiting stays bounded.
 3. Closing turns away everyone who waits; who is inside may finish.
+4. ``with limit: await …`` raises what the limit was made with when it fires, and nothing else differs from waiting
+   without it: who is cancelled from outside stays cancelled. It takes no task or timer for each wait: those cost more
+   than a token's other work. One task waits within a limit at a time; one that has fired lets nobody begin to wait.
 
-It knows nothing about targets or text.
+It knows nothing about targets or text, nor what is awaited.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest
 
@@ -112,3 +117,44 @@ class Admission:
         self.in_flight -= answers
         if self.in_flight == 0:
             self._empty.set()
+
+
+class Limit:
+    """Ends whoever waits within it once it is told to ``fire``, or ``after_s`` seconds from now unless it is closed
+    (make it on the event loop then). ``error`` makes what is raised."""
+
+    __slots__ = ("_cancelling", "_error", "_task", "_timer", "fired")
+
+    def __init__(self, error: Callable[[], Exception], after_s: float | None = None) -> None:
+        self.fired = False
+        self._error = error
+        self._task: asyncio.Task[Any] | None = None  # that waits now
+        self._cancelling = 0
+        self._timer = None if after_s is None else asyncio.get_running_loop().call_later(after_s, self.fire)
+
+    def close(self) -> None:
+        """Time fires it no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def fire(self) -> None:
+        if not self.fired:
+            self.fired = True
+            if self._task is not None:
+                self._task.cancel()
+
+    def __enter__(self) -> None:
+        if self.fired:
+            raise self._error()
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        self._cancelling = task.cancelling()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        task, self._task = self._task, None
+        if self.fired and task is not None:
+            alone = task.uncancel() <= self._cancelling
+            if alone and kind is asyncio.CancelledError:
+                raise self._error() from error
+

@@ -22,13 +22,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.completion import TextDelta
-from router_service.events import DONE, EventStream, Presence, event, framed
-from router_service.gate import REQUEST_ID, Gate, problem_response
+from router_service.admission import Limit
+from router_service.completion import Numbered, TextDelta
+from router_service.gate import REQUEST_ID, ApiKeys, Gate, problem_response
 from router_service.gateway import Gateway, Job, Run
-from router_service.keys import ApiKeys
-from router_service.outlet import outlet_of
-from router_service.patience import Limit
+from router_service.outlet import DONE, EventStream, Presence, event, framed, outlet_of
 from router_service.problems import http_problem, problem_of
 from router_service.replies import ChatReply, Reply, TextReply
 from router_service.schemas import Body, ChatBody, CompletionBody, parse
@@ -222,7 +220,6 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-Numbered = tuple[int, TextDelta]
 Deltas = AsyncGenerator[Numbered, None]
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router_service.patience import Limit
+from router_service.admission import Limit
 from router_service.targets import Target, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.log import logger

@@ -5,7 +5,9 @@ Rules:
    by one, and what a commit holds beyond a stop string is no part of the answer.
 2. The texts of the tokens joined are the text; only an unfinished character at the very end has no token. While a stop
    string may be growing, tokens are held back; where it is complete, the last token is cut.
-3. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
+3. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
+   longest one if several end there. Nothing from its start on comes out.
+4. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
 
 Tokens and deltas are named tuples: one of each is made for every token, and a frozen dataclass takes four times as
 long. It knows nothing about the OpenAI format, targets or who asked.
@@ -13,13 +15,14 @@ long. It knows nothing about the OpenAI format, targets or who asked.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from router_service.tokens import Detokenizer, StopStrings, TextCodec
-from slipstream.base.errors import Unavailable
+from router_service.tokens import Detokenizer, TextCodec
+from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage
 from slipstream.protocol.requests import Answer, Finish, Piece, Request, State, TokenLogprob
 
@@ -46,6 +49,12 @@ class TextDelta(NamedTuple):
 
     def __repr__(self) -> str:
         return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"
+
+
+Numbered = tuple[int, TextDelta]
+PENDING = 4  # deltas of one completion that may wait for a slow reader
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters
 
 
 @dataclass(slots=True)
@@ -158,3 +167,76 @@ class Completion:
     def _delta(self, tokens: list[AnswerToken], tail: str = "", finish: Finish = "", num_tokens: int = 0) -> TextDelta:
         text = tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
         return TextDelta(text + tail, tuple(tokens), finish, num_tokens)
+
+
+class StopStrings:
+    """Cuts one answer's text before the first stop string. ``matched`` names it once it came."""
+
+    __slots__ = ("_held", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises InvalidRequest("stop") for an empty string, too many of them, or one that is too long."""
+        if len(stops) > MAX_STOPS:
+            raise InvalidRequest("stop", f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
+        if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+            raise InvalidRequest("stop", f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may go out now: what could still become a stop string is held back. "" after a match."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        kept = self._unfinished(text)
+        self._held = text[len(text) - kept:]
+        return text[:len(text) - kept]
+
+    def flush(self) -> str:
+        """What was held back and did not become a stop string after all."""
+        text, self._held = self._held, ""
+        return text
+
+    def _unfinished(self, text: str) -> int:
+        """The length of the longest end of ``text`` that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+async def merged(completions: Sequence[Completion]) -> AsyncGenerator[Numbered, None]:
+    """(number, delta) of all ``completions``. The first error of any ends the stream with it."""
+    queue: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue(PENDING * len(completions))
+    tasks = [asyncio.create_task(_pump(i, c, queue)) for i, c in enumerate(completions)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(number: int, completion: Completion, queue: asyncio.Queue[Numbered | BaseException | None]) -> None:
+    try:
+        async for delta in completion:
+            await queue.put((number, delta))
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)

@@ -18,11 +18,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from router_service.admission import Admission
+from router_service.admission import Admission, Limit
 from router_service.balance import Balancer
-from router_service.completion import Completion, TextDelta
-from router_service.merging import merged
-from router_service.patience import Limit
+from router_service.completion import Completion, TextDelta, merged
 from router_service.schemas import SEEDS, ChatBody, CompletionBody, Options
 from router_service.tokens import TextCodec
 from slipstream.base.config import RouterSection

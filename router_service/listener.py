@@ -3,7 +3,7 @@
 Rules:
 1. Beyond loopback HTTP needs API keys, or leave in so many words.
 2. A connection whose client has read nothing of what waits for it for ``STALL_S`` ends, also when all is answered.
-3. Connections are bounded, what comes in on each by ``router.intake``; the application bounds bodies and answers.
+3. Connections are bounded, what comes in on each by ``connection``; the application bounds bodies and answers.
 
 It knows nothing about routes.
 """
@@ -12,18 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
-from router_service.events import STALL_S
-from router_service.intake import Intake
-from router_service.outlet import STATE, Outlet
+from router_service.connection import TappedProtocol
+from router_service.outlet import STALL_S
 from slipstream.base.address import host_port
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import ConfigError
@@ -72,42 +66,6 @@ class HttpListener:
         self._server.should_exit = True
         await self._loop
         await self._server.shutdown(sockets=[self._socket])
-
-
-class TappedProtocol(asyncio.Protocol):
-    """uvicorn's HTTP, with an intake and an outlet of ours on the same connection."""
-
-    def __init__(self, config: Config, server_state: ServerState, app_state: Mapping[str, Any],
-                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._outlet = Outlet()
-        self._http = HttpToolsProtocol(config, server_state, {**app_state, STATE: self._outlet}, _loop)
-        self._intake = Intake(self._http)
-        self._http.parser = self._intake  # type: ignore[assignment]
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._outlet.opened(transport)
-        self._http.connection_made(transport)
-        self._intake.wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._outlet.lost()
-        self._intake.close()
-        self._http.connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._http.data_received(data)
-
-    def eof_received(self) -> None:
-        self._http.eof_received()
-
-    def pause_writing(self) -> None:
-        self._outlet.fill(True)
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._outlet.fill(False)
-        self._http.resume_writing()
 
 
 def _listening(listen: str, stall_s: float) -> socket.socket:

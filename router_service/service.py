@@ -13,8 +13,8 @@ from router_service.app import create_app
 from router_service.balance import Balancer
 from router_service.fallback import PoolFallback
 from router_service.front import GatewayFront
+from router_service.gate import ApiKeys
 from router_service.gateway import Gateway
-from router_service.keys import ApiKeys
 from router_service.listener import HttpListener
 from router_service.targets import Connect, Targets
 from router_service.tokens import TextCodec

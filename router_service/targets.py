@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router_service.patience import Limit
+from router_service.admission import Limit
 from slipstream.base.errors import SlipstreamError
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import Backend, TargetInfo

@@ -1,34 +1,36 @@
-"""Text and tokens: prompts in, incremental text out, stop strings.
+"""Text and tokens: prompts and chat messages in, incremental text out.
 
 Rules:
 1. The pieces of ``Detokenizer`` joined are the decoded answer: never half a character, special tokens left out. (Where
    a model writes bytes that are no UTF-8, byte-fallback tokenizers decode a run of them to other counts of U+FFFD.)
-2. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
-   longest one if several end there. Nothing from its start on comes out.
-3. A raw prompt is its author's in full: special tokens in it are tokens. Chat messages are not (see chat_template).
+2. A raw prompt is its author's in full: special tokens in it are tokens.
+3. Only the chat template of the model folder is ever rendered, in a sandbox, with a cap on what it may write. A request
+   brings none.
+4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
+   would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
+   literal segment of its own. Messages without such text give exactly the prompt that transformers gives.
 
-Files: tokenizer.json, tokenizer_config.json, generation_config.json, config.json of a model folder.
-It knows nothing about HTTP, models or torch.
+It knows nothing about files (``text_files`` reads them), HTTP, models or torch.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from jinja2 import TemplateError
+from jinja2.exceptions import SecurityError
 
-from router_service.chat_template import load_chat_template
+from router_service.text_files import compiled, literals, spelling, stop_token_ids, template_source
 from slipstream.base.errors import InvalidRequest, ModelError
-from slipstream.models.folder import load_tokenizer, read_json
+from slipstream.models.folder import load_tokenizer
 
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 256  # characters
-FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-SPACE = "\u2581"  # how SentencePiece writes a space
+MAX_RENDERED = 4 << 20  # characters
+PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 
 
 class TextCodec:
@@ -48,12 +50,13 @@ class TextCodec:
         self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self._specials: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
-        self._literals = _literals(self._tokenizer, self._specials.values())
-        self._spell, self.starts_with_space = _spelling(self._tokenizer)
+        self._literals = literals(self._tokenizer, self._specials.values())
+        self._spell, self.starts_with_space = spelling(self._tokenizer)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
-        self._template = load_chat_template(folder, self._specials.values())
-        self.stop_token_ids: tuple[int, ...] = _stop_token_ids(folder, self._tokenizer)
+        source = template_source(folder)
+        self._template = None if source is None else ChatTemplate(*source, self._specials.values())
+        self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a raw prompt, begun as the tokenizer begins texts (BOS where the model has one)."""
@@ -146,47 +149,103 @@ class Detokenizer:
         return text
 
 
-class StopStrings:
-    """Cuts one answer's text before the first stop string. ``matched`` names it once it came."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the prompt. A literal one is the text of a special token that must not become the token."""
 
-    __slots__ = ("_held", "_stops", "matched")
+    text: str
+    literal: bool = False
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Raises InvalidRequest("stop") for an empty string, too many of them, or one that is too long."""
-        if len(stops) > MAX_STOPS:
-            raise InvalidRequest("stop", f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
-        if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-            raise InvalidRequest("stop", f"each string must have 1 to {MAX_STOP_LENGTH} characters")
-        self._stops = tuple(dict.fromkeys(stops))
-        self._held = ""
-        self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that may go out now: what could still become a stop string is held back. "" after a match."""
-        if self.matched is not None:
-            return ""
-        text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            _, start, self.matched = min(found)
-            self._held = ""
-            return text[:start]
-        kept = self._unfinished(text)
-        self._held = text[len(text) - kept:]
-        return text[:len(text) - kept]
+class ChatTemplate:
+    """The compiled template of one model."""
 
-    def flush(self) -> str:
-        """What was held back and did not become a stop string after all."""
-        text, self._held = self._held, ""
-        return text
+    __slots__ = ("_named", "_specials", "_template")
 
-    def _unfinished(self, text: str) -> int:
-        """The length of the longest end of ``text`` that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+    def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str]) -> None:
+        """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
+
+        Raises ModelError when ``source`` is not a template.
+        """
+        self._named = dict(named)
+        longest_first = sorted((text for text in specials if text), key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._template = compiled(source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[Segment]:
+        """The prompt in order. Raises InvalidRequest("messages") for messages that the template refuses."""
+        guards = _Guards.find(messages, self._specials)
+        if guards is not None:
+            messages = guards.put_into(messages)
+        text = self._text(messages, add_generation_prompt)
+        return [Segment(text)] if guards is None else guards.split(text)
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        names = {**self._named, "messages": messages, "tools": None, "documents": None,
+                 "add_generation_prompt": add_generation_prompt}
+        written, chunks = 0, []
+        try:
+            for chunk in self._template.generate(names):
+                chunks.append(chunk)
+                written += len(chunk)
+                if written > MAX_RENDERED:
+                    raise InvalidRequest("messages", f"longer than {MAX_RENDERED} characters when rendered")
+        except SecurityError as error:
+            raise ModelError(f"chat_template: does what the sandbox forbids: {error}") from error
+        except TemplateError as error:
+            raise InvalidRequest("messages", f"the model's chat template refuses: {str(error)[:200]}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest("messages", "the model's chat template cannot render them "
+                                 f"({type(error).__name__}); give every message a role and a text content") from error
+        return "".join(chunks)
+
+
+class _Guards:
+    """Stand-ins for the special tokens' texts while the template works on the messages."""
+
+    __slots__ = ("_close", "_found", "_open", "_specials")
+
+    def __init__(self, specials: re.Pattern[str], found: list[str], marks: tuple[str, str]) -> None:
+        self._specials = specials
+        self._found = found
+        self._open, self._close = marks
+
+    @staticmethod
+    def find(messages: Sequence[Mapping[str, Any]], specials: re.Pattern[str]) -> _Guards | None:
+        """None, the usual case, when no message holds the text of a special token."""
+        texts: list[str] = []
+        _map_texts(messages, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+        found = sorted({match for text in texts for match in specials.findall(text)})
+        if not found:
+            return None
+        used = set().union(*texts)
+        for code in PRIVATE_USE:
+            if chr(code) not in used and chr(code + 1) not in used:
+                return _Guards(specials, found, (chr(code), chr(code + 1)))
+        raise InvalidRequest("messages", "hold special tokens and every private-use character")
+
+    def put_into(self, messages: Sequence[Mapping[str, Any]]) -> Any:
+        index = {text: i for i, text in enumerate(self._found)}
+        return _map_texts(messages, lambda text: self._specials.sub(
+            lambda match: f"{self._open}{index[match[0]]}{self._close}", text))
+
+    def split(self, text: str) -> list[Segment]:
+        """``text`` with the stand-ins as literal segments; a neighbour that is empty is left out."""
+        pieces = re.split(f"{self._open}([0-9]+){self._close}", text)  # plain, index, plain, index, …, plain
+        segments = [Segment(self._found[int(piece)], literal=True) if i % 2 else Segment(piece)
+                    for i, piece in enumerate(pieces)]
+        return [segment for segment in segments if segment.text]
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of messages with every text in them changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value
 
 
 def _decoded(data: bytes) -> str | None:
@@ -194,65 +253,3 @@ def _decoded(data: bytes) -> str | None:
         return data.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:
-    """The tokens that spell each special token as ordinary text."""
-    tokenizer.encode_special_tokens = True
-    literals = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
-    tokenizer.encode_special_tokens = False
-    return literals
-
-
-def _spelling(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How a token is written in the vocabulary, and whether the first space of a text is not part of it."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = {step["type"] for step in steps}
-    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-        return _byte_level(), False
-    if kinds & {"Replace", "Metaspace"} and kinds <= FALLBACK_STEPS:
-        strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
-        return _byte_fallback, strips or any(step.get("prepend_scheme", "never") != "never" for step in steps)
-    raise ModelError(f"tokenizer.json: decoder: {', '.join(sorted(kinds))} is not supported; "
-                     "known: byte level, byte fallback, Metaspace")
-
-
-def _byte_level() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-    def spell(token: str) -> bytes:
-        try:
-            return bytes([alphabet[char] for char in token])
-        except KeyError:  # an added token is written as it is
-            return token.encode()
-
-    return spell
-
-
-def _byte_fallback(token: str) -> bytes:
-    """SentencePiece: ``<0x0A>`` is a byte, U+2581 a space."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return token.replace(SPACE, " ").encode()
-
-
-def _stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else the eos_token of tokenizer_config.json."""
-    for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id")
-        ids = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
-        if ids:
-            return tuple(dict.fromkeys(ids))
-    entry = read_json(folder / "tokenizer_config.json").get("eos_token")
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    return () if token is None else (token,)

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service import intake
-from router_service.intake import MAX_HEADER_BYTES, MAX_WAITING
+from router_service import connection
+from router_service.connection import MAX_HEADER_BYTES, MAX_WAITING
 from router_service.listener import HttpListener
 from router_service.outlet import outlet_of
 from slipstream.base.config import RouterSection, WireSection
@@ -207,7 +207,7 @@ async def test_a_client_that_is_refused_while_it_sends_hears_why() -> None:
 
 @pytest.mark.parametrize("head, status", [(GET, 408), (b"", None)])
 async def test_a_slow_head_is_refused(monkeypatch: pytest.MonkeyPatch, head: bytes, status: int | None) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", 0.05)
+    monkeypatch.setattr(connection, "HEAD_S", 0.05)
     async with served(App()) as (reader, writer):
         writer.write(GET + b"\r\n")
         await reader.readuntil(b"0\r\n\r\n")
@@ -220,7 +220,7 @@ async def test_a_slow_head_is_refused(monkeypatch: pytest.MonkeyPatch, head: byt
 
 
 async def test_a_slow_answer_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", 0.02)
+    monkeypatch.setattr(connection, "HEAD_S", 0.02)
     app = App()
     app.go.clear()
     async with served(app) as (reader, writer):
@@ -233,7 +233,7 @@ async def test_a_slow_answer_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_head_behind_a_body_that_nobody_waited_for_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "HEAD_S", 0.6)
+    monkeypatch.setattr(connection, "HEAD_S", 0.6)
     async with served(App()) as (reader, writer):
         writer.write(POST.replace(b"/a", b"/early") + b"Content-Length: 3\r\n\r\na")
         await reader.readuntil(b"0\r\n\r\n")

@@ -13,9 +13,8 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router_service.events import STALL_S, EventStream, Presence
 from router_service.listener import HttpListener
-from router_service.outlet import STATE
+from router_service.outlet import STALL_S, STATE, EventStream, Presence
 from slipstream.base.config import RouterSection, WireSection
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, events, routing

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router_service.patience import Limit
+from router_service.admission import Limit
 from slipstream.base.errors import DeadlineExceeded
 
 

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from router_service.app import create_app
+from router_service.gate import ApiKeys
 from router_service.gateway import Job
-from router_service.keys import ApiKeys
 from router_service.schemas import ChatBody
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router_service.tokens import MAX_STOPS, StopStrings
+from router_service.completion import MAX_STOPS, StopStrings
 from slipstream.base.errors import InvalidRequest
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from router_service.chat_template import MAX_RENDERED, ChatTemplate
-from router_service.tokens import Detokenizer, TextCodec
+from router_service.tokens import MAX_RENDERED, ChatTemplate, Detokenizer, TextCodec
 from slipstream.base.errors import InvalidRequest, ModelError
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>"]

@@ -1,4 +1,6 @@
-"""The way in of a connection: llhttp's parser under uvicorn's protocol, and what the two leave unbounded.
+"""A connection: uvicorn's protocol with an intake of ours before it, and an outlet beside it.
+
+The intake is llhttp's parser, and bounds what it and uvicorn leave unbounded.
 
 Rules:
 1. Nothing that a client sends grows without a bound: a head, trailers, what stands between chunks
@@ -17,13 +19,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 import httptools
 import orjson
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from router_service.outlet import Unchunked
+from router_service.outlet import STATE, Outlet, Unchunked
 from router_service.problems import Problem, http_problem
 
 MAX_HEADER_BYTES = 32 << 10
@@ -229,3 +235,39 @@ def _refusal(problem: Problem) -> bytes:
     return (b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
             b"connection: close\r\n\r\n%b" % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body),
                                              secrets.token_hex(16).encode(), body))
+
+
+class TappedProtocol(asyncio.Protocol):
+    """uvicorn's HTTP, with an intake and an outlet of ours on the same connection."""
+
+    def __init__(self, config: Config, server_state: ServerState, app_state: Mapping[str, Any],
+                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._outlet = Outlet()
+        self._http = HttpToolsProtocol(config, server_state, {**app_state, STATE: self._outlet}, _loop)
+        self._intake = Intake(self._http)
+        self._http.parser = self._intake  # type: ignore[assignment]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._outlet.opened(transport)
+        self._http.connection_made(transport)
+        self._intake.wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._outlet.lost()
+        self._intake.close()
+        self._http.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._http.data_received(data)
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._outlet.fill(True)
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._outlet.fill(False)
+        self._http.resume_writing()
