@@ -54,6 +54,7 @@ class Balancer:
                  rules: BalanceRules | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rules = rules or BalanceRules()
         self._targets = targets
+        self._known = targets.known.values()  # as they come and go
         self._metrics = metrics
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
@@ -62,18 +63,22 @@ class Balancer:
 
     @property
     def ready(self) -> bool:
-        return any(target.ready for target in self._targets)
+        return any(target.ready for target in self._known)
 
     @property
     def info(self) -> TargetInfo | None:
         """What the first ready target says of itself; None while none has answered."""
-        known = [t for t in self._targets if t.info is not None]
-        return next((t.info for t in known if t.ready), known[0].info if known else None)
+        info = None
+        for target in self._known:
+            if target.ready:
+                return target.info
+            info = info or target.info
+        return info
 
     @property
-    def drafts_connected(self) -> int:
-        infos = [target.info for target in self._targets if target.info is not None]
-        return sum(draft.connected for info in infos for draft in info.drafts)
+    def drafted(self) -> bool:
+        """Whether any target has a draft connected."""
+        return any(target.drafted for target in self._known)
 
     def submit(self, request: Request) -> Answer:
         """Never raises; the answer's iteration does."""
@@ -99,17 +104,14 @@ class Balancer:
         before = target.problem
         try:
             async with asyncio.timeout(self.rules.poll_timeout_s):
-                target.info = await target.backend.info()
+                info = await target.backend.info()
         except Exception as error:  # whatever a target does, the others are still asked
-            target.missed_polls += 1
-            target.problem = str(error) if isinstance(error, SlipstreamError) else "does not answer"
+            target.missed(str(error) if isinstance(error, SlipstreamError) else "does not answer")
             if target.missed_polls >= self.rules.polls_until_gone or target.left:
                 target.lose()
         else:
-            target.missed_polls, target.in_flight_at_poll = 0, target.in_flight
-            target.gone = False
+            target.answered(info, self._misfit(info))
             self._targets.heard(target)
-            target.problem = self._misfit(target.info)
         if target.problem != before:
             self._log.info("target changed", target=target.name, ready=target.ready, problem=target.problem)
 
@@ -120,13 +122,13 @@ class Balancer:
 
     def pick(self, tokens: tuple[int, ...], tried: Collection[str] = ()) -> Target:
         """The target for a prompt; one of ``tried`` never. Raises Draining or Unavailable."""
-        left = [t for t in self._targets if t.name not in tried and not t.draining]
+        left = [t for t in self._known if t.name not in tried and not t.draining]
         now = self._clock()
         usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
                   or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
         if usable:
-            return self._choose(usable, tokens)
-        if len(self._targets) and all(t.draining for t in self._targets):
+            return usable[0] if len(usable) == 1 else self._choose(usable, tokens)
+        if self._known and all(t.draining for t in self._known):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
 
@@ -134,8 +136,6 @@ class Balancer:
         return target.info is not None and bool(self._misfit(target.info))
 
     def _choose(self, usable: list[Target], tokens: tuple[int, ...]) -> Target:
-        if len(usable) == 1:
-            return usable[0]
         prefix = np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
         by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
         least = min(by_affinity, key=lambda t: t.load)
@@ -241,7 +241,8 @@ class RoutedAnswer:
         self._target = target
         target.in_flight += 1
         self._begun = False
-        self._answer = target.backend.submit(self._request.after(self._emitted))
+        emitted = self._emitted
+        self._answer = target.backend.submit(self._request.after(emitted) if emitted else self._request)
         if self._speculate != self._request.speculate:
             self._answer.set_speculation(self._speculate)
         self._pieces = aiter(self._answer)

@@ -82,7 +82,7 @@ class Gateway:
     @property
     def drafted(self) -> bool:
         """Whether any target has a draft connected."""
-        return self._balancer.drafts_connected > 0
+        return self._balancer.drafted
 
     @property
     def model(self) -> str:

@@ -47,6 +47,9 @@ class Target:
     ejections: int = 0
     ejected_until: float = 0.0
     problem: str = "not asked yet"
+    ready: bool = False  # it answers polls, fits and is not draining
+    draining: bool = False
+    drafted: bool = False  # it has a draft connected
     gone: bool = False  # it answers no polls
     awaited: set[Limit] = field(default_factory=set)  # by answers without their first piece
 
@@ -55,13 +58,17 @@ class Target:
         reported = self.info.sessions_running + self.info.sessions_waiting if self.info else 0
         return max(reported + self.in_flight - self.in_flight_at_poll, self.in_flight)
 
-    @property
-    def draining(self) -> bool:
-        return self.info is not None and self.info.draining
+    def answered(self, info: TargetInfo, problem: str) -> None:
+        """A poll. ``problem``: why it gets no work all the same; "" for none."""
+        self.info, self.problem = info, problem
+        self.draining, self.ready = info.draining, not problem and not info.draining
+        self.drafted = any(draft.connected for draft in info.drafts)
+        self.missed_polls, self.in_flight_at_poll, self.gone = 0, self.in_flight, False
 
-    @property
-    def ready(self) -> bool:
-        return self.info is not None and not self.problem and not self.info.draining and not self.gone
+    def missed(self, problem: str) -> None:
+        """A poll that it did not answer."""
+        self.missed_polls += 1
+        self.problem, self.ready = problem, False
 
     def lose(self) -> None:
         """It answers nobody: those who wait for their first piece need wait no longer."""
@@ -75,27 +82,24 @@ class Target:
 
 
 class Targets:
-    """All targets by name. ``connect`` opens one that is discovered; without it none may be."""
+    """All targets that are ``known``, by name. ``connect`` opens one that is discovered; without it none may be."""
 
     def __init__(self, fixed: Mapping[str, Backend], connect: Connect | None = None,
                  clock: Callable[[], float] = time.monotonic, rules: RosterRules | None = None) -> None:
-        self._targets = {name: Target(name, backend) for name, backend in fixed.items()}
+        self.known = {name: Target(name, backend) for name, backend in fixed.items()}
         self._fixed = frozenset(fixed)
         self._connect = connect
         self._roster = Roster(clock, rules)
         self._log = logger("balance")
 
     def __iter__(self) -> Iterator[Target]:
-        return iter(list(self._targets.values()))
-
-    def __len__(self) -> int:
-        return len(self._targets)
+        return iter(list(self.known.values()))
 
     def seen(self, ready: Mapping[str, str]) -> None:
         """What discovery knows: addresses that take work, each with the name that its certificate bears."""
         for address in self._roster.seen({a: name for a, name in ready.items() if a not in self._fixed}):
             self._add(address, ready[address])
-        for target in self._targets.values():
+        for target in self.known.values():
             left = self._roster.left(target.name)
             if left != target.left:
                 target.left = left
@@ -107,11 +111,11 @@ class Targets:
 
     async def sweep(self) -> list[Target]:
         """Close and forget those that are over. Returns them."""
-        over = [self._targets[name] for name in self._roster.over() if self._targets[name].in_flight == 0]
+        over = [self.known[name] for name in self._roster.over() if self.known[name].in_flight == 0]
         for target in over:
             self._log.info("target forgotten", target=target.name, left=target.left)
             self._roster.forget(target.name)
-            del self._targets[target.name]
+            del self.known[target.name]
             await _close(target)
         return over
 
@@ -128,7 +132,7 @@ class Targets:
             self._log.warning("target not opened", target=address, problem=str(error))
             self._roster.forget(address)  # discovery will say it again
             return
-        self._targets[address] = Target(address, backend, backend.aclose)
+        self.known[address] = Target(address, backend, backend.aclose)
         self._log.info("target found", target=address)
 
 
