@@ -14,8 +14,9 @@ import torch
 
 from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting.heads.eagle2 import Eagle2Network
-from slipstream.drafting.heads.eagle2_checkpoint import Eagle2Head, read_eagle2_head
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
+from slipstream.drafting.heads.eagle_checkpoint import EagleHead
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def head(folder: Path, tiny_folder: Path) -> Eagle2Head:
+def head(folder: Path, tiny_folder: Path) -> EagleHead:
     return read_eagle2_head(folder, tiny_folder)
 
 
@@ -63,8 +64,8 @@ def message(start: int, states: Tensor) -> Features:
     return Features(1, start, states.numpy().tobytes(), len(states), "float64")
 
 
-def drafter(head: Eagle2Head, num_slots: int = 300, max_context: int = 0, **growth: int) -> NeuralDrafter:
-    network = Eagle2Network(head, "float64", torch.device("cpu"), num_slots)
+def drafter(head: EagleHead, num_slots: int = 300, max_context: int = 0, **growth: int) -> NeuralDrafter:
+    network = EagleNetwork(head, "float64", torch.device("cpu"), num_slots)
     return NeuralDrafter("eagle2", network, GrowthSection.model_validate(growth), 8, max_context)
 
 
@@ -106,7 +107,7 @@ def test_trees_follow_the_committed_states(folder: Path, tiny_folder: Path, writ
     of.slots.check([])
 
 
-def test_a_long_session_slides_over_its_oldest_rows(head: Eagle2Head, written: WrittenEagle2) -> None:
+def test_a_long_session_slides_over_its_oldest_rows(head: EagleHead, written: WrittenEagle2) -> None:
     states, window, steps = states_of(60, seed=7), 24, 2
     of = drafter(head, num_slots=30, max_context=window, num_steps=steps, num_draft_tokens=2)
     rng = random.Random(6)
@@ -124,7 +125,7 @@ def test_a_long_session_slides_over_its_oldest_rows(head: Eagle2Head, written: W
         tokens.append(turn)
 
 
-def test_the_state_that_it_reads_is_the_one_that_the_logits_come_from(head: Eagle2Head, tiny_folder: Path) -> None:
+def test_the_state_that_it_reads_is_the_one_that_the_logits_come_from(head: EagleHead, tiny_folder: Path) -> None:
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 16)
     of = drafter(head)
     assert of.features is not None
@@ -132,10 +133,10 @@ def test_the_state_that_it_reads_is_the_one_that_the_logits_come_from(head: Eagl
     slots, builder = runner.slots.alloc(9), BatchBuilder()
     builder.add(list(b"the cat s"), range(9), slots.tolist(), np.zeros(0, np.int64))
     logits = runner.forward(builder.build())
-    assert torch.allclose(runner.features(slots) @ head.lm_head.double().T, logits, rtol=0, atol=1e-9)
+    assert torch.allclose(runner.features(slots) @ head.tensors["lm_head.weight"].double().T, logits, rtol=0, atol=1e-9)
 
 
-def test_what_a_head_declares(head: Eagle2Head) -> None:
+def test_what_a_head_declares(head: EagleHead) -> None:
     of = drafter(head)
     assert of.features is not None
     assert (of.features.layers, of.features.width, of.features.dtype) == ((2,), WIDTH, "float64")
@@ -154,7 +155,8 @@ def test_the_targets_embedding_is_used_where_both_are_tied(tmp_path: Path, folde
     target = write_tiny_model(tmp_path, tie_word_embeddings=True)
     lent = read_eagle2_head(folder, target)
     own = load_tensors(target)["model.embed_tokens.weight"]
-    assert torch.equal(lent.embedding, own) and torch.equal(lent.lm_head, own)
+    assert all(
+        torch.equal(lent.tensors[name], own) for name in ("embed_tokens.weight", "lm_head.weight"))
 
 
 NEEDED = [name for name in eagle2_tensors(eagle2_config(bias=True)) if name != "embed_tokens.weight"]

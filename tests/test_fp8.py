@@ -13,7 +13,6 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
@@ -114,7 +113,7 @@ def test_a_head_in_fp8_says_nearly_the_same(tmp_path: Path, kind: str) -> None:
 
     def logits(eight: bool) -> torch.Tensor:
         network = (EagleNetwork(read_head(folder, target), "bfloat16", cpu, 64) if kind == "eagle3"
-                   else Eagle2Network(read_eagle2_head(folder, target, None), "bfloat16", cpu, 64))
+                   else EagleNetwork(read_eagle2_head(folder, target, None), "bfloat16", cpu, 64))
         if eight:
             into_fp8(network.linears())
         states = random(20, network.features.width)

@@ -15,7 +15,6 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.network import Network
@@ -236,7 +235,7 @@ def test_eagle1_and_eagle2(tmp_path: Path, target: Path, layout: Callable[[Path]
     flat = case.config | case.config.get("transformer_layer_config", {})
     own = load_tensors(target)
     written = WrittenEagle2(own["model.embed_tokens.weight"], own["lm_head.weight"], flat, case.plain or case.tensors)
-    network = Eagle2Network(head, "float64", torch.device("cpu"), 16)
+    network = EagleNetwork(head, "float64", torch.device("cpu"), 16)
     assert network.features is not None
     assert (network.features.layers, network.features.width) == ((8,), 48), "the state after the final norm"
     tokens, states = text_and_states(48)

@@ -15,7 +15,6 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle2 import Eagle2Network
 from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.heads.lent import lent_lm_head
@@ -87,8 +86,8 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), _num_slots(section, head.config)
-    network = _ready(section, model, lambda ops: Eagle2Network(
-        head, section.dtype, device, num_slots, ops), head.config)
+    network = _ready(section, model, lambda ops: EagleNetwork(
+        head, section.dtype, device, num_slots, ops=ops), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 

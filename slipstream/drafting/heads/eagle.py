@@ -1,14 +1,16 @@
-"""The EAGLE-3 head as a network: one decoder layer that reads a token and the target's state before it.
+"""An EAGLE head of any generation as a network: one decoder layer that reads a token and the target's state before it.
 
 Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
    Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
-2. Target states are projected once, by ``fc``: when they arrive (behind a norm, if the head has one there), or by the
-   target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest token
-   the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
-3. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
+2. EAGLE-3: target states are projected once, by ``fc``: when they arrive (behind a norm, if the head has one there), or
+   by the target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest
+   token the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
+3. EAGLE-1 and EAGLE-2: ``fc`` joins token and state in each row. The layer has no input norm and is followed by none:
+   its output is a guess of the target's state after the final norm, and takes that one's place below the newest token.
+4. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
 
-It knows nothing about sessions, trees or files. Source: arXiv 2503.01840.
+It knows nothing about sessions, trees or files. Source: arXiv 2401.15077, arXiv 2406.16858, arXiv 2503.01840.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm
 
 
 class EagleNetwork:
-    """A ``network.Network`` over an EAGLE-3 head."""
+    """A ``network.Network`` over an EAGLE head."""
 
     lag = 1
 
@@ -50,25 +52,26 @@ class EagleNetwork:
                  project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,
                  whole: bool = False) -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
-        before it and rows get shorter by it; ops: how the layer runs; kernels: see ``native.native_or``; spare_slots:
-        further slots of the pool (see ``levels``); whole: with kernels "native", matrices of whole numbers (see
-        ``int8``). Raises ModelError for an unknown dtype."""
+        before it and rows get shorter by it; ops: how the layer runs; kernels: see ``native.native_or``, of an
+        EAGLE-3 head; spare_slots: further slots of the pool (see ``graph``); whole: with kernels "native", matrices of
+        whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
         self.vocab_size = config.vocab_size
         self.hidden_size = head.target_hidden_size
         self.max_context = config.max_context
+        width, joint = len(head.taps) * head.target_hidden_size, head.joint
         self._input_norm = tensors.get("input_norm.weight")
-        self._fc_bias = tensors.get("fc.bias")
-        width = len(head.taps) * head.target_hidden_size
-        handed_over = project and self._input_norm is None and config.hidden_size < width
-        self._fc = None if handed_over else Linear(tensors["fc.weight"])
+        self._fc_bias = None if joint else tensors.get("fc.bias")
+        handed_over = project and not joint and self._input_norm is None and config.hidden_size < width
+        self._fc = None if joint or handed_over else Linear(tensors["fc.weight"])
         spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
                 if handed_over else FeatureSpec(head.taps, width, dtype))
         self.features: FeatureSpec | None = spec
-        all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
-        self.vocabulary = None if all_tokens else head.vocabulary.to(device)
+        some = head.vocabulary
+        all_tokens = some is None or torch.equal(some, torch.arange(config.vocab_size))
+        self.vocabulary = None if some is None or all_tokens else some.to(device)
         self.device = device
         self.slots = Slots(num_slots)
         self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
@@ -85,10 +88,10 @@ class EagleNetwork:
             return body.forward
 
         def on_torch() -> Forward:
-            self.torch = TorchBody(config, tensors, head.norm_before_residual, ops)
+            self.torch = TorchBody(config, tensors, joint, head.norm_before_residual, ops)
             return self.torch.forward
 
-        self._forward = native_or(kernels, kind, device, "head", native, on_torch)
+        self._forward = native_or("torch" if joint else kernels, kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a step on torch."""
@@ -150,24 +153,26 @@ class NativeTrees:
 
 
 class TorchBody:
-    """What a row reads, the layer of a head, the final norm and the head's ``lm_head``."""
+    """What a row reads, the layer of a head, the final norm if it has one, and the head's ``lm_head``."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, norm_before_residual: bool,
+    def __init__(self, config: ModelConfig, tensors: Tensors, joint: bool, norm_before_residual: bool,
                  ops: LayerOps) -> None:
-        """ops: as in ``EagleNetwork``."""
+        """joint, norm_before_residual: see ``EagleHead``; ops: as in ``EagleNetwork``."""
         self._embedding = tensors["embed_tokens.weight"]
-        self._token_norm, self._state_norm, self._norm = (tensors[name] for name in NORMS)
+        self._join = Linear(tensors["fc.weight"], tensors.get("fc.bias")) if joint else None
+        self._norms = None if joint else [tensors[name] for name in NORMS]
         self._norm_before_residual = norm_before_residual
-        self._dtype, self._eps = self._norm.dtype, config.norm_eps
-        weights = LayerWeights.read(config, tensors, LAYER, linear, 2 * config.hidden_size, input_norm=False)
+        self._dtype, self._eps, device = self._embedding.dtype, config.norm_eps, self._embedding.device
+        weights = LayerWeights.read(config, tensors, LAYER, linear, (1 if joint else 2) * config.hidden_size,
+                                    input_norm=False)
         self._layer = DecoderLayer(weights, ops)
         self._lm_head = Linear(tensors["lm_head.weight"])
-        self._rope = Rope(config, self._dtype, self._norm.device)
-        self.attention = attention_for(config, self._dtype, self._norm.device)
+        self._rope = Rope(config, self._dtype, device)
+        self.attention = attention_for(config, self._dtype, device)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products that may be replaced."""
-        return *self._layer.linears(), self._lm_head
+        return *(() if self._join is None else (self._join,)), *self._layer.linears(), self._lm_head
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
         """``batch.features`` [T, H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64 of a
@@ -185,14 +190,19 @@ class TorchBody:
         residual, read = self._inputs(tokens, states)
         out = self._layer(residual, step, pool.kv[0], read)
         out = out if wanted is None else out.index_select(0, wanted)
-        logits: torch.Tensor = self._lm_head(rms_norm(out, self._norm, self._eps))
+        logits = self._lm_head(out if self._norms is None else rms_norm(out, self._norms[2], self._eps))
         return out, logits.to(torch.promote_types(self._dtype, torch.float32))
 
-    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads [T, 2 H]."""
-        token = rms_norm(F.embedding(tokens, self._embedding), self._token_norm, self._eps)
-        state_normed = rms_norm(state, self._state_norm, self._eps)
-        return state_normed if self._norm_before_residual else state, torch.cat((token, state_normed), -1)
+    def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads where that is another thing."""
+        token = F.embedding(tokens, self._embedding)
+        if self._join is not None:
+            return self._join(torch.cat((token, state), -1)), None
+        assert self._norms is not None
+        of_tokens, of_states, _ = self._norms
+        normed = rms_norm(state, of_states, self._eps)
+        read = torch.cat((rms_norm(token, of_tokens, self._eps), normed), -1)
+        return normed if self._norm_before_residual else state, read
 
 
 def projection_of(weight: torch.Tensor, dtype: str) -> Projection:

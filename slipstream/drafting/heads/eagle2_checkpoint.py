@@ -15,13 +15,12 @@ checkpoints (architecture ``LlamaForCausalLM``, which is why a whole model's fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.eagle_checkpoint import EagleHead
 from slipstream.drafting.heads.layout import (
     Published,
     check_tensors,
@@ -38,20 +37,8 @@ ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")
 SPECULATORS = "eagle"
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle2Head:
-    """A checked head, on the CPU and in its stored dtypes."""
-
-    config: ModelConfig  # the layer's measures; vocabulary and hidden size are the target's
-    num_target_layers: int
-    tensors: Mapping[str, torch.Tensor]  # names of rule 1
-    embedding: torch.Tensor  # [V, H]
-    lm_head: torch.Tensor  # [K, H]
-    vocabulary: torch.Tensor | None  # int64 [K] token ids of the rows; None: all of them
-
-
 def read_eagle2_head(folder: str | Path, target_folder: str | Path,
-                     vocabulary: torch.Tensor | None = None) -> Eagle2Head:
+                     vocabulary: torch.Tensor | None = None) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. vocabulary: int64 [K], a token map.
     Raises ModelError."""
     published, target = read_published(folder), ModelConfig.from_folder(target_folder)
@@ -65,9 +52,10 @@ def read_eagle2_head(folder: str | Path, target_folder: str | Path,
     hidden = config.hidden_size
     shapes = {"fc.weight": (hidden, 2 * hidden)} | layer_shapes(config, hidden) | fc_bias(published, tensors, hidden)
     check_tensors(folder, tensors, shapes)
-    tensors.pop("embed_tokens.weight", None)
-    return Eagle2Head(config, target.num_layers, tensors, lent_embedding(target_folder, target.vocab_size, hidden),
-                      lent_lm_head(target_folder, target, vocabulary), vocabulary)
+    lent = {"embed_tokens.weight": lent_embedding(target_folder, target.vocab_size, hidden),
+            "lm_head.weight": lent_lm_head(target_folder, target, vocabulary)}
+    return EagleHead(config, hidden, target.vocab_size if vocabulary is None else len(vocabulary),
+                     (target.num_layers,), tensors | lent, vocabulary, joint=True)
 
 
 def _check_kind(published: Published) -> None:

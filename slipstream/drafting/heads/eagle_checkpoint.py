@@ -51,8 +51,9 @@ class EagleHead:
     draft_vocab_size: int
     taps: tuple[int, ...]  # as FeatureSpec.layers
     tensors: Mapping[str, torch.Tensor]  # names of rule 1
-    vocabulary: torch.Tensor  # int64 [draft_vocab_size] target ids
+    vocabulary: torch.Tensor | None  # int64 [draft_vocab_size] target ids; None: all of them
     norm_before_residual: bool = False
+    joint: bool = False  # EAGLE-1 and EAGLE-2: ``fc`` joins token and state, and there are no norms around the layer
 
 
 def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
