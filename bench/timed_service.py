@@ -49,7 +49,7 @@ async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colo
         return
     beside = draft(config, timing, device)
     beside.worker.start()
-    local.append(LocalLink("local", target.hello, target.worker, beside.worker, check_pair))
+    local.append(LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair))
     alone = config.model_copy(update={"target": config.target.model_copy(update={"drafts": ()})})
     await host_target(alone, target, known, stop, ready=local[0].restore)
     await asyncio.to_thread(beside.worker.stop)

@@ -5,7 +5,7 @@ joined by real gRPC over loopback, the router takes the target itself as its bac
 thread has a profiler, and calls of functions of our own packages count; a coroutine each time that it goes on, a
 generator once.
 
-A round: from the commit of a verdict (the first function of that name after ``walk`` returned) to the growth that
+A round: from the commit of a verdict (``TargetWorker._commit`` after ``walk`` returned) to the growth that
 answers it, taken by the session. Counted are the engine threads of target and draft and the loop that has nothing but
 both ends of their stream. Of all rounds of the answer that asked for a tree, the median one by calls is shown. Whether
 drafting pays under a profiler is nobody's question: it does not stop.
@@ -104,7 +104,7 @@ class Walked:
     async def _joined(self, wire: WireSection) -> DraftLink:
         self._server = GrpcServer("127.0.0.1:0", wire, [DraftServicer(self._draft.worker)])
         port = await self._server.start()
-        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker, check_pair)
+        link = DraftLink(f"127.0.0.1:{port}", self._target.hello, self._target.worker.following, check_pair)
         self._linked = asyncio.create_task(link.run())
         return link
 
@@ -154,7 +154,7 @@ class Walked:
     def _commits(self, frame: FrameType, event: str) -> bool:
         if event == "return" and frame.f_code is VERDICT:
             self._verdict = True
-        if not (self._verdict and event == "call" and frame.f_code.co_name == "commit" and (
+        if not (self._verdict and event == "call" and frame.f_code.co_name == "_commit" and (
                 threading.get_ident() in self._deciding)):
             return False
         self._verdict = False

@@ -39,10 +39,10 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     tls, counts = tls_files(config.wire.tls), WireCounts()
 
     def connect(address: str, name: str) -> DraftLink:
-        return DraftLink(address, target.hello, target.worker, check_pair, tls=dialling(tls, name),
+        return DraftLink(address, target.hello, target.worker.following, check_pair, tls=dialling(tls, name),
                          counts=counts)
 
-    drafts = Drafts(connect, target.worker)
+    drafts = Drafts(connect, target.worker.following)
     known.append(drafts)
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
     await server.start()

@@ -30,10 +30,10 @@ from slipstream.protocol.lenient import Thresholds
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.protocol.tree import MAX_NODES
+from target_service.loop import TargetWorker
 from target_service.lost import RankWatch
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, Served, TargetService
-from target_service.worker import TargetWorker
 
 TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
 

@@ -18,12 +18,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.base.errors import SlipstreamError
+from slipstream.following.link import Link
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.link import DraftLink, Link
 from slipstream.wire.roster import Roster, RosterRules
 
 LOOK_S = 0.5
+
+
+class Dialling(Link, Protocol):
+    """A link that keeps itself up while it runs."""
+
+    def status(self) -> DraftStatus: ...
+
+    async def run(self) -> None: ...
 
 
 class Leaving(Protocol):
@@ -32,12 +40,12 @@ class Leaving(Protocol):
     def link_leaving(self, link: Link, leaving: bool) -> None: ...
 
 
-Connect = Callable[[str, str], DraftLink]  # (address, name that its certificate bears; "": the address's own)
+Connect = Callable[[str, str], Dialling]  # (address, name that its certificate bears; "": the address's own)
 
 
 @dataclass(slots=True, eq=False)
 class Dialled:
-    link: DraftLink
+    link: Dialling
     task: asyncio.Task[None]
     left: bool = False
 

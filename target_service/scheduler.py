@@ -1,4 +1,4 @@
-"""What the next step of the target does: a decision over plain facts, without doing it.
+"""What the next step of the target does: a pure function of plain facts, without doing it.
 
 Rules:
 1. First come, first served: answers are admitted, prefilled and kept in order of arrival. The oldest always advances,
@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Schedule:
     """What to do, in this order. Keys are those of the facts."""
 
     put_back: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Decision:
         return not (self.put_back or self.admit or self.prefill or self.verify)
 
 
-def decide(running: Sequence[Facts], waiting: Sequence[Facts], free_slots: int, limits: Limits) -> Decision:
+def schedule(running: Sequence[Facts], waiting: Sequence[Facts], free_slots: int, limits: Limits) -> Schedule:
     """The next step. ``running`` and ``waiting`` stand in order of arrival; ``free_slots`` counts those that the prefix
     cache would give up too. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
     ready = [facts for facts in running if not facts.prefill and not facts.waits]
@@ -85,11 +85,11 @@ def decide(running: Sequence[Facts], waiting: Sequence[Facts], free_slots: int, 
     # The oldest is stuck in its prompt with nothing free: the youngest makes place.
     if kept and not verify and not prefill and not any(facts.waits for facts in kept) and len(kept) > 1:
         put_back.append(kept.pop().key)
-        return Decision(tuple(put_back))
+        return Schedule(tuple(put_back))
     # What running prompts still need is spoken for.
     promised = sum(facts.prefill for facts in kept) - sum(rows for _, rows in prefill)
     admit = () if put_back else _admit(waiting, len(kept), room - promised, limits)
-    return Decision(tuple(put_back), admit, tuple(prefill), tuple(verify))
+    return Schedule(tuple(put_back), admit, tuple(prefill), tuple(verify))
 
 
 def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float]) -> bool:

@@ -21,9 +21,9 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unav
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
-from target_service.running import Running, Sink
+from target_service.loop import TargetWorker
+from target_service.sequence import Sink
 from target_service.shedding import CALM_S
-from target_service.worker import TargetWorker
 
 MAX_WAITING = 256  # requests that wait for room: a router with another target does better than to queue here
 
@@ -54,30 +54,21 @@ class LoopDispatch:
 class TargetAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``."""
 
-    def __init__(self, worker: TargetWorker, clock: Callable[[], float]) -> None:
+    def __init__(self, worker: TargetWorker, number: int, request: Request) -> None:
         self._worker = worker
-        self._clock = clock
+        self._number = number
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
-        self._running: Running | None = None
         self._over = False
-
-    def start(self, number: int, request: Request) -> None:
-        running = self._worker.answers.begin(number, request, self._pieces.put_nowait, self._clock())
-        self._running = running
-        self._worker.post(lambda: self._worker.enqueue(running))
+        worker.ask(number, request, self._pieces.put_nowait)
 
     def set_speculation(self, allowed: bool) -> None:
-        running = self._running
-        if running is None or self._over:
-            return
-        self._worker.post(lambda: self._worker.switch(running, allowed))
+        if not self._over:
+            self._worker.switch(self._number, allowed)
 
     async def aclose(self) -> None:
-        running = self._running
-        if running is None or self._over:
-            return
-        self._over = True
-        self._worker.post(lambda: self._worker.cancel(running))
+        if not self._over:
+            self._over = True
+            self._worker.cancel(self._number)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
@@ -117,15 +108,13 @@ class TargetService:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
         if self._worker.shedding.refuses:
             raise CapacityError("the device's memory is short: running answers go on, new ones have to wait", CALM_S)
-        answer = TargetAnswer(self._worker, self._clock)
-        answer.start(next(self._numbers), request)
-        return answer
+        return TargetAnswer(self._worker, next(self._numbers), request)
 
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
-                          self._draining, tuple(map(worker.pool.with_problem, self._drafts())),
+                          self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
                           served.lossy)
 
     async def drain(self, grace_s: float) -> bool:

@@ -11,7 +11,7 @@ It knows nothing about drafters, schedules or clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from dataclasses import dataclass
 
 import torch
@@ -21,18 +21,17 @@ from slipstream.engine.batch import BatchBuilder, sent
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
 from slipstream.protocol.lenient import Thresholds, relaxed
-from slipstream.protocol.requests import Finish, TokenLogprob
+from slipstream.protocol.requests import TokenLogprob
 from slipstream.protocol.tree import DraftTree
 from slipstream.protocol.verify import Verdict, walk
-from slipstream.wire.link import Link
-from target_service.running import Running
+from target_service.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """What one answer got out of a step."""
+class Outcome:
+    """What one sequence got out of a step."""
 
-    running: Running
+    sequence: Sequence
     tree: DraftTree
     verdict: Verdict
     depth: int  # of the tree
@@ -41,50 +40,24 @@ class Verified:
     lenient: int = 0  # tokens taken though the target chose others
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a verdict added to an answer, for those who need not hear of it first.
-    ``link``: who drafted it, if anybody did."""
-
-    verified: Verified
-    tokens: tuple[int, ...]
-    finish: Finish
-    accepted: int
-    waited_s: float
-    first: bool
-    outcome: str
-    link: Link | None
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A forward that is done: when it began, how long it took, how many rows, trees and draft nodes were in it."""
-
-    started_s: float
-    seconds: float
-    rows: int
-    num_trees: int
-    nodes: int
-
-
-def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
-             trees: Sequence[tuple[Running, DraftTree]], thresholds: Thresholds,
-             meanwhile: Callable[[], None]) -> list[Verified]:
+def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
+             trees: abc.Sequence[tuple[Sequence, DraftTree]], thresholds: Thresholds,
+             meanwhile: abc.Callable[[], None]) -> list[Outcome]:
     """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
     ``meanwhile`` is called when all is ready: what it wakes other threads for, they do while the device computes.
 
     Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
     """
     builder = BatchBuilder()
-    for running, rows in prefill:
-        _add_prefill(builder, runner, running, rows)
+    for one, rows in prefill:
+        _add_prefill(builder, runner, one, rows)
     node_slots, sessions, depths, first = list[list[int]](), list[ChoiceRows](), list[int](), 0
-    for running, tree in trees:
+    for one, tree in trees:
         slots, levels = runner.slots.alloc(len(tree)).tolist(), tree.levels()
         node_slots.append(slots)
         depths.append(max(levels))
-        _add_tree(builder, running, tree, levels, slots)
-        sessions.append(_choice_rows(running, tree, levels, first))
+        _add_tree(builder, one, tree, levels, slots)
+        sessions.append(_choice_rows(one, tree, levels, first))
         first += len(tree)
     try:
         batch = builder.build(runner.model.device)
@@ -98,42 +71,42 @@ def run_step(runner: ModelRunner, prefill: Sequence[tuple[Running, int]],
     except Exception as error:
         for slots in node_slots:  # nobody owns them yet
             runner.slots.free(slots)
-        for running, rows in prefill:  # what nobody has computed must not reach the prefix cache
-            runner.slots.free(running.untake_slots(rows))
+        for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
+            runner.slots.free(one.untake_slots(rows))
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    return [_verified(runner, running, tree, slots, session, depth, choices, logits, thresholds)
-            for (running, tree), slots, session, depth in zip(trees, node_slots, sessions, depths, strict=True)]
+    return [_outcome(runner, one, tree, slots, session, depth, choices, logits, thresholds)
+            for (one, tree), slots, session, depth in zip(trees, node_slots, sessions, depths, strict=True)]
 
 
-def _verified(runner: ModelRunner, running: Running, tree: DraftTree, slots: list[int], session: ChoiceRows, depth: int,
-              choices: Sequence[int], logits: torch.Tensor, thresholds: Thresholds) -> Verified:
+def _outcome(runner: ModelRunner, one: Sequence, tree: DraftTree, slots: list[int], session: ChoiceRows, depth: int,
+              choices: abc.Sequence[int], logits: torch.Tensor, thresholds: Thresholds) -> Outcome:
     begin, end = session.rows.start, session.rows.stop
     own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
     verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
-    running.take_slots([slots[node] for node in verdict.path])
+    one.take_slots([slots[node] for node in verdict.path])
     runner.slots.free([slot for node, slot in enumerate(slots) if node not in verdict.path])
-    wanted = running.request.top_logprobs
+    wanted = one.request.top_logprobs
     ranked: tuple[TokenLogprob, ...] = ()
     if wanted is not None:
         ranked = tuple(logprobs(logits[[begin + node for node in verdict.path]], verdict.tokens, wanted))
     lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
-    return Verified(running, tree, verdict, depth, ranked, lossy, lenient)
+    return Outcome(one, tree, verdict, depth, ranked, lossy, lenient)
 
 
-def _add_prefill(builder: BatchBuilder, runner: ModelRunner, running: Running, rows: int) -> None:
-    start = running.computed
+def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows: int) -> None:
+    start = one.computed
     slots = runner.slots.alloc(rows)
-    builder.add(running.side.tokens[start : start + rows], range(start, start + rows), slots.tolist(),
-                running.slots[:start], logits="none")
-    running.take_slots(slots)
+    builder.add(one.tokens[start : start + rows], range(start, start + rows), slots.tolist(),
+                one.slots[:start], logits="none")
+    one.take_slots(slots)
 
 
-def _add_tree(builder: BatchBuilder, running: Running, tree: DraftTree, levels: list[int], slots: list[int]) -> None:
+def _add_tree(builder: BatchBuilder, one: Sequence, tree: DraftTree, levels: list[int], slots: list[int]) -> None:
     root = tree.base - 1
     plain = len(tree) == 1
-    builder.add(tree.tokens.tolist(), [root + level for level in levels], slots, running.slots[: running.computed],
+    builder.add(tree.tokens.tolist(), [root + level for level in levels], slots, one.slots[: one.computed],
                 words=None if plain else tree.ancestors(), mask_len=0 if plain else len(tree))
 
 
@@ -141,7 +114,7 @@ def _is_lossy(tree: DraftTree, session: ChoiceRows, thresholds: Thresholds) -> b
     return thresholds.lossy and len(tree) > 1 and not session.sampling.greedy
 
 
-def _relaxed(tree: DraftTree, own: Sequence[int], logits: torch.Tensor, session: ChoiceRows,
+def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, session: ChoiceRows,
              thresholds: Thresholds) -> list[int]:
     device = logits.device
     parents, tokens = (sent(of[1:], device, torch.int64) for of in (tree.parents, tree.tokens))
@@ -149,11 +122,11 @@ def _relaxed(tree: DraftTree, own: Sequence[int], logits: torch.Tensor, session:
     return relaxed(tree, own, [1.0, *chances], coins(session), thresholds)
 
 
-def _choice_rows(running: Running, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
-    sampling = running.request.sampling
+def _choice_rows(one: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
+    sampling = one.request.sampling
     # Paths cost Python time; only penalties look at them.
     paths = [tree.tokens[tree.path(node)[1:]].tolist() for node in range(len(tree))] if sampling.path_dependent else (
         [[]] * len(tree))
-    base, output = tree.base, running.side.num_output
+    base, output = tree.base, one.followed.side.num_output
     return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],
-                      [output + level for level in levels], running.history, paths)
+                      [output + level for level in levels], one.history, paths)

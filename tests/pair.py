@@ -31,9 +31,9 @@ from slipstream.wire.link import DraftLink, Link, LinkEvents
 from slipstream.wire.local import LocalLink
 from slipstream.wire.peers import DraftServicer, PeerEvents
 from slipstream.wire.server import GrpcServer
+from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, Served, TargetService
-from target_service.worker import TargetWorker
 
 WIRE = WireSection()
 # The policy shall never give up here: what is tested is that speculation changes nothing, not whether it pays.
@@ -151,7 +151,7 @@ async def drafting(drafter: Drafter, run_ahead: int = 0) -> AsyncIterator[PeerEv
 @asynccontextmanager
 async def local_link(rig: Rig, peers: PeerEvents, events: LinkEvents | None = None) -> AsyncIterator[LocalLink]:
     """Join them in-process; ``events`` may stand in between."""
-    with local_link_to(rig.hello, events or rig.worker, peers) as link:
+    with local_link_to(rig.hello, events or rig.worker.following, peers) as link:
         yield link
 
 
@@ -171,7 +171,7 @@ async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
     """Join them over loopback gRPC."""
     server = GrpcServer("127.0.0.1:0", WIRE, [DraftServicer(peers)])
     port = await server.start()
-    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, check_pair)
+    link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following, check_pair)
     running = asyncio.create_task(link.run())
     async with asyncio.timeout(10):
         while not link.status().connected:

@@ -75,7 +75,7 @@ async def test_drafts_die_drain_and_join_while_two_targets_answer_32_streams() -
         drafts = [await stack.enter_async_context(drafting(TimedDrafter(QUICK, Device(), True, name=f"timed-{number}"),
                                                            run_ahead=40)) for number in range(4)]
         links = stack.enter_context(ExitStack())
-        joined = {number: [links.enter_context(local_link_to(target.hello, target.worker, drafts[number]))
+        joined = {number: [links.enter_context(local_link_to(target.hello, target.worker.following, drafts[number]))
                            for target in targets] for number in range(3)}
         answers = [asyncio.create_task(answer(targets[stream % 2], stream, seen)) for stream in range(32)]
         await until(64)
@@ -83,7 +83,7 @@ async def test_drafts_die_drain_and_join_while_two_targets_answer_32_streams() -
             link.cut("killed")
         await until(192)
         for target in targets:
-            links.enter_context(local_link_to(target.hello, target.worker, drafts[3]))
+            links.enter_context(local_link_to(target.hello, target.worker.following, drafts[3]))
         await until(256)
         drafts[1].drain()
         assert len(await asyncio.gather(*answers)) == 32
@@ -103,7 +103,8 @@ async def test_a_small_draft_gets_no_more_than_it_takes() -> None:
     async with (timed_target(*STUBBORN) as target,
                 drafting(TimedDrafter(QUICK, Device(), max_sessions=2, name="small")) as small,
                 drafting(TimedDrafter(QUICK, Device(), name="large")) as large):
-        with (local_link_to(target.hello, target.worker, small), local_link_to(target.hello, target.worker, large)):
+        events = target.worker.following
+        with local_link_to(target.hello, events, small), local_link_to(target.hello, events, large):
             await asyncio.gather(*(answer(target, stream) for stream in range(12)))
         drafted = series(target, "drafter_tokens_total")
         assert all(any(f'"{name}"' in labels for labels in drafted) for name in ("small", "large")), drafted
@@ -115,7 +116,8 @@ async def test_a_drafter_on_trial_gets_its_share(share: float) -> None:
     settings = (*STUBBORN, "target.canary_drafter=new", f"target.canary_share={share}")
     async with (timed_target(*settings) as target, drafting(TimedDrafter(QUICK, Device(), name="new")) as new,
                 drafting(TimedDrafter(QUICK, Device(), name="old")) as old):
-        with local_link_to(target.hello, target.worker, new), local_link_to(target.hello, target.worker, old):
+        events = target.worker.following
+        with local_link_to(target.hello, events, new), local_link_to(target.hello, events, old):
             await asyncio.gather(*(answer(target, stream) for stream in range(4)))
         used = [name for name in ("new", "old") if f'"{name}"' in " ".join(series(target, "drafter_tokens_total"))]
         assert used == (["new"] if share else ["old"])
@@ -157,7 +159,7 @@ async def test_an_address_that_takes_connections_and_says_nothing_costs_nothing(
     server = await asyncio.start_server(swallow, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with timed_target() as target:
-        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker, check_pair)
+        link = DraftLink(f"127.0.0.1:{port}", target.hello, target.worker.following, check_pair)
         dialling = asyncio.create_task(link.run())
         for stream in range(2):
             assert not any(piece.wait_s for piece in await answer(target, stream))

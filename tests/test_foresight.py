@@ -15,11 +15,11 @@ from slipstream.decision.foresight import Foresight
 from slipstream.decision.goodput import Goodput, Round
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting import create
+from slipstream.following.pool import HELD
 from slipstream.protocol.messages import Commit, DraftBound, Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.codec import Faults
 from slipstream.wire.peers import Peer, PeerEvents
-from target_service.links import HELD
 from tests.pair import STUBBORN, drafting, local_link, target
 from tests.tiny import write_tiny_model
 

@@ -107,8 +107,8 @@ async def joined(rig: Rig, kind: str, fate: str, folders: dict[str, Path]) -> As
             await stack.enter_async_context(grpc_link(rig, peers))
             yield None
             return
-        faulty = FaultyEvents(rig.worker, delay_s=DELAYS_S.get(fate, 0.0), loss=0.4 if fate == "lost" else 0.0,
-                              shuffle=fate == "shuffled")
+        faulty = FaultyEvents(rig.worker.following, delay_s=DELAYS_S.get(fate, 0.0),
+                              loss=0.4 if fate == "lost" else 0.0, shuffle=fate == "shuffled")
         link = await stack.enter_async_context(local_link(rig, peers, faulty))
         killer = asyncio.create_task(kill_often(link)) if fate == "killed" else None
         yield faulty

@@ -76,7 +76,7 @@ async def joined(rig: Rig, pair: Pair, fate: str) -> AsyncIterator[None]:
             async with grpc_link(rig, peers):
                 yield
             return
-        faulty = FaultyEvents(rig.worker, delay_s=0.004 if fate == "late" else 0.0)
+        faulty = FaultyEvents(rig.worker.following, delay_s=0.004 if fate == "late" else 0.0)
         async with local_link(rig, peers, faulty):
             yield
         assert fate != "late" or faulty.counts.delayed > 0

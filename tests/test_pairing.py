@@ -89,7 +89,7 @@ async def test_the_target_tells_of_a_head_that_does_not_fit(kind: str, head: Pat
             await asyncio.gather(*(rig.answer(replace(ask, sampling=Sampling(temperature=1.0, seed=seed)))
                                    for seed in range(6)))
             suspect = rig.count("pairing_suspect")
-            problem = rig.worker.pool.with_problem(DraftStatus(link.address, True)).problem
+            problem = rig.worker.following.pool.with_problem(DraftStatus(link.address, True)).problem
             assert rig.count("drafts_total") > SUSPECT_ROUNDS or kind == "ngram"
     warnings = [log for log in logs if log["log_level"] == "warning" and "SUSPECT" in log["event"]]
     if kind == "head":

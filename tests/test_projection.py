@@ -277,7 +277,7 @@ async def hostile_draft(rig: Rig, messages: Sequence[bytes], ends: bool) -> tupl
         "slipstream.v1.DraftService", {"Exchange": grpc.stream_stream_rpc_method_handler(exchange)})])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker, check_pair)
+    return server, DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following, check_pair)
 
 
 @pytest.mark.parametrize(("messages", "ends", "problem"), [

@@ -1,4 +1,4 @@
-"""decide against its promises, over random populations that are played to the end."""
+"""schedule against its promises, over random populations that are played to the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from target_service.scheduler import Decision, Facts, Limits, decide
+from target_service.scheduler import Facts, Limits, Schedule, schedule
 
 LIMITS = Limits(max_running=6, max_step_rows=40, prefill_chunk=16)
 SLOTS = 120
@@ -45,44 +45,44 @@ def play(seed: int) -> tuple[list[Player], list[int]]:
         facts = [player.facts(int(rng.integers(1, 17))) for player in running]
         free = SLOTS - sum(player.computed for player in running)
         queue = [player.facts(1) for player in waiting]
-        decision = decide(facts, queue, free, LIMITS)
-        check(decision, facts, queue, free, seed)
-        apply(decision, waiting, running, finished, rng)
+        plan = schedule(facts, queue, free, LIMITS)
+        check(plan, facts, queue, free, seed)
+        apply(plan, waiting, running, finished, rng)
     raise AssertionError(f"seed {seed}: {len(waiting)} wait and {len(running)} run for ever")
 
 
-def check(decision: Decision, running: list[Facts], waiting: list[Facts], free: int, seed: int) -> None:
+def check(plan: Schedule, running: list[Facts], waiting: list[Facts], free: int, seed: int) -> None:
     by_key = {facts.key: facts for facts in running}
-    room = free + sum(by_key[key].held for key in decision.put_back)
-    rows = sum(rows for _, rows in (*decision.prefill, *decision.verify))
+    room = free + sum(by_key[key].held for key in plan.put_back)
+    rows = sum(rows for _, rows in (*plan.prefill, *plan.verify))
     assert rows <= min(room, LIMITS.max_step_rows), f"seed {seed}: rows without slots"
-    kept = [facts for facts in running if facts.key not in decision.put_back]
-    assert list(decision.put_back) == [f.key for f in running[::-1][: len(decision.put_back)]], "the youngest go first"
-    assert len(kept) + len(decision.admit) <= LIMITS.max_running
-    assert list(decision.admit) == [f.key for f in waiting[: len(decision.admit)]], "admission is in order"
-    for key, count in decision.verify:
+    kept = [facts for facts in running if facts.key not in plan.put_back]
+    assert list(plan.put_back) == [f.key for f in running[::-1][: len(plan.put_back)]], "the youngest go first"
+    assert len(kept) + len(plan.admit) <= LIMITS.max_running
+    assert list(plan.admit) == [f.key for f in waiting[: len(plan.admit)]], "admission is in order"
+    for key, count in plan.verify:
         assert not by_key[key].waits and not by_key[key].prefill and 1 <= count <= by_key[key].nodes
-    for key, count in decision.prefill:
+    for key, count in plan.prefill:
         assert 1 <= count <= min(by_key[key].prefill, LIMITS.prefill_chunk)
     ready = [facts for facts in kept if not facts.prefill and not facts.waits]
-    assert {key for key, _ in decision.verify} == {facts.key for facts in ready}, "whoever can advance does"
+    assert {key for key, _ in plan.verify} == {facts.key for facts in ready}, "whoever can advance does"
 
 
-def apply(decision: Decision, waiting: list[Player], running: list[Player], finished: list[int],
+def apply(plan: Schedule, waiting: list[Player], running: list[Player], finished: list[int],
           rng: np.random.Generator) -> None:
-    for key in decision.put_back:
+    for key in plan.put_back:
         player = next(p for p in running if p.key == key)
         running.remove(player)
         player.computed = 0
         waiting.insert(0, player)
-    for key in decision.admit:
+    for key in plan.admit:
         player = next(p for p in waiting if p.key == key)
         waiting.remove(player)
         running.append(player)
     running.sort(key=lambda p: p.key)
-    for key, rows in decision.prefill:
+    for key, rows in plan.prefill:
         next(p for p in running if p.key == key).computed += rows
-    for key, rows in decision.verify:
+    for key, rows in plan.verify:
         player = next(p for p in running if p.key == key)
         accepted = int(rng.integers(rows))
         player.computed += accepted + 1
@@ -100,22 +100,22 @@ def test_everyone_finishes_and_no_step_takes_more_than_there_is(seed: int) -> No
 
 def test_plain_rows_come_before_trees_and_both_before_prompts() -> None:
     running = [Facts(1, 10, 0, 17, False), Facts(2, 10, 0, 1, False), Facts(3, 5, 50, 1, False)]
-    decision = decide(running, [], 20, LIMITS)
-    assert dict(decision.verify) == {1: 17, 2: 1} and dict(decision.prefill) == {3: 2}
+    plan = schedule(running, [], 20, LIMITS)
+    assert dict(plan.verify) == {1: 17, 2: 1} and dict(plan.prefill) == {3: 2}
 
 
 def test_trees_shrink_before_anyone_is_put_back() -> None:
     running = [Facts(1, 10, 0, 17, False), Facts(2, 10, 0, 17, False)]
-    decision = decide(running, [], 2, LIMITS)
-    assert dict(decision.verify) == {1: 1, 2: 1} and not decision.put_back
+    plan = schedule(running, [], 2, LIMITS)
+    assert dict(plan.verify) == {1: 1, 2: 1} and not plan.put_back
 
 
 def test_with_no_slot_left_the_youngest_makes_place_for_the_oldest() -> None:
     running = [Facts(1, 10, 0, 4, False), Facts(2, 10, 0, 4, False)]
-    decision = decide(running, [Facts(3, 0, 4, 1, False)], 0, LIMITS)
-    assert decision.put_back == (2,) and dict(decision.verify) == {1: 4} and not decision.admit
+    plan = schedule(running, [Facts(3, 0, 4, 1, False)], 0, LIMITS)
+    assert plan.put_back == (2,) and dict(plan.verify) == {1: 4} and not plan.admit
 
 
 def test_a_session_that_waits_for_its_drafter_is_left_out() -> None:
-    decision = decide([Facts(1, 10, 0, 1, True)], [], 50, LIMITS)
-    assert decision.empty
+    plan = schedule([Facts(1, 10, 0, 1, True)], [], 50, LIMITS)
+    assert plan.empty

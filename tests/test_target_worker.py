@@ -16,8 +16,8 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Sampling
 from slipstream.protocol.requests import Piece, Request
-from target_service.running import Sink
-from target_service.worker import TargetWorker
+from target_service.loop import TargetWorker
+from target_service.sequence import Sink
 
 HELLO = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 
@@ -44,9 +44,8 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 512)
     worker = TargetWorker(runner, TargetSection(policy=policy, slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), heard.dispatch)
-    worker.link_up(heard, HELLO)
-    running = worker.answers.begin(1, Request("one", (1, 2, 3), Sampling(), 3), told.append, 0.0)
-    worker.post(lambda: worker.enqueue(running))
+    worker.following.link_up(heard, HELLO)
+    worker.ask(1, Request("one", (1, 2, 3), Sampling(), 3), told.append)
     for _ in range(10_000):
         worker.poll()
         if len(told) == 3:
@@ -62,8 +61,7 @@ def plain_worker(folder: Path, told: list[Piece | Exception]) -> TargetWorker:
 
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), dispatch)
-    running = worker.answers.begin(1, Request("one", (1, 2, 3), Sampling(), 3), told.append, 0.0)
-    worker.post(lambda: worker.enqueue(running))
+    worker.ask(1, Request("one", (1, 2, 3), Sampling(), 3), told.append)
     return worker
 
 

@@ -99,7 +99,7 @@ async def test_a_target_around_it_answers_by_the_law() -> None:
     rounds = {}
     try:
         async with drafting(TimedDrafter(QUICK, device, True), run_ahead=20) as peers:
-            with local_link_to(target.hello, target.worker, peers):
+            with local_link_to(target.hello, target.worker.following, peers):
                 for speculate in (False, True):
                     pieces = [piece async for piece in target.service.submit(
                         Request("r", prompt, Sampling(), 60, None, speculate))]

@@ -32,7 +32,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     links: list[LocalLink] = []
     target = await asyncio.to_thread(build_target, config, loop, lambda: [link.status() for link in links])
     draft = await asyncio.to_thread(build_draft, config)
-    link = LocalLink("local", target.hello, target.worker, draft.worker, check_pair)
+    link = LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair)
     links.append(link)
     up = asyncio.Event()
     pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set),

@@ -4,7 +4,7 @@ Rules:
 1. Times are given by a monotone clock and written as the machine's wall clock, so files of several processes can be
    joined (``merge``); across machines they agree as well as their clocks do.
 2. Without a path it keeps nothing; with one it keeps the newest ``KEPT`` events and writes them at the end.
-3. Numbers only: no token, no text, no request id.
+3. Numbers, and words of ours: no token, no text, no request id.
 
 An arrow leads from ``left`` to ``came`` with the same key: a message on the wire.
 """
@@ -24,7 +24,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.protocol.messages import Growth
 
 KEPT = 200_000
-Value = int | float
+Value = int | float | str
 
 
 class Trace:

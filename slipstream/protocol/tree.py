@@ -97,6 +97,13 @@ class DraftTree:
             nodes.append(int(self.parents[nodes[-1]]))
         return nodes[::-1]
 
+    def best_path(self) -> list[int]:
+        """Nodes from the root down, at each the child of the highest score."""
+        nodes, scores, parents = [0], self.scores.tolist(), self.parents.tolist()
+        while children := [node for node in range(nodes[-1] + 1, len(self)) if parents[node] == nodes[-1]]:
+            nodes.append(max(children, key=scores.__getitem__))
+        return nodes
+
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None."""
         found = np.flatnonzero((self.parents == node) & (self.tokens == token))

@@ -35,8 +35,8 @@ from slipstream.simulate.timed import (
     TimedModel,
     Timing,
 )
+from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
-from target_service.worker import TargetWorker
 
 SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
 RUN_AHEAD = 239  # nodes beyond those that are verified next
@@ -141,7 +141,7 @@ class Line:
         self._delay_s = delay_s
 
     def join(self) -> None:
-        self._target.worker.link_up(self, self._draft.worker.peer_up(Answers(self), HELLO))
+        self._target.worker.following.link_up(self, self._draft.worker.peer_up(Answers(self), HELLO))
 
     def send(self, items: Sequence[DraftBound]) -> None:
         peer = Answers(self)
@@ -150,7 +150,7 @@ class Line:
 
     def answer(self, items: Sequence[TargetBound]) -> None:
         self._target.actor.hear(self._draft.actor.now_s + self._delay_s,
-                                lambda: self._target.worker.received(self, items, []))
+                                lambda: self._target.worker.following.received(self, items, []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Target:
                 self._ask(stream + 17)
 
         self._asked = True
-        self.worker.enqueue(self.worker.answers.begin(next(self._numbers), request, sink, self.actor.now_s))
+        self.worker.ask(next(self._numbers), request, sink)
 
     def _deliver(self, pieces: list[tuple[Callable[[Piece | Exception], None], Piece | Exception]]) -> None:
         for sink, piece in pieces:

@@ -1,0 +1,18 @@
+"""Following: the target's half of speculation beside any engine. Committed tokens in, draft trees or chains out.
+
+An engine calls it on its own thread. Links (``link.Link``: gRPC, in process, or a test's) may call from any thread.
+
+    following = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), TargetMetrics("model"))
+    link = LocalLink("draft", hello, following, peers, WireSection(), check_pair)   # or wire.link.DraftLink
+    one = following.open(1, tokens, prompt_len, Sampling(), limit=len(tokens) + 100)
+    following.begin([one], now_s)
+    while not over:
+        (tree,) = following.take([one], within_s=0.05)       # never longer; root only: decode plain
+        chain = one.chain(4)                                 # for an engine that verifies one path
+        ...                                                  # one forward of the engine, choose, walk
+        following.committed([Verified(one, new_tokens, len(tree) - 1, accepted, depth)], step)
+        following.flush()
+    following.close(one)
+
+It imports no torch, no asyncio, no grpc, no engine: an engine is a caller that may have feature rows to give.
+"""

@@ -1,0 +1,283 @@
+"""Followed: all that is followed of one session: its tokens and tree, who drafts, what was decided, and when.
+
+Rules:
+1. What a round needs is decided once, when the round before is committed (or a drafter joins): ``decision`` holds until
+   the next commit.
+2. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
+   drafter would in the same time, its chain is verified at once and nobody is asked.
+3. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
+
+Only the engine thread touches it. It knows nothing about engines, slots or other sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+
+from slipstream.decision.exchanges import ExchangeByLoad
+from slipstream.decision.foresight import Foresight
+from slipstream.decision.policy import Round, SpeculationPolicy
+from slipstream.decision.record import Decision, Mode, Reason, Seen, Transition
+from slipstream.following.link import Link
+from slipstream.following.record import RoundRecord, Step, Verified
+from slipstream.following.shared import Shared
+from slipstream.following.waiting import Waiting
+from slipstream.protocol.messages import Close, Drop, Features, FeatureSpec, Growth
+from slipstream.protocol.session import TargetSide
+from slipstream.protocol.tree import DraftTree
+
+RETRY_S = 1.0  # after a drafter gave the session up for lack of room
+LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
+
+
+class Followed:
+    """One session. Made by ``Following.open``."""
+
+    __slots__ = ("_limit", "_lookup", "_retry_at_s", "_rows_from", "_shared", "begun", "decision", "link",
+                 "policy", "side", "waiting")
+
+    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
+        """limit: tokens that the session has at most, its prompt included."""
+        self.side = side
+        self.policy = policy
+        self.link: Link | None = None
+        self.begun = False
+        self.decision = self._alone()
+        self.waiting = Waiting()
+        self._shared = shared
+        self._limit = limit
+        self._lookup: Foresight | None = None
+        self._retry_at_s = 0.0  # no drafter is looked for before
+        self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
+
+    @property
+    def session(self) -> int:
+        return self.side.session
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be committed."""
+        return self._limit - self.side.base
+
+    @property
+    def nodes(self) -> int:
+        """Rows to verify now, root included."""
+        held, decision = len(self.side.tree) - 1, self.decision
+        return 1 if not held or self.left == 1 else 1 + min(held, decision.lookup or decision.verify)
+
+    def take(self, rows: int) -> DraftTree:
+        """The best of its tree in at most so many rows, root included."""
+        return self.side.tree.best(min(rows, self.nodes))
+
+    def chain(self, most: int) -> list[int]:
+        """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""
+        tree = self.take(self.nodes)
+        return [int(tree.tokens[node]) for node in tree.best_path()[1 : 1 + min(most, self.left - 1)]]
+
+    def waits(self, now_s: float) -> bool:
+        """Whether the step should leave it out for a while, because growth may still come in time."""
+        if self.link is None or self.side.heard or now_s >= self.waiting.until_s:
+            return False
+        tree = self.side.tree
+        return len(tree) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+
+    def begin(self, now_s: float, others: int) -> None:
+        """It is computed from now on, beside so many ``others``."""
+        self.begun = True
+        self.decision = self._decide(now_s, others, ())
+        self._follow(now_s, others)
+        self._await(now_s)
+
+    def pause(self) -> None:
+        """It is not computed for a while."""
+        self.begun = False
+        self.detach()
+
+    def detach(self) -> None:
+        """Nobody follows it any more; its drafter, if it had one, is told."""
+        self._leave(self.side.detach())
+
+    def close(self) -> None:
+        """The answer is over."""
+        self._leave(self.side.close())
+
+    def allow(self, allowed: bool, now_s: float) -> None:
+        """Its client (or the router's policy) allows or forbids speculation from now on."""
+        if allowed:
+            self._note(self.policy.allow(now_s))
+            return
+        self._note(self.policy.forbid(now_s))
+        self._lookup = None  # it would miss tokens
+        self.detach()
+        self.decision = self._alone()
+
+    def commit(self, verified: Verified, step: Step) -> RoundRecord:
+        """Make ``tokens`` part of the session, decide the next round, and have the drafter told by the next flush."""
+        now_s, tokens, side = step.ended_s, verified.tokens, self.side
+        record = self._learn(verified, step, now_s)
+        if verified.finish:
+            side.commit(tokens)
+            return record
+        chain, chances = self._look_up(tokens)
+        self.waiting.unasked += len(tokens)
+        decision = self.decision = self._decide(now_s, step.sessions - 1, chances)
+        if decision.want:
+            self.waiting.asks()
+        message = side.commit(tokens, self._rows_of(verified), verified.drafted, decision.want, self._may_lead())
+        self._shared.pool.say(self.link, message)
+        self._follow(now_s, step.sessions - 1)
+        self._await(now_s)
+        side.foresee(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
+        return record
+
+    def waited(self, began_s: float) -> float:
+        """Seconds that it stood still for its drafter before the step that began at ``began_s``."""
+        return self.waiting.stood_s(began_s) if self.link is not None and self.side.num_output else 0.0
+
+    def wants_rows(self) -> tuple[FeatureSpec, int] | None:
+        """Which feature rows its drafter reads, and the first position whose row it has not had."""
+        spec = self._shared.pool.spec(self.link)
+        return (spec, self._rows_from) if spec is not None else None
+
+    def give_rows(self, start: int, count: int, rows: bytes) -> None:
+        """Rows of committed tokens from ``start`` on, in order; what is left out is a gap that the drafter bridges."""
+        self._shared.pool.say_rows(self.link, self.session, start, count, rows)
+        self._rows_from = start + count
+
+    def receive(self, message: Growth | Drop, now_s: float) -> None:
+        """Take what its drafter sent, which came at ``now_s``. Raises RemoteProtocolError for what cannot be."""
+        joined = self.side.receive(message)
+        if isinstance(message, Drop):
+            self._dropped(message.reason, now_s)
+            return
+        if joined < 0:
+            self._shared.metrics.stale_growth()
+            return
+        self.waiting.heard(now_s, message.base, self.side.base, joined > 0, self.side.heard)
+
+    def lost(self, now_s: float, reason: Reason, moves: bool = False) -> None:
+        """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
+        commit, if one has room; else it decodes alone."""
+        if self.link is not None:
+            self.link = None
+            self.side.lost()
+        if moves and self._shared.pool.has_room:
+            self._shared.metrics.moved()
+            return
+        self._note(self.policy.drafter_lost(now_s, reason))
+
+    def _dropped(self, reason: str, now_s: float) -> None:
+        link, self.link = self.link, None
+        self._shared.pool.part(link)
+        if reason == "draining" and link is not None:
+            self._shared.pool.set_leaving(link, True)
+        elif reason in ("capacity", "failed", "invalid"):
+            self._retry_at_s = now_s + RETRY_S
+        self.lost(now_s, "draft_unavailable", moves=reason == "draining")
+        if now_s >= self._retry_at_s:
+            self.policy.drafter_ready(now_s)
+
+    def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
+        before, waited_s = self.decision, self.waited(step.began_s)
+        if not before.lookup:
+            waiting = self.waiting
+            if before.want and not waiting.first and self._grows_ahead:
+                self._shared.led(len(verified.tokens), now_s - waiting.committed_s)
+            round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
+                           verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                           late=waiting.stood and not self.side.heard, exchange_s=waiting.latency(),
+                           first=waiting.first)
+            # The first token comes with the prompt: nobody waits for a drafter there.
+            waiting.first = waiting.first and self.side.num_output == 0
+            self._note(self.policy.observe(now_s, round_))
+        return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
+                           self._outcome(verified.drafted), before.why, None if before.lookup else self.link)
+
+    def _outcome(self, drafted: int) -> str:
+        if drafted:
+            return "foreseen" if self.decision.lookup else "used"
+        if self.policy.mode is Mode.PLAIN:
+            return "plain"
+        return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
+
+    def _look_up(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        most = self._shared.policy.max_nodes if self._shared.lookup else 0
+        if not most or not self.policy.allowed:
+            return [], []
+        if self._lookup is None:
+            self._lookup = Foresight([*self.side.tokens, *tokens])
+        else:
+            self._lookup.commit(tokens)
+        return self._lookup.chain(min(most, self.left - len(tokens) - 1))
+
+    def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
+        followed = self.link is not None
+        if not followed and not chances and not self._looks(now_s):
+            return self._alone()
+        return self.policy.decide(now_s, Seen(others, followed, chances, self.waiting.unasked, self._grows_ahead))
+
+    def _alone(self) -> Decision:
+        return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
+                        "no drafter" if self.policy.allowed else "forbidden")
+
+    def _looks(self, now_s: float) -> bool:
+        """Whether a drafter could be found for it."""
+        return now_s >= self._retry_at_s and self._shared.pool.has_room
+
+    def _follow(self, now_s: float, others: int) -> None:
+        if self.link is not None:
+            if not self.decision.follow:
+                self.detach()
+        elif self._looks(now_s):
+            if self.decision.follow:
+                self._attach(now_s, others)
+            elif isinstance(self._shared.exchange, ExchangeByLoad):  # to ask again takes time from the step
+                self._retry_at_s = now_s + LOOK_S
+
+    def _attach(self, now_s: float, others: int) -> None:
+        self.link = self._shared.pool.join()
+        hello = self._shared.pool.hello(self.link)
+        if hello is None:
+            return
+        # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
+        message = self.side.attach(self.decision.want, self._may_lead())
+        self._shared.pool.say(self.link, message)
+        self.waiting.attached()
+        self._rows_from = max(0, self.side.base - hello.max_context)
+        if not self.decision.lookup:
+            self.decision = self._decide(now_s, others, ())
+
+    def _leave(self, message: Close | None) -> None:
+        link, self.link = self.link, None
+        self._shared.leads.end(self.session)
+        self._shared.pool.part(link)
+        self._shared.pool.say(link, message)
+
+    def _await(self, now_s: float) -> None:
+        """Its drafter hears of its newest token now; from here on it may wait."""
+        tells = self.link is not None and self.decision.want and len(self.side.tree) == 1
+        self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
+                           self.side.base if tells else None)
+
+    @property
+    def _grows_ahead(self) -> bool:
+        hello = self._shared.pool.hello(self.link)
+        return hello is not None and hello.run_ahead > 0
+
+    def _may_lead(self) -> bool:
+        """Whether its drafter may grow ahead until the next commit."""
+        if self.decision.want and self._grows_ahead:
+            return self._shared.leads.grant(self.session)
+        self._shared.leads.end(self.session)
+        return False
+
+    def _rows_of(self, verified: Verified) -> Features | None:
+        spec, start, count = self._shared.pool.spec(self.link), self.side.base - 1, len(verified.tokens)
+        if spec is None or not verified.rows:
+            return None
+        self._rows_from = start + count
+        return Features(self.session, start, verified.rows, count, spec.dtype)
+
+    def _note(self, change: Transition | None) -> None:
+        self._shared.changed(self.session, change, self.decision.why)

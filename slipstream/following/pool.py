@@ -1,0 +1,189 @@
+"""DraftPool: the drafts of one target and what is to be said to each. Transport only.
+
+Rules:
+1. What the commits of one step have to say to a link leaves as one frame (``flush``). Commits that ask for nothing
+   wait for one that does, or for each other: a draft that is woken at each step takes time from the next.
+2. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
+   problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
+3. A drafter that leaves, by its own word or by discovery's, gets no new session.
+4. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name, and
+   so is one that the engine cannot give.
+
+It knows nothing about what is drafted, how it is verified, or what a session decides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from slipstream.base.config import TargetSection
+from slipstream.following.link import Link
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Features, FeatureSpec
+from slipstream.protocol.pairing import Agreement
+from slipstream.protocol.requests import DraftStatus
+
+HELD = 8  # commits that ask for nothing
+ROWS = 256  # feature rows of one item: well below the message limit for any known model
+GiveRows = Callable[[FeatureSpec], bool]
+
+
+def no_rows(_: FeatureSpec) -> bool:
+    """Of an engine that has no feature rows to give."""
+    return False
+
+
+class DraftPool:
+    """The ready drafts of one target. ``gives``: told of the rows that drafters read; whether the engine has them from
+    now on."""
+
+    def __init__(self, metrics: TargetMetrics, config: TargetSection, gives: GiveRows = no_rows,
+                 chance: Random | None = None) -> None:
+        self._config = config
+        self._gives = gives
+        self._chance = chance or Random()
+        self._metrics = metrics
+        self._log = logger("target")
+        self._ready: dict[Link, DraftHello] = {}
+        self._leaving: set[Link] = set()
+        self._sessions: dict[Link, int] = {}
+        self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
+        self._spec: FeatureSpec | None = None
+        self._agreement: dict[Link, Agreement] = {}
+        self._warned: set[Link] = set()
+        self._problems: dict[str, str] = {}  # by address; read by other threads
+
+    def link_up(self, link: Link, hello: DraftHello) -> None:
+        """A drafter is there. Rows that it reads are kept from now on; older tokens have none for it."""
+        spec = hello.features
+        if spec is not None and not self._takes(link, spec):
+            return
+        self._ready[link] = hello if spec is None else replace(hello, features=spec.light())
+        self._sessions[link] = 0
+        if hello.vocab_size:
+            self._agreement[link] = Agreement()
+            self._metrics.pairing_suspect(link.address, False)
+        self._metrics.drafts_connected(len(self._ready))
+
+    def _takes(self, link: Link, spec: FeatureSpec) -> bool:
+        if spec == self._spec:
+            return True
+        expected = self._spec.layers if self._spec is not None else ()
+        in_use = any(hello.features is not None for hello in self._ready.values())
+        if (in_use and self._spec is not None) or not self._gives(spec):
+            self._log.warning("draft refused", address=link.address, field="features", found=str(spec.layers),
+                              expected=str(expected))
+            return False
+        self._spec = spec.light()
+        return True
+
+    def link_down(self, link: Link, reason: str) -> None:
+        """A drafter is gone."""
+        self._outbox.pop(link, None)
+        self._sessions.pop(link, None)
+        self._agreement.pop(link, None)
+        self._leaving.discard(link)
+        if self._ready.pop(link, None) is None:
+            return
+        self._warned.discard(link)
+        self._problems.pop(link.address, None)  # what was found out is about this connection
+        self._metrics.draft_gone(link.address)
+        self._metrics.drafter_lost(reason)
+        self._metrics.drafts_connected(len(self._ready))
+
+    def set_leaving(self, link: Link, leaving: bool) -> None:
+        """Give a drafter no new session any more, or again."""
+        if leaving and link in self._ready:
+            self._leaving.add(link)
+        elif not leaving:
+            self._leaving.discard(link)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether some drafter would take one more session."""
+        return any(map(self._is_open, self._ready))
+
+    def _is_open(self, link: Link) -> bool:
+        return self._sessions[link] < self._ready[link].max_sessions and link not in self._leaving
+
+    def join(self) -> Link | None:
+        """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
+        do not know of each other spread their sessions so. A drafter on trial gets its share and no more."""
+        links = [link for link in self._ready if self._is_open(link)]
+        trial = [link for link in links if self._ready[link].drafter == self._config.canary_drafter]
+        if trial and len(trial) < len(links):
+            tried = self._chance.random() < self._config.canary_share
+            links = trial if tried else [link for link in links if link not in trial]
+        if not links:
+            return None
+        chosen = min(self._chance.sample(links, min(2, len(links))),
+                     key=lambda link: self._sessions[link] / self._ready[link].max_sessions)
+        self._sessions[chosen] += 1
+        return chosen
+
+    def part(self, link: Link | None) -> None:
+        """One of its sessions is not its any more."""
+        if link in self._ready:
+            self._sessions[link] -= 1
+
+    def hello(self, link: Link | None) -> DraftHello | None:
+        """What the drafter said of itself; None: it is not there."""
+        return self._ready.get(link) if link is not None else None
+
+    def spec(self, link: Link | None) -> FeatureSpec | None:
+        """Which feature rows its drafter reads."""
+        hello = self.hello(link)
+        return hello.features if hello is not None else None
+
+    def say(self, link: Link | None, item: DraftBound | None) -> None:
+        """With the next flush."""
+        if link in self._ready and item is not None:
+            self._outbox[link].append(item)
+
+    def say_rows(self, link: Link | None, session: int, start: int, count: int, rows: bytes) -> None:
+        """Feature rows of ``session`` from position ``start`` on, in parts that fit a message."""
+        spec = self.spec(link)
+        if spec is None or not count:
+            return
+        size = len(rows) // count
+        for at in range(0, count, ROWS):
+            part = min(ROWS, count - at)
+            self.say(link, Features(session, start + at, rows[at * size : (at + part) * size], part, spec.dtype))
+
+    def flush(self) -> bool:
+        """Send what there is to say. Returns whether anything left."""
+        due = [link for link, items in self._outbox.items()
+               if len(items) >= HELD or any(not isinstance(item, Commit) or item.wanted for item in items)]
+        for link in due:
+            link.send(self._outbox.pop(link))
+        return bool(due)
+
+    def judge(self, link: Link | None, drafted: int, accepted: int) -> None:
+        """A tree that ``link``'s drafter proposed was verified."""
+        if link is None or link not in self._ready:
+            return
+        self._metrics.judged(self._ready[link].drafter, drafted, accepted)
+        agreement = self._agreement.get(link)
+        if agreement is None:
+            return
+        suspected = agreement.suspect
+        agreement.add(accepted > 0)
+        if agreement.suspect == suspected:
+            return
+        self._metrics.pairing_suspect(link.address, agreement.suspect)
+        if suspected:
+            self._problems.pop(link.address, None)
+            return
+        if link not in self._warned:
+            self._warned.add(link)
+            self._log.warning("DRAFTER SUSPECT: " + agreement.problem(), address=link.address,
+                              drafter=self._ready[link].drafter, agreed=agreement.agreed, rounds=agreement.rounds)
+        self._problems[link.address] = agreement.problem()
+
+    def with_problem(self, status: DraftStatus) -> DraftStatus:
+        """A link's status with what was found out about its drafter. From any thread."""
+        return replace(status, problem=status.problem or self._problems.get(status.address, ""))

@@ -1,0 +1,294 @@
+"""TargetWorker: the engine thread of the target service. It owns every sequence from its request to its last token.
+
+Rules:
+1. One thread makes and changes sequences, slots, trees and policies; the outside only posts.
+2. A turn: receive → schedule → forward → commit → send. Drafters hear of a commit before clients and counters do, as
+   they are waited for.
+3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
+4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
+
+It knows nothing about text, HTTP or how frames travel.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from slipstream.base.config import TargetSection
+from slipstream.base.errors import DeviceFull, Draining, RanksLost
+from slipstream.decision.policy import StepCosts
+from slipstream.engine.runner import ModelRunner
+from slipstream.following.following import Following
+from slipstream.following.record import RoundRecord, Step, Verified
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import NoSpans, Spans
+from slipstream.observe.trace import Trace
+from slipstream.protocol.lenient import Thresholds
+from slipstream.protocol.requests import Request
+from target_service.kv import KV
+from target_service.queues import Queues
+from target_service.scheduler import Limits, Schedule, holds
+from target_service.sequence import Sequence, Sink
+from target_service.shedding import Shedding
+from target_service.step import Outcome, run_step
+from target_service.telling import Dispatch, Telling
+
+HAND_OVER_S = 5e-5
+Committed = list[tuple[Outcome, Verified, RoundRecord]]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that is computed."""
+
+    step: Step
+    prefilled: list[Sequence]
+    outcomes: list[Outcome]
+
+
+class TargetWorker:
+    """Turns requests into answers. ``following`` is what hears of drafts."""
+
+    def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
+                 dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
+                 trace: Trace | None = None, spans: Spans | None = None, limits: Limits | None = None) -> None:
+        """limits: None for those of the device."""
+        self._runner = runner
+        self._kv = KV(runner, config.prefix_cache)
+        self._metrics = metrics
+        self._clock = clock
+        self._trace = trace or Trace("", "target")
+        self._spans = spans or NoSpans()
+        self._log = logger("target")
+        self.following = Following(config, costs, metrics, self._kv.keep_rows, clock, self._trace)
+        self._telling = Telling(metrics, costs, dispatch)
+        self._dispatch = dispatch
+        self._thresholds = Thresholds(config.accept_threshold_single, config.accept_threshold_acc)
+        metrics.lossy(self._thresholds.lossy)
+        self.shedding = Shedding(limits or Limits.on(runner.model.device.type, config.max_sessions), clock, metrics)
+        self._queues = Queues()
+        self._costs = costs
+        self._thread = threading.Thread(target=self._run, name="target-worker", daemon=True)
+
+    # From any thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the turn it is in; what still runs is left where it is."""
+        self.following.inbox.stop()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._trace.write()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._queues.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queues.waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that a new answer could have."""
+        return self._kv.num_free
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Let the engine thread do ``event`` before its next step."""
+        self.following.inbox.post(event)
+
+    def ask(self, number: int, request: Request, sink: Sink) -> None:
+        """An answer is wanted; ``sink`` takes its pieces, or the error that ends it."""
+        arrived_s = self._clock()
+        self.post(lambda: self._arrive(number, request, sink, arrived_s))
+
+    def cancel(self, number: int) -> None:
+        """Nobody wants this answer any more."""
+        self.post(lambda: self._drop(number))
+
+    def switch(self, number: int, allowed: bool) -> None:
+        """Whoever asked for the answer allows or forbids speculation from now on."""
+        def event() -> None:
+            if (one := self._queues.find(number)) is not None:
+                one.followed.allow(allowed, self._clock())
+
+        self.post(event)
+
+    def check(self) -> Future[None]:
+        """Prove, between two turns, that every slot is free or owned once. The future raises AssertionError if not."""
+        result: Future[None] = Future()
+
+        def prove() -> None:
+            try:
+                self._kv.prove(self._queues.running)
+                result.set_result(None)
+            except AssertionError as error:
+                result.set_exception(error)
+
+        self.post(prove)
+        return result
+
+    # On the engine thread.
+
+    def _run(self) -> None:
+        wait_s: float | None = None
+        try:
+            while self.following.inbox.drain(wait_s):
+                wait_s = self.turn()
+            self._telling.deliver()
+        except Exception as error:
+            # A bug of ours. Nobody may wait for ever on a thread that is gone: whoever runs is told, and the process
+            # is restarted by whoever watches ``alive``.
+            self._log.exception("the engine thread failed")
+            for one in self._queues.everyone():
+                self._telling.failed(one, error)
+            self._telling.deliver()
+            raise
+
+    def poll(self) -> float | None:
+        """Do what waits in the inbox, then a turn, for a caller that has the thread's place."""
+        self.following.inbox.drain()
+        return self.turn()
+
+    def turn(self) -> float | None:
+        """What was received is done already. Returns for how long there is nothing to do: 0.0 go on, None until
+        something comes."""
+        self.following.flush()
+        plan, waiting = self._queues.schedule(self._clock(), self.num_free_slots, self.shedding)
+        held_s = self._held_s(plan, waiting)
+        if held_s != 0.0:
+            self._telling.deliver()
+            return held_s
+        self._admit(plan)
+        done = self._forward(plan)
+        if done is not None:
+            self._send(done.step, self._commit(done))
+        self._metrics.sessions(len(self._queues.running), len(self._queues.waiting))
+        self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
+        return 0.0
+
+    def _held_s(self, plan: Schedule, waiting: list[Sequence]) -> float | None:
+        """Seconds to hold the step for those whose growth should be here soon; 0: go. With nothing to do: until the
+        first of them gives up waiting; None: until something comes."""
+        now_s = self._clock()
+        if plan.empty:
+            return max(1e-4, min(one.followed.waiting.until_s for one in waiting) - now_s) if waiting else None
+        if not waiting or plan.prefill or plan.admit or plan.put_back:
+            return 0.0
+        due_s, coming = self.following.coming([one.followed for one in waiting])
+        missing_s, ready = due_s - now_s, sum(rows for _, rows in plan.verify)
+        return missing_s if missing_s > 0.0 and holds(ready, coming, missing_s, self._costs.cost) else 0.0
+
+    def _admit(self, plan: Schedule) -> None:
+        """Who is put back, and who is computed from now on."""
+        for number in plan.put_back:
+            one = self._queues.put_back(number)
+            one.followed.pause()
+            self._kv.release(one)
+            self._metrics.preempted()
+            self._log.debug("put back", session=number)
+        for number in plan.admit:
+            one = self._queues.admit(number)
+            self._kv.admit(one)
+            if one.first_step_s is None:
+                one.cached_tokens = one.computed
+                self._metrics.prompt(one.base, one.computed)
+            self.following.begin([one.followed], self._clock())
+            self._kv.give_prompt_rows(one)
+
+    def _forward(self, plan: Schedule) -> Done | None:
+        """Compute the step. None: there was none, or the device failed."""
+        if not (plan.prefill or plan.verify):
+            return None
+        by_number = {one.number: one for one in self._queues.running}
+        prefill = [(by_number[number], rows) for number, rows in plan.prefill]
+        trees = [(by_number[number], by_number[number].followed.take(rows)) for number, rows in plan.verify]
+        nodes = sum(len(tree) - 1 for _, tree in trees)
+        rows = sum(rows for _, rows in prefill) + len(trees) + nodes
+        self._kv.make_room(rows)
+        began_s = self._clock()
+        try:
+            outcomes = run_step(self._runner, prefill, trees, self._thresholds, self._telling.deliver)
+        except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
+            if isinstance(error, DeviceFull) and self.shedding.failed(rows):
+                return None  # nobody was in it yet: the next turn asks for less
+            if isinstance(error, RanksLost):  # there will be no other step
+                raise
+            self._log.exception("step failed", rows=rows)
+            for one, _ in [*prefill, *trees]:
+                self._fail(one, error)
+            return None
+        step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, bool(prefill))
+        self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
+        for one, _ in [*prefill, *trees]:
+            one.first_step_s = one.first_step_s or began_s
+        return Done(step, [one for one, _ in prefill], outcomes)
+
+    def _commit(self, done: Done) -> Committed:
+        """Make the verdicts part of the answers, and have their drafters told."""
+        cuts = [outcome.sequence.cut(outcome.verdict.tokens) for outcome in done.outcomes]
+        rows = self._kv.newest_rows([(outcome.sequence, len(outcome.verdict.tokens)) for outcome in done.outcomes])
+        batch = [Verified(outcome.sequence.number, tokens, len(outcome.tree) - 1,
+                          min(outcome.verdict.num_accepted, len(tokens)), outcome.depth, finish, newest)
+                 for outcome, (tokens, finish), newest in zip(done.outcomes, cuts, rows, strict=True)]
+        records = self.following.committed(batch, done.step)
+        for one in [*done.prefilled, *(outcome.sequence for outcome in done.outcomes)]:
+            self._kv.give_prompt_rows(one)
+        now_s = done.step.ended_s
+        if self.following.flush() and all(one.followed.waits(now_s) for one in self._queues.running):
+            # Frames are written by another thread, and Python runs one at a time: who has to wait lets it go on.
+            time.sleep(HAND_OVER_S)
+        return list(zip(done.outcomes, batch, records, strict=True))
+
+    def _send(self, step: Step, committed: Committed) -> None:
+        """Clients and counters hear of it, and who is done goes."""
+        for outcome, verified, record in committed:
+            self._telling.round(outcome, verified, record, step)
+            if verified.finish:
+                self._end(outcome.sequence)
+        waited_s = max((record.waited_s for _, _, record in committed), default=0.0)
+        self._metrics.step(step.rows, waited_s, step.seconds, self._clock() - step.ended_s)
+
+    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float) -> None:
+        try:
+            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans)
+        except Exception as error:  # its reader hears of it, and nobody else
+            self._log.exception("request not begun", session=number)
+            self._dispatch([(sink, error)])
+        else:
+            self._queues.waiting.append(one)
+
+    def _drop(self, number: int) -> None:
+        if (one := self._queues.find(number)) is not None:
+            self._end(one)
+
+    def _fail(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
+        self._telling.failed(one, error, outcome)
+        self._end(one)
+
+    def _end(self, one: Sequence) -> None:
+        """It is over: its drafter is told, its KV goes to the prefix cache."""
+        self.following.close(one.followed)
+        self._queues.remove(one)
+        self._kv.release(one)  # nothing, of one that waits
+        one.span.end(tokens=one.followed.side.num_output)
+
+    def hand_back(self) -> None:
+        """End every answer with Draining, so that another target goes on where it stopped."""
+        error = Draining("the target is shutting down; another one will go on")
+        for one in self._queues.everyone():
+            self._fail(one, error, "handed_back")
+        self.following.flush()
+        self._telling.deliver()
