@@ -29,8 +29,8 @@ from slipstream.wire.stream import MAX_BATCHES
 
 ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/observe", "slipstream/models",
          "slipstream/engine", "slipstream/engine/native", "slipstream/drafting", "slipstream/drafting/heads",
-         "slipstream/following", "slipstream/wire", "slipstream/simulate", "slipstream/train", "slipstream/cli", "draft_service",
-         "target_service", "router_service", "bench", "deploy", "deploy/dashboards")
+         "slipstream/following", "slipstream/wire", "slipstream/simulate", "slipstream/train", "slipstream/cli",
+         "draft_service", "target_service", "router_service", "bench", "deploy", "deploy/dashboards")
 
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)
