@@ -34,9 +34,9 @@ def codec() -> TextCodec:
     return TextCodec(resolve(name))
 
 
-@pytest.fixture
-async def pair(tmp_path: Path, codec: TextCodec) -> AsyncIterator[Pair]:
-    made = Pair("real", tmp_path, PREFERS_DRAFTS)
+@pytest.fixture(scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> AsyncIterator[Pair]:
+    made = Pair("real", tmp_path_factory.mktemp("real"), PREFERS_DRAFTS)
     await made.start()
     yield made
     await made.stop()
@@ -98,12 +98,14 @@ async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: 
     assert "draft link down" in pair.target.log.read_text()
 
 
-async def test_the_policy_leaves_a_bad_drafter_and_comes_back(tmp_path: Path) -> None:
-    story = await tell(tmp_path, lambda _: None)
+async def test_a_drafter_that_turns_bad_and_recovers_changes_no_answer(tmp_path: Path) -> None:
+    """When speculation is left and comes back depends on the machine's load, so it is held to that in simulated time
+    (``test_simulation``, ``test_policy``)."""
+    said: list[str] = []
+    story = await tell(tmp_path, said.append, 240)
     assert story.speculated.tokens == story.plain.tokens
-    assert story.left_after_s is not None, story.changes
-    assert story.back_after_s is not None and story.back_after_s < 5.0, story.changes
-    assert len(story.changes) <= 7, f"it flaps: {story.changes}"
+    assert 0.0 < story.bad_from_s < story.good_from_s < float("inf"), said
+    assert story.speculated.accepted > 10 and story.changes[0].state == "speculate", story.changes
 
 
 async def test_thirty_two_streams_finish_and_give_every_slot_back(codec: TextCodec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,19 @@ import pytest
 from slipstream.base.errors import ConfigError
 from slipstream.observe.trace import Trace, commit_key, growth_key, merge
 from slipstream.protocol.messages import Growth
+from slipstream.protocol.requests import Piece
 from slipstream.protocol.tree import DraftTree
-from slipstream.simulate.simulation import RUN_AHEAD, Deployment, of_schedule, simulate
+from slipstream.simulate.simulation import (
+    RUN_AHEAD,
+    Accelerator,
+    Deployment,
+    Draft,
+    Line,
+    Target,
+    World,
+    of_schedule,
+    simulate,
+)
 from slipstream.simulate.timed import Timing
 from target_service.scheduler import holds
 
@@ -21,6 +33,20 @@ SOME = Deployment()
 
 def rate(schedule: str, deployment: Deployment = SOME, seconds: float = 6.0) -> float:
     return simulate(of_schedule(schedule, deployment), seconds).tokens_per_s
+
+
+def play(deployment: Deployment) -> list[tuple[float, Piece]]:
+    """The pieces of an answer, and when they came."""
+    world = World()
+    target, draft = Target(world, Accelerator(), deployment, 0), Draft(world, Accelerator(), deployment)
+    Line("one", target, draft, deployment.rtt_s / 2 + deployment.hop_s).join()
+    target.actor.wake(0.0)
+    for second in itertools.count(1):
+        world.run(second)
+        for place, (_, piece) in enumerate(target.pieces):
+            if piece.finish:
+                return target.pieces[:place + 1]
+    raise AssertionError
 
 
 def test_a_run_depends_on_its_seed_alone() -> None:
@@ -84,6 +110,25 @@ def test_a_drafter_far_away_costs_little_against_plain(rtt_s: float) -> None:
     """An exchange longer than a step: the policy may not lose what speculation does not bring."""
     for schedule in ("serial", "run-ahead"):
         assert rate(schedule, replace(SOME, rtt_s=rtt_s), 20.0) > 0.95 * rate("plain"), schedule
+
+
+@pytest.mark.parametrize(("schedule", "seed"), [("serial", 0), ("run-ahead", 1)])
+def test_a_drafter_that_turns_bad_is_left_and_used_again_when_it_is_good(schedule: str, seed: int) -> None:
+    """In mid-answer, and seen as a client sees it: by its pieces, each with the state in which it was made."""
+    bad_from, bad_to = 400, 900  # positions; the prompt has two
+    timing = Timing(seed=seed, wrong=(bad_from, bad_to))
+    plain, drafted = (play(of_schedule(name, replace(SOME, timing=timing))) for name in ("plain", schedule))
+    assert [token for _, piece in drafted for token in piece.tokens] == [
+        token for _, piece in plain for token in piece.tokens]
+    ends = list(itertools.accumulate(len(piece.tokens) for _, piece in drafted))
+    changes = [(end, piece.state) for end, (_, piece), (_, before) in
+               zip(ends[1:], drafted[1:], drafted, strict=False) if piece.state != before.state]
+    left = next(end for end, state in changes if end >= bad_from and state != "speculate")
+    back = max(end for end, state in changes if state == "speculate")
+    assert left < bad_from + 60 and bad_to <= back < bad_to + 600, changes
+    assert len(changes) <= 14, f"it flaps: {changes}"
+    spent_s = [now_s for end, (now_s, _) in zip(ends, drafted, strict=True) if bad_from <= end < bad_to]
+    assert spent_s[-1] - spent_s[0] < 1.1 * (bad_to - bad_from) / 50, "what was tried in vain cost too much"
 
 
 def test_unknown_schedules_are_refused() -> None:

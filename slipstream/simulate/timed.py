@@ -52,6 +52,7 @@ class Timing:
     width: int = 3  # nodes expanded in a level, and children of a node
     acceptance: tuple[float, ...] = (0.75, 0.12, 0.05)  # chance that a node's first, second, … child is right
     seed: int = 0
+    wrong: tuple[int, int] = (0, 0)  # positions from and before which every child is wrong
 
     def __post_init__(self) -> None:
         if not (self.acceptance and all(p > 0 for p in self.acceptance) and sum(self.acceptance) <= 1):
@@ -72,7 +73,7 @@ class Timing:
         """What ``save`` wrote. Raises ConfigError."""
         try:
             fields = json.loads(path.read_text())
-            return Timing(**{**fields, "acceptance": tuple(fields["acceptance"])})
+            return Timing(**{**fields, **{name: tuple(fields[name]) for name in ("acceptance", "wrong")}})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"cannot read timings from {path}: {error}") from error
 
@@ -95,6 +96,7 @@ class Law:
         self._seed = timing.seed
         self._limits = np.cumsum(timing.acceptance)
         self._scores = [math.log(p) for p in timing.acceptance]
+        self._wrong = timing.wrong
 
     def following(self, tokens: Sequence[int] | NDArray[np.int64],
                   positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -109,6 +111,7 @@ class Law:
         stream = np.asarray(tokens, np.uint64) // np.uint64(SYMBOLS)
         luck = mix(self._seed + (1 << 32), stream, np.asarray(positions, np.uint64)) / np.float64(2**64)
         right = np.searchsorted(self._limits, luck, side="right")
+        right[(np.asarray(positions) >= self._wrong[0]) & (np.asarray(positions) < self._wrong[1])] = len(self._scores)
         count = min(count, len(self._scores))
         ranked: list[Children] = []
         for token, rank in zip(truth.tolist(), right.tolist(), strict=True):
