@@ -30,11 +30,10 @@ from bench.work import cpu_s, resident
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
-from slipstream.protocol.chat import ChatOptions
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
-from slipstream.wire.inference import AsyncCaller
+from slipstream.wire.client import AsyncClient
 from slipstream.wire.target_client import TargetClient
 
 FOLDER = Path("build/bench/logs")
@@ -101,17 +100,13 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
 @asynccontextmanager
 async def calling(port: int) -> AsyncIterator[Ask]:
     """The public gRPC service on ``port``."""
-    caller = AsyncCaller(f"127.0.0.1:{port}")
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
 
-    async def ask(stream: int, tokens: int, came: list[float]) -> None:
-        options = ChatOptions(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        async for _ in caller.complete("timed", TEXT, options):
-            came.append(time.perf_counter())
+        async def ask(stream: int, tokens: int, came: list[float]) -> None:
+            async for _ in client.complete(TEXT, model="timed", max_tokens=tokens, temperature=0.0, ignore_eos=True):
+                came.append(time.perf_counter())
 
-    try:
         yield ask
-    finally:
-        await caller.aclose()
 
 
 async def alone(ways: Mapping[str, Ask], times: int) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
-from slipstream.v1 import draft_pb2
+from slipstream.v1 import draft_pb2, inference_pb2
 from slipstream.wire.answers import (
     Asked,
     Told,
@@ -44,16 +44,14 @@ from slipstream.wire.codec import (
     encode_target_frames,
 )
 from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello, encode_target_hello
-from slipstream.wire.texts import (
+from slipstream.wire.inference import (
     decode_chat,
-    decode_chat_delta,
     decode_complete,
-    decode_complete_delta,
+    decode_delta,
     decode_models,
     encode_chat,
-    encode_chat_delta,
     encode_complete,
-    encode_complete_delta,
+    encode_delta,
     encode_models,
 )
 
@@ -131,11 +129,7 @@ GOLDEN = {
         "0a016d120268691a56080811000000000000e03f19000000000000e83f200329000000000000d03f31000000000000e03f39"
         "000000000000e0bf41000000000000f43f4a0b080511000000000000f8bf500b5a03656e646002680170037800"
     ),
-    "chat_delta": (
-        "0a310a02616212100801120161180121000000000000e0bf120508021201621a0473746f70220c0801100218032004280530"
-        "06"
-    ),
-    "complete_delta": (
+    "delta": (
         "0a310a02616212100801120161180121000000000000e0bf120508021201621a0473746f70220c0801100218032004280530"
         "06"
     ),
@@ -155,8 +149,7 @@ def encoded() -> dict[str, bytes]:
         "info": encode_info(INFO),
         "chat": encode_chat("m", (Message("user", "hi"),), OPTIONS),
         "complete": encode_complete("m", "hi", OPTIONS),
-        "chat_delta": encode_chat_delta(DELTA),
-        "complete_delta": encode_complete_delta(DELTA),
+        "delta": encode_delta(DELTA),
         "models": encode_models(["m", "n"]),
     }
 
@@ -202,8 +195,9 @@ def test_requests_and_texts_come_back() -> None:
     assert decode_info(encode_info(INFO)) == INFO
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
     assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
-    assert decode_chat_delta(encode_chat_delta(DELTA)) == DELTA
-    assert decode_complete_delta(encode_complete_delta(Delta("x"))) == Delta("x")
+    assert decode_delta(encode_delta(DELTA)) == DELTA and decode_delta(encode_delta(Delta("x"))) == Delta("x")
+    wire = inference_pb2.CompleteResponse.FromString(encode_delta(DELTA))
+    assert wire.delta.text == DELTA.text and wire.SerializeToString() == encode_delta(DELTA)
     assert decode_models(encode_models(["m", "n"])) == ["m", "n"]
 
 
@@ -448,8 +442,7 @@ DECODERS = {
     "info": decode_info,
     "chat": decode_chat,
     "complete": decode_complete,
-    "chat_delta": decode_chat_delta,
-    "complete_delta": decode_complete_delta,
+    "delta": decode_delta,
     "models": decode_models,
 }
 

@@ -1,47 +1,147 @@
-"""The public gRPC service, both ends: a servicer around any Front, and callers with and without asyncio.
+"""The public gRPC service: what users ask and get, as text, to protobuf and back; and a servicer around any Front.
 
 Rules:
-1. Errors cross the wire as the class that was raised; no gRPC error leaves a caller.
+1. Errors cross the wire as the class that was raised.
 2. A client that goes away ends its answer: the generator is closed.
 3. With ``authorize`` every call needs "authorization: Bearer <key>", as over HTTP; keys are never logged.
+4. Only the shape of what is asked is checked here; what an option may be is the business of who answers. An absent
+   option stays absent, so that the server's default counts.
 
 It knows nothing about tokenizers, models or balancing. Format: ``proto/slipstream/v1/inference.proto``.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any, Protocol
 
 import grpc
-import structlog
 from grpc import aio
 
-from slipstream.base.errors import RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.protocol.chat import ChatOptions, Delta, Message
-from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
-from slipstream.wire.status import abort, error_of
-from slipstream.wire.texts import (
-    decode_chat,
-    decode_chat_delta,
-    decode_complete,
-    decode_complete_delta,
-    decode_models,
-    encode_chat,
-    encode_chat_delta,
-    encode_complete,
-    encode_complete_delta,
-    encode_models,
-)
-from slipstream.wire.tls import TlsFiles
-
-CHAT = f"/{INFERENCE_SERVICE}/Chat"
-COMPLETE = f"/{INFERENCE_SERVICE}/Complete"
-LIST_MODELS = f"/{INFERENCE_SERVICE}/ListModels"
-INFO_S = 10.0  # for the short calls
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.v1 import inference_pb2
+from slipstream.wire.channel import INFERENCE_SERVICE
+from slipstream.wire.fields import parse
+from slipstream.wire.status import abort
 
 Context = aio.ServicerContext[bytes, bytes]
+
+SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in ("logit_bias", "stop"))
+
+
+def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
+    """Raises InvalidRequest for an option that its field cannot hold."""
+    turns = [inference_pb2.Message(role=message.role, content=message.content) for message in messages]
+    request = inference_pb2.ChatRequest(model=model, messages=turns, options=_options(options))
+    return request.SerializeToString(deterministic=True)
+
+
+def decode_chat(data: bytes) -> tuple[str, tuple[Message, ...], ChatOptions]:
+    """Raises InvalidRequest."""
+    wire = inference_pb2.ChatRequest()
+    _parse_request(wire, data)
+    return wire.model, tuple(Message(turn.role, turn.content) for turn in wire.messages), _options_of(wire.options)
+
+
+def encode_complete(model: str, prompt: str, options: ChatOptions) -> bytes:
+    """Raises InvalidRequest for an option that its field cannot hold."""
+    request = inference_pb2.CompleteRequest(model=model, prompt=prompt, options=_options(options))
+    return request.SerializeToString(deterministic=True)
+
+
+def decode_complete(data: bytes) -> tuple[str, str, ChatOptions]:
+    """Raises InvalidRequest."""
+    wire = inference_pb2.CompleteRequest()
+    _parse_request(wire, data)
+    return wire.model, wire.prompt, _options_of(wire.options)
+
+
+def _parse_request(wire: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, data: bytes) -> None:
+    try:
+        parse(wire, data, "request")
+    except RemoteProtocolError as error:
+        raise InvalidRequest(error.field, error.message) from error
+
+
+def _options(options: ChatOptions) -> inference_pb2.Options:
+    wire = inference_pb2.Options(stop=options.stop)
+    for name in SCALARS:
+        value = getattr(options, name)
+        if value is not None:
+            _set(wire, name, value)
+    for token, bias in options.logit_bias:
+        wire.logit_bias[token] = bias
+    return wire
+
+
+def _set(wire: inference_pb2.Options, name: str, value: Any) -> None:
+    try:
+        setattr(wire, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(name, f"{value!r} is not a value of this option") from error
+
+
+def _options_of(wire: inference_pb2.Options) -> ChatOptions:
+    values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
+    bias = tuple(sorted(wire.logit_bias.items()))
+    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop))
+
+
+def encode_delta(delta: Delta) -> bytes:
+    """A response of either call: both hold a delta in the same field."""
+    # One comes for every token of every answer: messages filled in place take less than half of what made ones do.
+    message = inference_pb2.ChatResponse()
+    wire = message.delta
+    wire.text = delta.text
+    for token in delta.tokens:
+        item = wire.tokens.add()
+        item.id, item.text = token.id, token.text
+        if token.drafted:
+            item.drafted = True
+        if token.logprob is not None:
+            item.logprob = token.logprob
+    if delta.finish:
+        wire.finish_reason = delta.finish
+    if delta.usage is not None:
+        wire.usage.CopyFrom(_usage(delta.usage))
+    return message.SerializeToString()
+
+
+def decode_delta(data: bytes) -> Delta:
+    """Raises RemoteProtocolError."""
+    message = inference_pb2.ChatResponse()
+    parse(message, data, "delta")
+    wire = message.delta
+    tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None)
+                   for token in wire.tokens)
+    usage = Usage(
+        wire.usage.prompt_tokens, wire.usage.completion_tokens, wire.usage.accepted_prediction_tokens,
+        wire.usage.rejected_prediction_tokens, wire.usage.cached_tokens, wire.usage.rounds,
+        wire.usage.lossy,
+    ) if wire.HasField("usage") else None
+    return Delta(wire.text, tokens, wire.finish_reason, usage)
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens,
+        accepted_prediction_tokens=usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=usage.rejected_prediction_tokens, cached_tokens=usage.cached_tokens,
+        rounds=usage.rounds, lossy=usage.lossy)
+
+
+def encode_models(ids: list[str]) -> bytes:
+    return inference_pb2.ListModelsResponse(ids=ids).SerializeToString()
+
+
+def decode_models(data: bytes) -> list[str]:
+    """Raises RemoteProtocolError."""
+    wire = inference_pb2.ListModelsResponse()
+    parse(wire, data, "models")
+    return list(wire.ids)
 
 
 class Front(Protocol):
@@ -62,7 +162,6 @@ class InferenceServicer:
     def __init__(self, front: Front, authorize: Callable[[str], bool] | None = None) -> None:
         self._front = front
         self._authorize = authorize
-        self._log = structlog.get_logger(part="wire")
 
     def handler(self) -> grpc.GenericRpcHandler:
         chat: Any = grpc.unary_stream_rpc_method_handler(self._chat)
@@ -75,18 +174,17 @@ class InferenceServicer:
         """Nothing to do: the front refuses new requests, and every answer ends by itself."""
 
     async def _chat(self, data: bytes, context: Context) -> None:
-        await self._stream(lambda: self._front.chat(*decode_chat(data)), encode_chat_delta, context)
+        await self._stream(lambda: self._front.chat(*decode_chat(data)), context)
 
     async def _complete(self, data: bytes, context: Context) -> None:
-        await self._stream(lambda: self._front.complete(*decode_complete(data)), encode_complete_delta, context)
+        await self._stream(lambda: self._front.complete(*decode_complete(data)), context)
 
-    async def _stream(self, begin: Callable[[], AsyncGenerator[Delta, None]], encode: Callable[[Delta], bytes],
-                      context: Context) -> None:
+    async def _stream(self, begin: Callable[[], AsyncGenerator[Delta, None]], context: Context) -> None:
         await self._admit(context)
         try:
             async with aclosing(begin()) as deltas:
                 async for delta in deltas:
-                    await context.write(encode(delta))
+                    await context.write(encode_delta(delta))
         except Exception as error:
             await abort(context, error)
 
@@ -105,85 +203,3 @@ class InferenceServicer:
         key = str(shown[0]).removeprefix("Bearer ") if shown else ""
         if not self._authorize(key):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send a valid key as 'authorization: Bearer <key>'")
-
-
-class AsyncCaller:
-    """Calls the public service. Make it on the event loop that uses it."""
-
-    def __init__(self, address: str, *, tls: TlsFiles | None = None, api_key: str = "") -> None:
-        self._address = address
-        self._metadata = _metadata(api_key)
-        self._channel = open_channel(address, tls)
-
-    def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncIterator[Delta]:
-        return self._stream(CHAT, encode_chat(model, messages, options), decode_chat_delta)
-
-    def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncIterator[Delta]:
-        return self._stream(COMPLETE, encode_complete(model, prompt, options), decode_complete_delta)
-
-    async def models(self) -> list[str]:
-        method: Any = self._channel.unary_unary(LIST_MODELS)
-        try:
-            return decode_models(await method(b"", metadata=self._metadata, timeout=INFO_S))
-        except (aio.AioRpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
-
-    async def aclose(self) -> None:
-        await self._channel.close()
-
-    async def _stream(self, name: str, request: bytes, decode: Callable[[bytes], Delta]) -> AsyncIterator[Delta]:
-        method: Any = self._channel.unary_stream(name)
-        call = method(request, metadata=self._metadata)
-        try:
-            async for data in call:
-                yield decode(data)
-        except (aio.AioRpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
-        finally:
-            call.cancel()
-
-
-class Caller:
-    """The same without asyncio; may be used from any thread."""
-
-    def __init__(self, address: str, *, tls: TlsFiles | None = None, api_key: str = "") -> None:
-        self._address = address
-        self._metadata = _metadata(api_key)
-        self._channel = open_sync_channel(address, tls)
-
-    def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> Iterator[Delta]:
-        return self._stream(CHAT, encode_chat(model, messages, options), decode_chat_delta)
-
-    def complete(self, model: str, prompt: str, options: ChatOptions) -> Iterator[Delta]:
-        return self._stream(COMPLETE, encode_complete(model, prompt, options), decode_complete_delta)
-
-    def models(self) -> list[str]:
-        method: Any = self._channel.unary_unary(LIST_MODELS)
-        try:
-            return decode_models(method(b"", metadata=self._metadata, timeout=INFO_S))
-        except (grpc.RpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def _stream(self, name: str, request: bytes, decode: Callable[[bytes], Delta]) -> Iterator[Delta]:
-        method: Any = self._channel.unary_stream(name)
-        call = method(request, metadata=self._metadata)
-        try:
-            for data in call:
-                yield decode(data)
-        except (grpc.RpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
-        finally:
-            call.cancel()
-
-
-def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
-
-
-def _translated(error: Any, address: str) -> SlipstreamError:
-    if isinstance(error, RemoteProtocolError):
-        return Unavailable(f"{address}: not a service of this release ({error})")
-    return error_of(error, address)
