@@ -108,6 +108,14 @@ def test_files_that_pages_name_exist(page: Path) -> None:
     assert not missing, f"{page.name} names files that are not there"
 
 
+def test_files_that_the_picture_of_a_round_names_exist() -> None:
+    picture = (ROOT / "docs" / "round.svg").read_text(encoding="utf-8")
+    named = [name for files in re.findall(r'class="file"[^>]*>([^<]+)<', picture) for name in files.split(" → ")]
+    there = [f"/{path.relative_to(ROOT)}" for room in OURS[:4] for path in (ROOT / room).rglob("*.py")]
+    assert named
+    assert not [name for name in named if not any(path.endswith(f"/{name}.py") for path in there)]
+
+
 def _code(page: Path) -> str:
     """What a page has in blocks and between backticks, a piece a line."""
     text = page.read_text(encoding="utf-8")

@@ -27,10 +27,9 @@ from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, PROJECTION_S, REF
 from slipstream.wire.peers import MAX_PEERS
 from slipstream.wire.stream import MAX_BATCHES
 
-ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/observe", "slipstream/models",
-         "slipstream/engine", "slipstream/engine/native", "slipstream/drafting", "slipstream/drafting/heads",
-         "slipstream/following", "slipstream/wire", "slipstream/simulate", "slipstream/train", "slipstream/cli",
-         "draft_service", "target_service", "router_service", "bench", "deploy", "deploy/dashboards")
+ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
+         "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe", "slipstream/simulate",
+         "slipstream/train", "slipstream/cli", "draft_service", "target_service", "router_service", "bench", "deploy")
 
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)
