@@ -13,8 +13,7 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
-from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounded, specified

@@ -15,8 +15,7 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle2_checkpoint import read_eagle2_head
-from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp

@@ -34,7 +34,7 @@ PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait 
 
 
 class NeuralDrafter:
-    """A ``drafters.base.Drafter`` with weights. ``max_context`` 0: what the network was trained for."""
+    """A ``drafting.base.Drafter`` with weights. ``max_context`` 0: what the network was trained for."""
 
     max_nodes = MAX_NODES - 1
 

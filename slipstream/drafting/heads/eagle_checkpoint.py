@@ -1,6 +1,7 @@
-"""An EAGLE-3 head as it is published: ``config.json`` and safetensors, read and checked against its target.
+"""An EAGLE head of any generation as it is published: ``config.json`` and safetensors, read and checked against its
+target.
 
-Rules:
+Rules of EAGLE-3 (``read_head``):
 1. Tensors, by the plain names of ``layout.py``: ``fc.weight`` (``fc.bias``), ``layers.0.*``, ``norm.weight``, ``d2t``,
    ``t2d``, ``embed_tokens.weight`` or else the target's, ``lm_head.weight`` or else the head's own embedding where the
    config ties them, or else the target's rows; ``input_norm.weight`` where ``norm_before_fc`` says so.
@@ -10,10 +11,17 @@ Rules:
    i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them apart
    by their first id). In the speculators layout ids name what *enters* a layer.
 4. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
-5. Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found.
 
-It knows nothing about sessions or forwards. Format: arXiv 2503.01840, its reference repository's checkpoints
-(architecture ``LlamaForCausalLMEagle3``) and those of vLLM's speculators library (``Eagle3Speculator``).
+Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head with trees by joint probability):
+5. Tensors: ``fc.weight`` (``fc.bias`` where the config's ``bias``, or ``fusion_bias`` in the speculators layout, says
+   so; where it says nothing, where there is one) and ``layers.0.*`` without an input norm. There is no final norm.
+6. Embedding and lm_head are the target's (heads carry a copy of the embedding: it is left unread); with a token map the
+   lm_head is its rows (``token_map.py``). The one target state is that after the final norm.
+
+Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found. It
+knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
+repositories' checkpoints (``LlamaForCausalLMEagle3``; of the older ones ``LlamaForCausalLM``, which is why a whole
+model's folder is told by its missing ``fc``) and those of vLLM's speculators library.
 """
 
 from __future__ import annotations
@@ -40,6 +48,8 @@ from slipstream.engine.model import ModelConfig
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 SPECULATORS = "eagle3"
+OLD_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle")
+OLD_SPECULATORS = "eagle"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,27 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
         tensors["lm_head.weight"] = _lm_head(tensors, config, target, target_folder, vocabulary)
     return EagleHead(config, hidden, draft_vocab, taps, tensors, vocabulary,
                      published.flag("norm_before_residual", None if published.speculators else False))
+
+
+def read_eagle2_head(folder: str | Path, target_folder: str | Path,
+                     vocabulary: torch.Tensor | None = None) -> EagleHead:
+    """Read and check the head in ``folder`` for the target in ``target_folder``. vocabulary: int64 [K], a token map.
+    Raises ModelError."""
+    published, target = read_published(folder), ModelConfig.from_folder(target_folder)
+    _check_old_kind(published)
+    config = layer_config(published, target)
+    published.must_fit("hidden_size", config.hidden_size, target.hidden_size)
+    tensors = read_tensors(folder)
+    if "fc.weight" not in tensors:
+        raise ModelError(f"{folder}: tensor fc.weight is missing: this is no EAGLE-1 or EAGLE-2 head; a whole model is "
+                         "for draft.drafter: standalone")
+    hidden = config.hidden_size
+    shapes = {"fc.weight": (hidden, 2 * hidden)} | layer_shapes(config, hidden) | fc_bias(published, tensors, hidden)
+    check_tensors(folder, tensors, shapes)
+    lent = {"embed_tokens.weight": lent_embedding(target_folder, target.vocab_size, hidden),
+            "lm_head.weight": lent_lm_head(target_folder, target, vocabulary)}
+    return EagleHead(config, hidden, target.vocab_size if vocabulary is None else len(vocabulary),
+                     (target.num_layers,), tensors | lent, vocabulary, joint=True)
 
 
 def _check_kind(published: Published) -> None:
@@ -170,3 +201,19 @@ def _vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, vocab: in
         if int(mask.sum()) != draft_vocab or not bool(mask[ids].all()):
             raise ModelError("tensor t2d: it does not mark exactly the tokens that d2t leads to")
     return ids
+
+
+def _check_old_kind(published: Published) -> None:
+    where = published.where
+    if published.speculators:
+        if published.speculators != OLD_SPECULATORS:
+            raise ModelError(f"{where}: speculators_model_type: expected '{OLD_SPECULATORS}', found "
+                             f"{published.speculators!r}; 'eagle3' heads are for draft.drafter: eagle3")
+        if published.flag("layernorms", False):
+            raise ModelError(f"{where}: layernorms: heads with norms of their own are not supported; use an EAGLE-3 "
+                             "head")
+        return
+    architectures = published.fields.get("architectures")
+    if architectures not in [[name] for name in OLD_ARCHITECTURES]:
+        raise ModelError(f"{where}: architectures: expected {' or '.join(OLD_ARCHITECTURES)}, found {architectures!r}; "
+                         "EAGLE-3 heads are for draft.drafter: eagle3")
