@@ -13,21 +13,19 @@ What is measured, and how:
    a slow minute of the machine hurts all alike. ``of_greedy``: acceptance length by that of greedy decoding on the
    same questions. The two answers are different texts, and a small model's greedy one soon repeats itself, which is
    easy to draft.
-5. So the sampled answer is asked again from places ``APART`` tokens apart (question and text so far are the prompt),
-   greedy and at temperature 1, ``INSIDE`` tokens each. ``of_greedy_inside`` is what temperature costs on the very same
-   prompts, with no time to drift apart.
-6. Rows of finished sets are in ``build/bench/drafts.json`` at any time. Rows of the set "all" pool the questions.
+5. Rows of finished sets are in ``build/bench/drafts.json`` at any time. Rows of the set "all" pool the questions.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,7 +47,6 @@ from slipstream.protocol.tree import MAX_NODES
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 TEMPERATURES = (0.0, 1.0)
 HEAD = "smollm2-135m-eagle3"
-APART, INSIDE = 64, 32  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +63,14 @@ class Score:
     """One drafter on one set at one temperature. Ratios and speeds have one entry a question."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
-    inside: Acceptance = field(default_factory=Acceptance)  # on prompts that end inside of a sampled answer
     speeds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     rounds: int = 0  # of the target with a policy
     speculating: int = 0
 
     def add_whole(self, pieces: Sequence[Piece]) -> None:
-        _count(pieces, self.acceptance)
-
-    def add_inside(self, pieces: Sequence[Piece]) -> None:
-        _count(pieces, self.inside)
+        for piece in pieces[1:-1]:
+            self.acceptance.add(piece.accepted)
 
     def add_served(self, measured: Measured, plain: Measured, pieces: Sequence[Piece]) -> None:
         if not plain.tokens_per_s or not measured.tokens_per_s:  # an answer of one token has no speed
@@ -87,9 +81,9 @@ class Score:
         self.speculating += sum(piece.state == "speculate" for piece in pieces)
 
     def join(self, other: Score) -> None:
-        for mine, theirs in ((self.acceptance, other.acceptance), (self.inside, other.inside)):
-            mine.rounds += theirs.rounds
-            mine.reached = [sum(both) for both in zip(*_padded(mine.reached, theirs.reached), strict=True)]
+        mine, theirs = self.acceptance, other.acceptance
+        mine.rounds += theirs.rounds
+        mine.reached = [sum(both) for both in itertools.zip_longest(mine.reached, theirs.reached, fillvalue=0)]
         self.speeds += other.speeds
         self.ratios += other.ratios
         self.rounds += other.rounds
@@ -133,21 +127,8 @@ async def measure(plain: Backend, contenders: Sequence[Contender], asked: Sequen
                 pieces = []
                 drafted = await ask(who.served, question.prompt, sampling, max_tokens, True, on_piece=pieces.append)
                 score.add_served(drafted, alone, pieces)
-        for who in turning:
-            await _ask_inside(who, question, alone.tokens, sampling, scores)
         advance()
     return scores
-
-
-async def _ask_inside(who: Contender, question: Asked, answer: Sequence[int], sampling: Sampling,
-                      scores: Scores) -> None:
-    """Ask for short pieces of the sampled ``answer`` again, greedy and sampled as it was."""
-    for start in range(0, len(answer) - INSIDE + 1, APART):
-        for temperature in TEMPERATURES:
-            pieces: list[Piece] = []
-            await ask(who.whole, [*question.prompt, *answer[:start]], replace(sampling, temperature=temperature),
-                      INSIDE, True, on_piece=pieces.append)
-            scores[who.name, question.set, temperature].add_inside(pieces)
 
 
 def rows_of(scores: Mapping[Key, Score], names: Iterable[str], sets: Sequence[str]) -> list[Row]:
@@ -166,21 +147,11 @@ def _row(key: Key, scores: Mapping[Key, Score]) -> Row:
     return {
         "drafter": key[0], "set": key[1], "temperature": key[2], "acceptance_length": length,
         "of_greedy": length / greedy.acceptance.length,
-        "of_greedy_inside": score.inside.length / greedy.inside.length, "by_depth": score.acceptance.by_depth,
+        "by_depth": score.acceptance.by_depth,
         "speed_ratio": statistics.median(score.ratios) if score.ratios else 0.0,
         "tokens_per_s": statistics.median(score.speeds) if score.speeds else 0.0,
         "speculating": score.speculating / max(1, score.rounds), "answers": len(score.speeds),
     }
-
-
-def _count(pieces: Sequence[Piece], acceptance: Acceptance) -> None:
-    for piece in pieces[1:-1]:
-        acceptance.add(piece.accepted)
-
-
-def _padded(*lists: list[int]) -> list[list[int]]:
-    longest = max(len(each) for each in lists)
-    return [each + [0] * (longest - len(each)) for each in lists]
 
 
 def prepare(questions: Sequence[Question], codec: TextCodec, room: int) -> list[Asked]:
@@ -207,7 +178,7 @@ async def run(arguments: argparse.Namespace) -> None:
         bar.advance(starting)
         contenders = []
         for name in arguments.drafters:
-            entrant = Entrant.of(name, folder, common, draft_settings(name, arguments.target, arguments.head))
+            entrant = Entrant.of(name, folder, (*common, *draft_settings(name, arguments.target, arguments.head)))
             stack.push_async_callback(entrant.stop)
             await entrant.start()
             bar.advance(starting)

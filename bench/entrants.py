@@ -6,14 +6,12 @@ is configured (speed is measured there). It knows nothing about what is asked.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.fleet import READY_S, Process, free_port
-from slipstream.base.errors import ConfigError, Unavailable
+from bench.fleet import Process, joined, service
+from slipstream.base.errors import ConfigError
 from slipstream.wire.target_client import TargetClient
 
 NODES = 16  # draft nodes that the measuring target verifies at most
@@ -54,23 +52,14 @@ class Served:
 
     @staticmethod
     def of(name: str, folder: Path, drafts: Sequence[str], settings: Iterable[str]) -> Served:
-        folder.mkdir(parents=True, exist_ok=True)
-        ports = free_port(), free_port()
-        address = f"127.0.0.1:{ports[0]}"
-        settings = (f"target.listen={address}", f"target.metrics_listen=127.0.0.1:{ports[1]}",
-                    f"target.drafts={list(drafts)}", *SLOTS, *settings)
-        process = Process("target_service", settings, ports[1], folder / f"{name}.log")
-        return Served(process, TargetClient(address))
+        process = service("target", name, folder, (f"target.drafts={list(drafts)}", *SLOTS, *settings))
+        return Served(process, TargetClient(process.address))
 
     async def start(self) -> None:
         """Start it and wait until it has its draft. Raises Unavailable."""
         self.process.start()
         await self.process.ready()
-        deadline_s = time.monotonic() + READY_S
-        while not all(draft.connected for draft in (await self.client.info()).drafts):
-            if time.monotonic() > deadline_s:
-                raise Unavailable(f"the target does not find its draft; see {self.process.log}")
-            await asyncio.sleep(0.1)
+        await joined(self.client, self.process.log)
 
     async def stop(self) -> None:
         await self.client.aclose()
@@ -87,15 +76,10 @@ class Entrant:
     served: Served  # as users get it
 
     @staticmethod
-    def of(name: str, folder: Path, settings: Sequence[str], draft_settings: Sequence[str]) -> Entrant:
-        folder.mkdir(parents=True, exist_ok=True)
-        ports = free_port(), free_port()
-        address = f"127.0.0.1:{ports[0]}"
-        both = (*settings, *draft_settings)
-        draft = Process("draft_service", (f"draft.listen={address}", f"draft.metrics_listen=127.0.0.1:{ports[1]}",
-                                          *SLOTS, *both), ports[1], folder / f"{name}-draft.log")
-        return Entrant(name, draft, Served.of(f"{name}-whole", folder, [address], (*both, *WHOLE_TREES)),
-                       Served.of(f"{name}-served", folder, [address], both))
+    def of(name: str, folder: Path, settings: Sequence[str]) -> Entrant:
+        draft = service("draft", f"{name}-draft", folder, (*SLOTS, *settings))
+        return Entrant(name, draft, Served.of(f"{name}-whole", folder, [draft.address], (*settings, *WHOLE_TREES)),
+                       Served.of(f"{name}-served", folder, [draft.address], settings))
 
     async def start(self) -> None:
         self.draft.start()

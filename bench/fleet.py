@@ -55,6 +55,7 @@ class Process:
     log: Path
     arguments: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
+    address: str = ""  # where it listens
 
     def start(self) -> None:
         arguments = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
@@ -97,6 +98,25 @@ class Process:
                    if line.startswith(f"slipstream_{name}{{") and all(label in line for label in wanted))
 
 
+def service(role: str, name: str, folder: Path, settings: Sequence[str] = (), module: str = "",
+            arguments: Sequence[str] = ()) -> Process:
+    """A draft or a target on free ports, with its log in ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listen, metrics = free_port(), free_port()
+    own = (f"{role}.listen=127.0.0.1:{listen}", f"{role}.metrics_listen=127.0.0.1:{metrics}")
+    return Process(module or f"{role}_service", (*own, *settings), metrics, folder / f"{name}.log", arguments,
+                   address=f"127.0.0.1:{listen}")
+
+
+async def joined(client: TargetClient, log: Path) -> None:
+    """Wait until the target has all its drafts. Raises Unavailable."""
+    deadline_s = time.monotonic() + READY_S
+    while not all(draft.connected for draft in (await client.info()).drafts):
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"the target does not find its draft; see {log}")
+        await asyncio.sleep(0.05)
+
+
 @dataclass(slots=True)
 class Pair:
     """A target with one draft. ``settings`` go to both."""
@@ -104,33 +124,24 @@ class Pair:
     name: str
     folder: Path
     settings: Sequence[str] = ()
-    draft_module: str = "draft_service"
+    draft_module: str = ""
     draft: Process = field(init=False)
     target: Process = field(init=False)
     client: TargetClient = field(init=False)
 
     def __post_init__(self) -> None:
-        ports = [free_port() for _ in range(4)]
-        addresses = [f"127.0.0.1:{port}" for port in ports]
-        settings = [f"draft.listen={addresses[0]}", f"draft.metrics_listen={addresses[1]}",
-                    f"target.listen={addresses[2]}", f"target.metrics_listen={addresses[3]}",
-                    f"target.drafts=['{addresses[0]}']", *self.settings]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.draft = Process(self.draft_module, settings, ports[1], self.folder / f"{self.name}-draft.log")
-        self.target = Process("target_service", settings, ports[3], self.folder / f"{self.name}-target.log")
-        self.client = TargetClient(addresses[2])
+        self.draft = service("draft", f"{self.name}-draft", self.folder, self.settings, self.draft_module)
+        self.target = service("target", f"{self.name}-target", self.folder,
+                              (f"target.drafts=['{self.draft.address}']", *self.settings))
+        self.client = TargetClient(self.target.address)
 
     async def start(self) -> None:
         """Start both and wait until the target has its draft. Raises Unavailable."""
-        self.draft.start()
-        self.target.start()
-        await self.draft.ready()
-        await self.target.ready()
-        deadline_s = time.monotonic() + READY_S
-        while not all(draft.connected for draft in (await self.client.info()).drafts):
-            if time.monotonic() > deadline_s:
-                raise Unavailable(f"{self.name}: the target does not find its draft; see {self.target.log}")
-            await asyncio.sleep(0.1)
+        for process in (self.draft, self.target):
+            process.start()
+        for process in (self.draft, self.target):
+            await process.ready()
+        await joined(self.client, self.target.log)
 
     async def stop(self) -> None:
         await self.client.aclose()

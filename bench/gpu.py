@@ -22,10 +22,9 @@ from pathlib import Path
 import torch
 
 from bench.answers import answers_stage
-from bench.eight_bits import fp8_stage
 from bench.exactness import logits_stage, padding_stage
 from bench.fused import fused_stage
-from bench.pace import choose_stage, decode_stage, head_stage
+from bench.pace import choose_stage, decode_stage, fp8_stage, head_stage
 from bench.paged import graphs_stage, kernel_stage
 from bench.ranks import ranks_stage
 from bench.report import Row, save, write

@@ -26,14 +26,7 @@ from bench.repeats import Repeats
 from bench.report import FOLDER as REPORTS
 from bench.report import Row, save, write
 from bench.rig import FOLDER, GOOD, USUAL, Cell, deployed, measure, timing_of
-from slipstream.simulate.simulation import SCHEDULES, Deployment, of_schedule, simulate
-from slipstream.simulate.timed import Timing
-
-
-def predicted(cell: Cell, timing: Timing) -> float:
-    """Tokens a second by the simulation."""
-    expected = Deployment(timing, rtt_s=cell.rtt_ms / 1e3, batch=cell.batch)
-    return simulate(of_schedule(cell.schedule, expected), 10.0 / cell.batch).tokens_per_s
+from slipstream.simulate.simulation import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +36,6 @@ class Sweep:
     seconds: float
     step_ms: float
     until_s: float  # no deployment is begun later
-    traced: bool
-    predicts: bool
 
     async def run(self, cells: Sequence[Cell], rows: list[Row]) -> None:
         """Add a row for each cell; those that differ in the batch alone share a deployment."""
@@ -53,10 +44,9 @@ class Sweep:
             if time.monotonic() > self.until_s:
                 return
             timing = timing_of(self.step_ms, draft_ms, acceptance)
-            async with deployed(schedule, rtt_ms, timing, self.traced) as rig:
+            async with deployed(schedule, rtt_ms, timing) as rig:
                 for cell in group:
-                    row = await measure(rig, cell, self.seconds)
-                    rows.append({**row, "predicted": predicted(cell, timing)} if self.predicts else row)
+                    rows.append(await measure(rig, cell, self.seconds))
                     save("network", rows)
                     print({key: round(value, 3) if isinstance(value, float) else value
                            for key, value in rows[-1].items()}, file=sys.stderr)
@@ -94,9 +84,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--acceptance", type=numbers, default=USUAL,
                         help="chance that a node's first, second, ... child is right")
-    parser.add_argument("--trace", action="store_true", help="leave a trace of each deployment beside the rows")
     parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
-    parser.add_argument("--predict", action="store_true", help="a column of what the simulation says")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are there, measure those that miss")
     return parser.parse_args()
 
@@ -119,7 +107,7 @@ def main() -> None:
     done = [{key: row[key] for key in KEYS} for row in rows]
     missing = [cell for cell in cells if cell.key not in done]
     until_s = time.monotonic() + 60 * arguments.minutes
-    sweep = Sweep(arguments.seconds, arguments.step_ms, until_s, arguments.trace, arguments.predict)
+    sweep = Sweep(arguments.seconds, arguments.step_ms, until_s)
     asyncio.run(sweep.run(missing, rows))
     left = len(missing) + len(done) - len(rows)
     repeats = Repeats(again, arguments.step_ms, arguments.seconds, until_s)

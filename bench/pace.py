@@ -1,11 +1,11 @@
-"""Stages ``decode``, ``head`` and ``choose`` of ``make gpu``: steps of an 8B model and of its head, and choosing.
+"""Stages ``decode``, ``fp8``, ``head`` and ``choose`` of ``make gpu``: steps of an 8B model and its head, and choosing.
 
 Rules:
 1. A time is what a service would see: from the host's lists to numbers on the host again.
 2. Beside it stands the time in which the device computed: the difference is what the device waits for the host.
 3. The roof of a step is the time of a copy of the bytes that it must read.
 
-It knows nothing about whether results are right, but for ``choose``, which compares with the CPU.
+It knows nothing about whether results are right, but for ``choose`` and products in 8 bits, compared with the CPU's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from bench.shapes import (
 from bench.stage import Finding, Given, copy_rate, device_work, free, seconds
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.network import run_network
+from slipstream.engine.backend import Attention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.fp8 import multiplied, rounded, specified, with_fp8
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
 from slipstream.engine.ops.fused import operations_for
@@ -44,6 +46,8 @@ RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 SAMPLINGS = {"greedy": Sampling(), "T = 1": Sampling(temperature=1.0, seed=7),
              "T = 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=7)}
+PRODUCTS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # of an 8B Llama
+FP8_LIMIT = 5e-2  # sums of a GPU's fp8 are rounded on the way
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
 
 Step = Callable[[], object]
@@ -83,16 +87,21 @@ class Stepper:
         return best
 
 
-def decode_stage(given: Given) -> Iterator[Finding]:
+def decoder(given: Given, attention: Attention | None = None) -> Decoder:
+    """An 8B Llama's, with random weights."""
     config = config_of(LLAMA_8B if given.full else TINY)
-    deep = DEEP if given.full else 32
-    rate = copy_rate(given)
-    model = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                    operations_for("auto", config, torch.bfloat16, given.device))
-    stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG)
+    return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
+                   operations_for("auto", config, torch.bfloat16, given.device), attention)
+
+
+def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_itemsize: int = 0,
+             spare_slots: int = 0) -> Iterator[Finding]:
+    """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
+    deep, rate = DEEP if given.full else 32, copy_rate(given)
+    stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG + spare_slots)
     for context in (CONTEXT, LONG):
-        yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given,
-                         read_bytes(config, 2, context) / rate, ">= 0.80")
+        roof_s = read_bytes(model.config, 2, context, layer_itemsize) / rate
+        yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given, roof_s, expected)
     plain_s = seconds(stepper.tree(1, CONTEXT), given.device, given.repeats)
     for rows in ROWS[1:]:
         taken_s = seconds(stepper.tree(rows, CONTEXT), given.device, given.repeats)
@@ -102,6 +111,27 @@ def decode_stage(given: Given) -> Iterator[Finding]:
         taken_s = seconds(stepper.sessions(count, deep), given.device, given.repeats)
         yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
     free()
+
+
+def decode_stage(given: Given) -> Iterator[Finding]:
+    yield from steps_of(decoder(given), given)
+
+
+def fp8_stage(given: Given) -> Iterator[Finding]:
+    """Products in 8 bits against their specification, and steps of a model whose layers have them."""
+    for name, rows, columns in PRODUCTS if given.full else (("all", 48, 32),):
+        dice = torch.Generator(given.device).manual_seed(0)
+        weight = rounded(torch.randn(rows, columns, dtype=torch.bfloat16, device=given.device, generator=dice))
+        for count in (1, 64):
+            x = rounded(torch.randn(count, columns, dtype=torch.bfloat16, device=given.device, generator=dice))
+            right = specified(*(part.cpu() for part in (*x, *weight))).float()
+            off = (multiplied(*x, *weight).cpu().float() - right).abs() / right.square().mean(1, keepdim=True).sqrt()
+            yield Finding(f"{name}, {count} rows: largest error", float(off.nan_to_num_(nan=torch.inf).max()), "rms",
+                          f"<= {FP8_LIMIT:g}")
+    model = decoder(given)
+    with_fp8(model)
+    free()
+    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1)
 
 
 def step_findings(what: str, step: Step, given: Given, roof_s: float, expected: str) -> Iterator[Finding]:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from bench.exactness import CONTEXT, MOST_ROWS, Subject, Weights, random_words, relative, sweep
-from bench.pace import LONG, SESSIONS, Stepper, step_findings
-from bench.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, read_bytes
-from bench.stage import Finding, Given, copy_rate, free, seconds
+from bench.pace import decoder, steps_of
+from bench.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of
+from bench.stage import Finding, Given, free
 from slipstream.engine.backend import PagedAttention, TorchAttention, TorchPages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
@@ -121,24 +121,9 @@ class Spoiling:
 def graphs_stage(given: Given) -> Iterator[Finding]:
     yield from _same(given)
     free()
-    config = config_of(LLAMA_8B if given.full else TINY)
-    attention, rate = paged(given, config), copy_rate(given)
-    decoder = Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                      operations_for("auto", config, torch.bfloat16, given.device), attention)
-    model = GraphedDecoder(decoder, attention, capture_of(given))
-    deep = 1024 if given.full else 32
-    stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG + model.spare_slots)
-    for context in (256, LONG):
-        yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given,
-                                 read_bytes(config, 2, context) / rate, ">= 0.80")
-    plain_s = seconds(stepper.tree(1, 256), given.device, given.repeats)
-    for rows in (8, 16, 32, 64):
-        taken_s = seconds(stepper.tree(rows, 256), given.device, given.repeats)
-        yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", "<= 1.15" if rows == 64 else "")
-    for count in SESSIONS:
-        taken_s = seconds(stepper.sessions(count, deep), given.device, given.repeats)
-        yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s")
-    free()
+    attention = paged(given, config_of(LLAMA_8B if given.full else TINY))
+    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
+    yield from steps_of(model, given, spare_slots=model.spare_slots)
 
 
 def _same(given: Given) -> Iterator[Finding]:
@@ -146,13 +131,13 @@ def _same(given: Given) -> Iterator[Finding]:
     weights = Weights.of(replace(given, model=None))
     attention = paged(given, weights.config)
     ops = operations_for("auto", weights.config, torch.bfloat16, given.device)
-    decoder = Decoder.from_tensors(weights.config, weights.tensors, torch.bfloat16, given.device, ops, attention)
+    model = Decoder.from_tensors(weights.config, weights.tensors, torch.bfloat16, given.device, ops, attention)
     sizes = range(1, MOST_ROWS + 1) if given.full else (1, 2, 5, 8)
     for kind in ("sessions", "nodes"):
-        graphed = GraphedDecoder(decoder, attention, capture_of(given))
+        graphed = GraphedDecoder(model, attention, capture_of(given))
         slots = (CONTEXT + 1) * MOST_ROWS
         with_graphs = sweep(Subject.of(Spoiling(graphed), slots + graphed.spare_slots), kind, sizes)
-        without = sweep(Subject.of(decoder, slots), kind, sizes)
+        without = sweep(Subject.of(model, slots), kind, sizes)
         errors, again = [], 0
         for (found, same), (right, _) in zip(with_graphs, without, strict=True):
             errors.append(float(relative(found, right).max()))

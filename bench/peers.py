@@ -10,7 +10,7 @@ What is measured, and how:
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
    time is the slowest answer's, and what makes others faster does not count.
 5. Sets: mt_bench of the folder, and ``bench/sets/copy.jsonl``, ours, in which answers repeat their prompts.
-6. Rows are in ``build/bench/peers.json`` after each question; table and verdicts come last.
+6. Rows are in ``build/bench/peers.json`` after each question; table, verdicts and memory come last.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.completions import Answered
 from bench.gguf_copy import write_bfloat16
-from bench.prompts import read
+from bench.prompts import Question, own, read
 from bench.report import FOLDER, Row, save, write
 from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server
-from bench.verdicts import Results, ratio, report, speed, verdicts
+from bench.verdicts import Results, ratio, speed, verdicts
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import SlipstreamError
@@ -144,12 +144,19 @@ def row_of(key: tuple[str, int, str], results: Results, dtype: str) -> Row:
             "answers": sum(answer.tokens > 0 for answer in answers)}
 
 
+def questions_of(folder: str | None) -> dict[str, list[Question]]:
+    """By set: those of the folder and ours, or our own dozen."""
+    if folder is not None:
+        return {"mt_bench": read(folder, "mt_bench", 99), "copy": read(COPY, "copy", 99)}
+    return {set_: [question for question in own() if question.set == set_] for set_ in ("chat", "copy")}
+
+
 async def run(arguments: argparse.Namespace) -> None:
     """Start, ask, print; what was measured stays, whatever ends it."""
     codec = TextCodec(resolve(arguments.model))
-    questions = {"mt_bench": read(arguments.prompts, "mt_bench", 99), "copy": read(COPY, "copy", 99)}
-    sets = {name: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for name, all_ in questions.items()}
-    few = {name: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for name, prompts in sets.items()}
+    name, questions = "peers" if arguments.prompts else "smoke", questions_of(arguments.prompts)
+    sets = {set_: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for set_, all_ in questions.items()}
+    few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
     results: Results = defaultdict(list)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with AsyncExitStack() as stack:
@@ -159,22 +166,22 @@ async def run(arguments: argparse.Namespace) -> None:
         task = progress.add_task("one by one", total=len(systems) * sum(map(len, few.values())))
         async for _ in one_by_one(systems, few, arguments.max_tokens, results):
             progress.advance(task)
-            save("peers", rows_of(results, arguments.dtype))
+            save(name, rows_of(results, arguments.dtype))
         task = progress.add_task("in batches", total=len(many) * len(sets) * len(BATCHES) * arguments.runs)
         async for _ in in_batches(many, sets, arguments, results):
             progress.advance(task)
-            save("peers", rows_of(results, arguments.dtype))
+            save(name, rows_of(results, arguments.dtype))
         memory = {system.name: system.memory() for system in systems}
     rows = rows_of(results, arguments.dtype)
-    write("peers", rows, f"bench: {arguments.model}, {arguments.dtype}, greedy, at most {arguments.max_tokens} tokens")
-    lines = verdicts(results)
-    print("\n".join(lines))
-    print(f"report in {report(rows, lines, memory, arguments.peers, FOLDER)}")
+    write(name, rows, f"bench: {arguments.model}, {arguments.dtype}, greedy, at most {arguments.max_tokens} tokens")
+    print("\n".join(verdicts(results) if arguments.prompts else ()))
+    for name, parts in memory.items():
+        print(f"{name}: {', '.join(f'{part} {mib:.0f} MiB' for part, mib in parts.items())}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", required=True, help="folder with mt_bench.jsonl")
+    parser.add_argument("--prompts", help="folder with mt_bench.jsonl; without one our own dozen is asked")
     parser.add_argument("--count", type=int, default=8, help="questions of each set, one at a time")
     parser.add_argument("--runs", type=int, default=3, help="of each batch size and set; 0: no batches")
     parser.add_argument("--waves", type=int, default=3, help="questions of each stream of a batch; 1: all at once")

@@ -62,32 +62,7 @@ class Reader:
                 self.take(time.perf_counter(), piece)
 
 
-class Window:
-    """The pieces that came while it was open: for so many seconds, and not for so many tokens."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.opened_s = self.closed_s = float("inf")
-
-    def open(self) -> None:
-        self.opened_s = time.perf_counter()
-
-    def close(self) -> None:
-        self.closed_s = time.perf_counter()
-
-    def take(self, piece: Piece) -> None:
-        if self.opened_s <= time.perf_counter() < self.closed_s:
-            self.pieces.append(piece)
-
-
 def asked(number: int, turn: int, speculate: bool) -> Request:
     """What stream ``number`` asks in its turn: each time another text."""
     first = (number + 37 * turn) % STREAMS * SYMBOLS
     return Request(f"{number}-{turn}", (first, first), Sampling(), 4000, None, speculate)
-
-
-async def stream(client: TargetClient, number: int, speculate: bool, window: Window) -> None:
-    """One endless reader, until cancelled."""
-    for turn in itertools.count():
-        async for piece in client.submit(asked(number, turn, speculate)):
-            window.take(piece)

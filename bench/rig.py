@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from bench.claims import KEYS
-from bench.fleet import Process, free_port
+from bench.fleet import Process, free_port, joined, service
 from bench.readers import Reader
 from bench.report import FOLDER as REPORTS
 from bench.report import Row
-from slipstream.base.errors import Unavailable
 from slipstream.cli.process import kept_up
-from slipstream.observe.trace import merge
 from slipstream.simulate.simulation import RUN_AHEAD
 from slipstream.simulate.timed import Timing
 from slipstream.wire.target_client import TargetClient
@@ -70,26 +68,21 @@ class Rig:
 
 
 @asynccontextmanager
-async def deployed(schedule: str, rtt_ms: float, timing: Timing, traced: bool = False,
-                   settings: Sequence[str] = ()) -> AsyncIterator[Rig]:
+async def deployed(schedule: str, rtt_ms: float, timing: Timing) -> AsyncIterator[Rig]:
     """Target, relay and draft as processes; ready when it ends its first line."""
-    file = timing.save(FOLDER / "timing.json")
-    address = {name: f"127.0.0.1:{free_port()}" for name in ("draft", "draft metrics", "relay", "target", "metrics")}
-    shared = (f"draft.listen={address['draft']}", f"draft.metrics_listen={address['draft metrics']}",
-              f"target.listen={address['target']}", f"target.metrics_listen={address['metrics']}",
-              f"target.drafts=['{address['relay']}']", "target.slots=65536",
-              f"draft.run_ahead={RUN_AHEAD if schedule == 'run-ahead' else 0}", *settings)
+    role = "colocated" if schedule == "colocated" else "target"
+    file, relay_at = str(timing.save(FOLDER / "timing.json")), f"127.0.0.1:{free_port()}"
 
-    def process(role: str, port: str) -> Process:
-        own = (*shared, f"log.trace={FOLDER / role}.trace") if traced else shared
-        return Process("bench.timed_service", own, int(address[port].rpartition(":")[2]),
-                       FOLDER / f"timed-{role}.log", (role, str(file)))
+    def process(role: str, *own: str) -> Process:
+        return service("draft" if role == "draft" else "target", f"timed-{role}", FOLDER, own,
+                       "bench.timed_service", (role, file))
 
+    run_ahead = f"draft.run_ahead={RUN_AHEAD if schedule == 'run-ahead' else 0}"
+    draft = process("draft", run_ahead)
+    target = process(role, run_ahead, f"target.drafts=['{relay_at}']", "target.slots=65536")
     relay = Process("bench.delayed", (), 0, FOLDER / "relay.log",
-                    (address["relay"], address["draft"], "--delay-ms", str(rtt_ms / 2)))
-    draft = process("draft", "draft metrics")
-    target = process("colocated" if schedule == "colocated" else "target", "metrics")
-    client = TargetClient(address["target"])
+                    (relay_at, draft.address, "--delay-ms", str(rtt_ms / 2)))
+    client = TargetClient(target.address)
     parts = [target] if schedule in ("colocated", "plain") else [draft, relay, target]
     try:
         for part in parts:
@@ -98,24 +91,12 @@ async def deployed(schedule: str, rtt_ms: float, timing: Timing, traced: bool = 
             if part is not relay:
                 await part.ready()
         if schedule != "plain":
-            await connected(client)
+            await joined(client, target.log)
         yield Rig(client, target)
     finally:
         await client.aclose()
         for part in reversed(parts):
             part.stop()
-    if traced:
-        merge([FOLDER / f"{part.arguments[0]}.trace" for part in parts if part is not relay],
-              FOLDER.parent / f"trace-{schedule}-{rtt_ms:g}ms.json")
-
-
-async def connected(client: TargetClient, within_s: float = 30.0) -> None:
-    """Wait until the target has its draft. Raises Unavailable."""
-    deadline_s = time.monotonic() + within_s
-    while not all(draft.connected for draft in (await client.info()).drafts):
-        if time.monotonic() > deadline_s:
-            raise Unavailable(f"the target does not find its draft; see {FOLDER}")
-        await asyncio.sleep(0.05)
 
 
 async def measure(rig: Rig, cell: Cell, seconds: float) -> Row:

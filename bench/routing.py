@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.completions import Server
-from bench.fleet import Process, free_port
+from bench.fleet import Process, free_port, service
 from bench.report import Row, write
 from bench.work import cpu_s, resident
 from router_service.tokens import TextCodec
@@ -61,16 +61,14 @@ class Rig:
 @asynccontextmanager
 async def deployed(timing: Timing) -> AsyncIterator[Rig]:
     """Raises Unavailable."""
-    names = ("target.listen", "target.metrics_listen", "router.listen", "router.grpc_listen", "router.metrics_listen")
-    ports = {name: free_port() for name in names}
-    target_at = f"127.0.0.1:{ports['target.listen']}"
-    settings = (*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()), f"router.targets=['{target_at}']",
-                "target.drafts=[]", "target.slots=262144", "target.max_sessions=128")
-    target = Process("bench.timed_service", settings, ports["target.metrics_listen"], FOLDER / "routing-target.log",
+    target = service("target", "routing-target", FOLDER, ("target.drafts=[]", "target.slots=262144",
+                     "target.max_sessions=128"), "bench.timed_service",
                      ("target", str(timing.save(FOLDER / "routing.json"))))
-    router = Process("router_service", settings, ports["router.metrics_listen"], FOLDER / "routing-router.log")
-    client = TargetClient(target_at)
-    http = Server(ports["router.listen"], "timed", kept=[])
+    grpc = free_port()
+    router = service("router", "routing-router", FOLDER, (f"router.grpc_listen=127.0.0.1:{grpc}",
+                     f"router.targets=['{target.address}']"))
+    client = TargetClient(target.address)
+    http = Server(int(router.address.rpartition(":")[2]), "timed", kept=[])
 
     async def direct(stream: int, tokens: int, came: list[float]) -> None:
         first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
@@ -88,7 +86,7 @@ async def deployed(timing: Timing) -> AsyncIterator[Rig]:
         for process in (target, router):
             process.start()
             await process.ready()
-        async with calling(ports["router.grpc_listen"]) as over_grpc:
+        async with calling(grpc) as over_grpc:
             yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc},
                       connecting)
     finally:

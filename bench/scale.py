@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,11 +28,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.fleet import Process, free_port
-from bench.readers import Window, stream
+from bench.fleet import Process, joined, service
+from bench.readers import Reader
 from bench.report import Row, write
-from bench.rig import connected
 from bench.work import cpu_s
+from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import Timing
 from slipstream.wire.target_client import TargetClient
 
@@ -69,25 +71,22 @@ class Cost:
 async def deployed(targets: int, drafts: int, timing: Timing) -> AsyncIterator[Rig]:
     """Every target knows every draft. Raises Unavailable."""
     file = str(timing.save(LOGS / "scale.json"))
-    drafts_at = [f"127.0.0.1:{free_port()}" for _ in range(drafts)]
-    targets_at = [f"127.0.0.1:{free_port()}" for _ in range(targets)]
 
-    def process(role: str, number: int, address: str) -> Process:
-        port = free_port()
-        settings = (f"{role}.listen={address}", f"{role}.metrics_listen=127.0.0.1:{port}", f"{role}.max_sessions=512",
-                    f"{role}.slots=262144", *([f"target.drafts={drafts_at}"] if role == "target" else []))
-        return Process("bench.timed_service", settings, port, LOGS / f"scale-{role}-{number}.log", (role, file))
+    def process(role: str, number: int, *own: str) -> Process:
+        return service(role, f"scale-{role}-{number}", LOGS, (f"{role}.max_sessions=512", f"{role}.slots=262144", *own),
+                       "bench.timed_service", (role, file))
 
-    rig = Rig([process("target", i, a) for i, a in enumerate(targets_at)],
-              [process("draft", i, a) for i, a in enumerate(drafts_at)],
-              [TargetClient(address) for address in targets_at])
+    pods = [process("draft", i) for i in range(drafts)]
+    known = f"target.drafts={[pod.address for pod in pods]}"
+    fronts = [process("target", i, known) for i in range(targets)]
+    rig = Rig(fronts, pods, [TargetClient(front.address) for front in fronts])
     try:
         for part in (*rig.drafts, *rig.targets):
             part.start()
         for part in (*rig.drafts, *rig.targets):
             await part.ready()
         for client in rig.clients:
-            await connected(client)
+            await joined(client, LOGS)
         yield rig
     finally:
         for client in rig.clients:
@@ -98,23 +97,16 @@ async def deployed(targets: int, drafts: int, timing: Timing) -> AsyncIterator[R
 
 async def measure(rig: Rig, streams: int, seconds: float) -> Row:
     """``streams`` endless readers, evenly over the targets."""
-    windows = [Window() for _ in range(streams)]
-    tasks = [asyncio.create_task(stream(rig.clients[n % len(rig.clients)], n, True, window))
-             for n, window in enumerate(windows)]
-    await asyncio.sleep(SETTLE_S + streams / 100)
-    before = rig.spent()
-    for window in windows:
-        window.open()
-    await asyncio.sleep(seconds)
-    for window in windows:
-        window.close()
-    spent = {part: after - before[part] for part, after in rig.spent().items()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    pieces = [piece for window in windows for piece in window.pieces]
-    took_s = statistics.median(window.closed_s - window.opened_s for window in windows)
-    pieces_a_stream = statistics.median(len(window.pieces) for window in windows) or 1
+    readers = [Reader(number, 0, sys.maxsize) for number in range(streams)]
+    async with kept_up(*(reader.read(rig.clients[reader.number % len(rig.clients)], True) for reader in readers)):
+        await asyncio.sleep(SETTLE_S + streams / 100)
+        before, opened_s = rig.spent(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        took_s = time.perf_counter() - opened_s
+        spent = {part: after - before[part] for part, after in rig.spent().items()}
+        each = [[piece for at_s, piece in reader.pieces if at_s >= opened_s] for reader in readers]
+    pieces = list(itertools.chain(*each))
+    pieces_a_stream = statistics.median(map(len, each)) or 1
     tokens = sum(len(piece.tokens) for piece in pieces)
     return {"targets": len(rig.targets), "drafts": len(rig.drafts), "streams": streams,
             "tokens_per_s": tokens / took_s, "round_ms": 1e3 * took_s / pieces_a_stream,

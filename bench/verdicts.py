@@ -1,25 +1,16 @@
-"""What the rows of ``make bench`` say: a verdict for each goal, and a page with versions and memory.
+"""What the rows of ``make bench`` say: a verdict for each goal.
 
 It knows nothing about how they were measured.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 
 from bench.completions import Answered
-from bench.report import Row, commit, device
-from bench.systems import llama_server
-from slipstream.base.errors import ConfigError
 
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
-PACKAGES = ("torch", "transformers", "grpcio", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,37 +57,3 @@ def verdicts(results: Results) -> list[str]:
         word = "not measured" if not got else f"{got:.2f} ×, {'reached' if got >= goal.least else 'MISSED'}"
         lines.append(f"{goal.system} by {goal.other}, batch {goal.batch}, {goal.set}: goal {goal.least:g} ×: {word}")
     return lines
-
-
-def report(rows: Sequence[Row], lines: Sequence[str], memory: Mapping[str, Mapping[str, float]], peers: Path,
-           folder: Path) -> Path:
-    """Write ``peers.md`` to ``folder``; returns the page."""
-    page = folder / "peers.md"
-    page.write_text("\n".join([
-        f"{device()}, {platform.platform()}, commit {commit()}; {', '.join(versions(peers))}", "", *table(rows), "",
-        *(f"- {line}" for line in lines), "", "Memory, MiB resident after all of it (mapped files included):", "",
-        *(f"- {name}: {', '.join(f'{part} {mib:.0f}' for part, mib in parts.items())}"
-          for name, parts in memory.items()), ""]), encoding="utf-8")
-    return page
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """As Markdown."""
-    def text(value: object) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    names = [name for name in rows[0] if name != "precision"]
-    return ["| " + " | ".join(name.replace("_", " ") for name in names) + " |", "|---" * len(names) + "|",
-            *("| " + " | ".join(text(row[name]) for name in names) + " |" for row in rows)]
-
-
-def versions(peers: Path) -> list[str]:
-    """Of what took part."""
-    mine = [f"{name} {version(name)}" for name in PACKAGES]
-    try:
-        told = subprocess.run([llama_server(peers), "--version"], capture_output=True, text=True, check=False)
-    except ConfigError:
-        return mine
-    said = [line.removeprefix("version: ") for line in (told.stderr + told.stdout).splitlines()
-            if line.startswith("version: ")]
-    return mine + [f"llama.cpp {line}" for line in said]

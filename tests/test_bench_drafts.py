@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from bench.asking import ask
-from bench.drafts import APART, INSIDE, Asked, Contender, Score, measure, rows_of
+from bench.drafts import Asked, Contender, Score, measure, rows_of
 from bench.entrants import WHOLE_TREES, draft_settings
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection, load
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Acceptance
 from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.protocol.requests import Piece
 from tests.pair import Rig, drafting, local_link, target
 from tests.tiny import write_tiny_model
 
@@ -55,7 +55,6 @@ async def test_rows_say_what_a_good_drafter_is_worth(tiny_folder: Path, tiny_dra
         assert greedy["answers"] == answers
         assert 2.0 < greedy["acceptance_length"] <= 6.0 and sampled["acceptance_length"] > 2.0
         assert sampled["of_greedy"] == pytest.approx(sampled["acceptance_length"] / greedy["acceptance_length"])
-        assert greedy["of_greedy_inside"] == 1.0 and 0.5 < sampled["of_greedy_inside"] < 2.0
         assert 0.5 < greedy["by_depth"][0] <= 1.0 and len(greedy["by_depth"]) <= 5
         assert greedy["speed_ratio"] > 0.0
 
@@ -79,37 +78,9 @@ def test_only_rounds_that_could_be_drafted_and_were_not_cut_are_counted() -> Non
     score.add_whole([Piece((1,)), Piece((1, 2, 3), 2, 5), Piece((1,), 0, 5), Piece((1, 2), 1, 5), Piece((1,), 1, 5)])
     assert (score.acceptance.rounds, score.acceptance.length) == (3, 2.0)
     assert score.acceptance.by_depth == [2 / 3, 1 / 2]
-    score.add_inside([Piece((1,)), Piece((1, 2), 1, 5), Piece((1,), 0, 5)])
-    other = Score(acceptance=Acceptance(1, [1, 1, 1]), inside=Acceptance(1, [1, 1]))
+    other = Score(acceptance=Acceptance(1, [1, 1, 1]))
     other.join(score)
     assert (other.acceptance.rounds, other.acceptance.reached) == (4, [3, 2, 1])
-    assert (other.inside.rounds, other.inside.reached) == (2, [2, 1])
-
-
-async def test_the_same_text_is_asked_greedy_and_sampled(tiny_folder: Path, tiny_draft_folder: Path) -> None:
-    asked: list[tuple[int, float, int]] = []
-    shape = GrowthSection(num_steps=5, topk=1, num_draft_tokens=5)
-
-    class Heard:
-        """Notes what is asked of ``service``."""
-
-        def __init__(self, service: Backend) -> None:
-            self._service = service
-
-        async def info(self) -> TargetInfo:
-            return await self._service.info()
-
-        def submit(self, request: Request) -> Answer:
-            asked.append((len(request.tokens), request.sampling.temperature, request.max_tokens))
-            return self._service.submit(request)
-
-    async with (target(tiny_folder) as plain, served(tiny_folder, tiny_draft_folder, WHOLE, shape) as whole):
-        scores = await measure(plain.service, [Contender("good", Heard(whole.service), plain.service)], ASKED[:1], (),
-                               APART + INSIDE)
-    first = len(ASKED[0].prompt)
-    assert asked == [(first, 0.0, APART + INSIDE), (first, 1.0, APART + INSIDE)] + [
-        (start, temperature, INSIDE) for start in (first, first + APART) for temperature in (0.0, 1.0)]
-    assert scores["good", "one", 1.0].inside.rounds > 0
 
 
 def test_a_drafter_that_is_not_known_is_named() -> None:

@@ -19,7 +19,7 @@ from bench.gguf_copy import write_bfloat16
 from bench.peers import NAMES, in_batches, one_by_one, row_of
 from bench.prompts import read
 from bench.systems import llama_server
-from bench.verdicts import GOALS, Results, ratio, report, verdicts
+from bench.verdicts import GOALS, Results, ratio, verdicts
 from bench.work import cpu_s, resident
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.gguf import GgufFile
@@ -120,14 +120,6 @@ def test_verdicts_name_what_is_reached_missed_and_not_measured() -> None:
     assert "slipstream-default by slipstream-plain, batch 1, mt_bench: goal 1.3 ×: 1.50 ×, reached" in lines
     assert "slipstream-default by slipstream-plain, batch 1, copy: goal 1.9 ×: 1.50 ×, MISSED" in lines
     assert any("transformers-plain" in line and line.endswith("not measured") for line in lines)
-
-
-def test_a_report_has_table_verdicts_and_a_picture_that_parses(tmp_path: Path) -> None:
-    results = asked()
-    rows = [row_of(key, results, "bfloat16") for key in results]
-    page = report(rows, verdicts(results), {"slipstream-plain": {"target": 300.0}}, tmp_path, tmp_path)
-    assert "| slipstream-default |" in page.read_text()
-    assert "target 300" in page.read_text()
 
 
 async def test_completions_are_read_however_they_are_cut() -> None:
