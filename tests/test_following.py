@@ -1,0 +1,220 @@
+"""Following beside an engine that is not ours: a function of the text, on a thread without an event loop."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from draft_service.assembly import assemble
+from slipstream.base.config import NgramSection, TargetSection
+from slipstream.base.errors import RemoteProtocolError
+from slipstream.decision.policy import StepCosts
+from slipstream.drafting.ngram import NgramDrafter
+from slipstream.following.followed import Followed
+from slipstream.following.following import Following
+from slipstream.following.record import Step, Verified
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    Close,
+    Commit,
+    DraftBound,
+    DraftHello,
+    Features,
+    FeatureSpec,
+    Growth,
+    Open,
+    Sampling,
+    TargetHello,
+)
+from slipstream.protocol.tree import DraftTree
+from slipstream.protocol.verify import walk
+from tests.pair import STUBBORN, local_link_to
+
+PROMPT = list(b"one two three one two three")
+HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
+SILENT = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
+SPEC = FeatureSpec((1,), 2, "float32")
+STEP_S = 0.002
+
+
+def chosen(tokens: Sequence[int]) -> int:
+    """The engine: it says its prompt again and again, and every seventh token is another one."""
+    token = PROMPT[len(tokens) % len(PROMPT)]
+    return 250 - token if len(tokens) % 7 == 0 else token
+
+
+def plain(count: int) -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(count):
+        tokens.append(chosen(tokens))
+    return tokens[len(PROMPT) :]
+
+
+def by_tree(one: Followed, tree: DraftTree) -> Verified:
+    tokens = one.side.tokens
+    choices = [chosen([*tokens, *tree.tokens[tree.path(node)[1:]].tolist()]) for node in range(len(tree))]
+    verdict = walk(tree, choices)
+    return Verified(one.session, verdict.tokens, len(tree) - 1, verdict.num_accepted, max(tree.levels()))
+
+
+def by_chain(one: Followed, tree: DraftTree) -> Verified:
+    tokens, chain, taken = one.side.tokens, one.chain(4), list[int]()
+    while len(taken) < len(chain) and chosen([*tokens, *taken]) == chain[len(taken)]:
+        taken.append(chain[len(taken)])
+    return Verified(one.session, (*taken, chosen([*tokens, *taken])), len(chain), len(taken), len(chain))
+
+
+@dataclass(eq=False)
+class Heard:
+    """A link to a drafter that never answers."""
+
+    address: str = "heard"
+    items: list[DraftBound] = field(default_factory=list)
+
+    def send(self, items: Sequence[DraftBound]) -> None:
+        self.items += items
+
+
+def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool = False) -> Following:
+    section = TargetSection(policy=STUBBORN, drafts=(), prompt_lookup=lookup)
+    costs, metrics = StepCosts({1: STEP_S, 64: 2 * STEP_S}), TargetMetrics("function")
+    return Following(section, costs, metrics) if gives is None else Following(section, costs, metrics, gives)
+
+
+@contextmanager
+def drafted(target: Following) -> Iterator[None]:
+    worker = assemble(NgramDrafter(NgramSection(min_match=1), 8), "", 30.0).worker
+    worker.start()
+    try:
+        with local_link_to(HELLO, target, worker):
+            target.inbox.drain()
+            yield
+    finally:
+        worker.stop()
+
+
+def answer(target: Following, sessions: Sequence[Followed], count: int,
+           verify: Callable[[Followed, DraftTree], Verified]) -> int:
+    """Play the engine until each has so many tokens more. Returns how many of them were drafted."""
+    accepted, left = 0, list(sessions)
+    target.begin(sessions, time.monotonic())
+    while left:
+        trees = target.take(left, within_s=0.5)
+        began_s = time.monotonic()
+        batch = [verify(one, tree) for one, tree in zip(left, trees, strict=True)]
+        rows = len(batch) + sum(one.drafted for one in batch)
+        target.committed(batch, Step(began_s, STEP_S, rows, len(batch), rows - len(batch)))
+        target.flush()
+        accepted += sum(one.accepted for one in batch)
+        left = [one for one in left if one.side.num_output < count]
+    for one in sessions:
+        target.close(one)
+    target.flush()
+    return accepted
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+@pytest.mark.parametrize("verify", [by_tree, by_chain])
+def test_answers_are_the_engines_own_and_drafts_are_used(verify: Callable[[Followed, DraftTree], Verified],
+                                                         lookup: bool) -> None:
+    target = following(lookup=lookup)
+    with drafted(target):
+        sessions = [target.open(number, PROMPT, len(PROMPT), Sampling(), len(PROMPT) + 200) for number in range(1, 4)]
+        accepted = answer(target, sessions, 60, verify)
+    assert accepted > 60, "hardly any draft token was used"
+    for one in sessions:
+        assert one.side.tokens[len(PROMPT) :][:60] == plain(60)
+
+
+def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:
+    target = following()
+    (alone,) = [target.open(1, PROMPT, len(PROMPT), Sampling(), 100)]
+    target.begin([alone], time.monotonic())
+    began_s = time.monotonic()
+    assert len(target.take([alone], within_s=60.0)[0]) == 1
+    assert time.monotonic() - began_s < 30.0, "nobody drafts, and it waited"
+    target.link_up(Heard(), SILENT)
+    target.inbox.drain()
+    one = target.open(2, PROMPT, len(PROMPT), Sampling(), 100)
+    now_s = time.monotonic()
+    target.begin([one], now_s)
+    assert one.waits(now_s) and one.waiting.until_s - now_s == STUBBORN.deadline_max_s
+    assert len(target.take([one], within_s=0.0)[0]) == 1
+    assert time.monotonic() - now_s < STUBBORN.deadline_max_s, "it waited though it was told not to"
+    target.take([one], within_s=0.05)
+    assert time.monotonic() - now_s < STUBBORN.deadline_max_s, "it waited until the deadline of the policy"
+
+
+def test_rows_are_asked_for_and_sent_in_order() -> None:
+    asked = list[FeatureSpec]()
+
+    def gives(spec: FeatureSpec) -> bool:
+        asked.append(spec)
+        return True
+
+    target, link = following(gives), Heard()
+    target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8))
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    assert asked == [SPEC] and one.wants_rows() is None
+    target.begin([one], 0.0)
+    assert one.wants_rows() == (SPEC, 0)
+    states = np.arange(2 * 600, dtype=np.float32).reshape(600, 2)
+    count = len(PROMPT) - 1
+    one.give_rows(0, count, states[:count].tobytes())
+    assert one.wants_rows() == (SPEC, count)
+    newest = states[count : count + 1].tobytes()
+    target.committed([Verified(1, (5,), 0, 0, 0, rows=newest)], Step(0.0, STEP_S, 1, 1))
+    target.close(one)
+    target.flush()
+    kinds = [type(item) for item in link.items]
+    assert kinds == [Open, Features, Commit, Close]
+    features, commit = link.items[1], link.items[2]
+    assert isinstance(features, Features) and (features.start, features.num_rows) == (0, count)
+    assert features.rows == states[:count].tobytes()
+    assert isinstance(commit, Commit) and commit.features is not None
+    assert (commit.features.start, commit.features.rows) == (commit.base - 1, newest)
+
+
+def test_an_engine_without_rows_refuses_a_drafter_that_reads_them() -> None:
+    target, link = following(), Heard()
+    target.link_up(link, DraftHello(PROTOCOL_VERSION, 0, "head", 0, "", SPEC, 0, 4096, 16, 8))
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    assert one.link is None and not target.flush() and not target.pool.has_room
+
+
+def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
+    target, link = following(), Heard()
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one, other = (target.open(number, PROMPT, len(PROMPT), Sampling(), 100) for number in (1, 2))
+    target.begin([one, other], 0.0)
+    ahead = Growth.empty(1, len(PROMPT) + 3)
+    target.received(link, [ahead], [(2, RemoteProtocolError("growth.ids", "not positive"))])
+    target.inbox.drain()
+    assert one.link is None and other.link is None
+    target.flush()
+    assert [type(item) for item in link.items] == [Open, Open, Close, Close]
+    again = target.open(3, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([again], 0.0)
+    assert again.link is link
+    target.link_down(link, "cut")
+    target.inbox.drain()
+    assert again.link is None and not again.waits(0.0) and len(again.take(again.nodes)) == 1
+
+
+def test_it_needs_neither_torch_nor_grpc() -> None:
+    code = ("import sys, slipstream.following.following; "
+            "print([name for name in ('torch', 'grpc', 'transformers', 'google.protobuf') if name in sys.modules])")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
