@@ -21,7 +21,7 @@ from bench.exactness import CONTEXT, MOST_ROWS, Subject, Weights, random_words, 
 from bench.pace import decoder, steps_of
 from bench.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of
 from bench.stage import Finding, Given, free
-from slipstream.engine.backend import PagedAttention, TorchAttention, TorchPages
+from slipstream.engine.backend import PagedAttention, TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, missing
@@ -39,7 +39,7 @@ LIMIT = 1e-2
 def paged(given: Given, config: ModelConfig) -> PagedAttention:
     """FlashInfer on a GPU, torch's pages elsewhere. Raises RuntimeError where a GPU has no FlashInfer."""
     if given.device.type != "cuda":
-        return TorchPages(config, given.device)
+        return TorchAttention(config, torch.bfloat16)
     if reason := missing(config, torch.bfloat16, given.device):
         raise RuntimeError(f"FlashInfer: {reason}")
     return FlashInferAttention(config, torch.bfloat16, given.device)

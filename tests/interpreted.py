@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from bench.exactness import Subject, random_words
 from bench.shapes import TINY, config_of, decoder_shapes, random_tensors
-from slipstream.engine.backend import TorchPages
+from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
@@ -102,7 +102,7 @@ def decoders() -> float:
     config = config_of(TINY | {"model_type": "qwen3"})
     tensors, words = random_tensors(decoder_shapes(config), torch.bfloat16, CPU, SEED), random_words(
         np.random.default_rng(SEED), 5)
-    pages = TorchPages(config, CPU)
+    pages = TorchAttention(config, torch.bfloat16)
     fused = Decoder(config, tensors, triton_operations(), pages)
     graphed = GraphedDecoder(fused, pages, capture_eager, [Size(4, 2), Size(8, 3)])
     logits = []

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torch
 from slipstream.engine.attention import attend, plan_attention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool
+from slipstream.engine.pages import plan_pages
 from tests.trees import random_tree
 
 HEADS, SIZE, SLOTS = 2, 8, 2000
@@ -28,9 +27,9 @@ def dense(q: torch.Tensor, pool: KVPool, batch: ForwardBatch, scale: float, wind
             seen = seen[-window:] if window else seen
             at = [entries[i] for i in seen]
             for head in range(q.shape[1]):
-                group = head // (q.shape[1] // pool.k.shape[2])
-                scores = pool.k[0, at, group] @ q[row, head] * scale
-                out[row, head] = scores.softmax(-1) @ pool.v[0, at, group]
+                group = head // (q.shape[1] // pool.kv.shape[3])
+                scores = pool.kv[0, at, 0, group] @ q[row, head] * scale
+                out[row, head] = scores.softmax(-1) @ pool.kv[0, at, 1, group]
     return out.flatten(1)
 
 
@@ -63,8 +62,8 @@ def poisoned(rng: np.random.Generator, batch: ForwardBatch) -> KVPool:
 def attended(q: torch.Tensor, pool: KVPool, batch: ForwardBatch, group: int, window: int,
              device: torch.device) -> torch.Tensor:
     """What ``attend`` gives on ``device``, on the CPU."""
-    placed = replace(batch, kv_slots=batch.kv_slots.to(device), words=batch.words.to(device))
-    return attend(q.to(device), pool.kv[0].to(device), plan_attention(placed, group, q.dtype, window), 0.4).cpu()
+    plan = plan_attention(plan_pages(batch, window), group, q.dtype, device)
+    return attend(q.to(device), pool.kv[0].to(device), plan, 0.4).cpu()
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -90,7 +89,7 @@ def test_many_plain_steps_share_a_call_and_keep_apart() -> None:
     batch = builder.build()
     pool = poisoned(rng, batch)
     q = torch.from_numpy(rng.normal(size=(16, HEADS * 2, SIZE)))
-    plan = plan_attention(batch, 2, q.dtype)
+    plan = plan_attention(plan_pages(batch), 2, q.dtype, batch.tokens.device)
     assert len(plan.parts) == 1
     before = attend(q, pool.kv[0], plan, 0.4)
     assert float((before - dense(q, pool, batch, 0.4, 0)).abs().max()) < 1e-12
@@ -118,6 +117,7 @@ def test_lower_precision_stays_close(dtype: torch.dtype, tolerance: float) -> No
     batch = random_batch(rng, 6, True)
     pool = poisoned(rng, batch)
     q = torch.from_numpy(rng.normal(size=(batch.num_rows, HEADS * 3, SIZE)))
-    got = attend(q.to(dtype), pool.kv[0].to(dtype), plan_attention(batch, 3, dtype), 0.4)
+    plan = plan_attention(plan_pages(batch), 3, dtype, batch.tokens.device)
+    got = attend(q.to(dtype), pool.kv[0].to(dtype), plan, 0.4)
     assert got.dtype == dtype
     assert float((got.double() - dense(q, pool, batch, 0.4, 0)).abs().max()) < tolerance

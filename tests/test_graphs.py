@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.backend import TorchPages
+from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import ROWS, SEGMENTS, GraphedDecoder, Replay, Size, capture_eager, padded, sizes
@@ -29,7 +29,7 @@ def decoder(tiny_folder: Path) -> Decoder:
 
 
 def graphed(decoder: Decoder, capture: Callable[[Callable[[], None]], Replay] = capture_eager) -> GraphedDecoder:
-    return GraphedDecoder(decoder, TorchPages(decoder.config, CPU), capture, SMALL)
+    return GraphedDecoder(decoder, TorchAttention(decoder.config, torch.float64), capture, SMALL)
 
 
 def runners(decoder: Decoder, model: GraphedDecoder, taps: tuple[int, ...] = ()) -> list[ModelRunner]:

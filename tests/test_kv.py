@@ -79,6 +79,6 @@ def test_a_write_lands_in_its_layer_and_slots() -> None:
     pool.kv.zero_()
     k, v = torch.randn(2, 2, 3, 4, dtype=torch.float64)
     pool.write(1, torch.tensor([5, 2]), k, v)
-    assert torch.equal(pool.k[1, [5, 2]], k) and torch.equal(pool.v[1, [5, 2]], v)
-    assert pool.k.shape == pool.v.shape == (2, 8, 3, 4) and pool.num_slots == 8
+    assert torch.equal(pool.kv[1, [5, 2], 0], k) and torch.equal(pool.kv[1, [5, 2], 1], v)
+    assert pool.kv.shape == (2, 8, 2, 3, 4) and pool.num_slots == 8
     assert pool.kv.count_nonzero() == k.numel() + v.numel()

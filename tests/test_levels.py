@@ -14,7 +14,7 @@ from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.backend import PagedAttention, TorchPages
+from slipstream.engine.backend import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import write_eagle_folder
@@ -41,7 +41,8 @@ class Both:
         growth = GrowthSection(num_steps=steps, topk=topk, num_draft_tokens=12)
         networks = [EagleNetwork(head, "float64", device, slots, spare_slots=spare)
                     for spare in (spare_slots(topk, steps - 1), 0)]
-        self.at_once = GraphLevels(networks[0], pages or TorchPages(head.config, CPU), topk, steps - 1, capture)
+        self.at_once = GraphLevels(networks[0], pages or TorchAttention(head.config, torch.float64), topk,
+                                   steps - 1, capture)
         self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.at_once),
                          NeuralDrafter("eagle3", networks[1], growth, 20)]
         self.width = networks[0].features.width

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.backend import TorchAttention, TorchPages
+from slipstream.engine.backend import Attend, TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PagePlan, plan_pages
+from slipstream.engine.pages import PagePlan, placed, plan_pages
 from tests.test_attention import HEADS, SIZE, poisoned, random_batch
 from tests.tiny import tiny_config
 
@@ -19,6 +19,10 @@ CPU = torch.device("cpu")
 def config(group: int, window: int = 0) -> ModelConfig:
     return parse_config(tiny_config("mistral", num_attention_heads=HEADS * group, num_key_value_heads=HEADS,
                                     head_dim=SIZE, sliding_window=window or None), "test")
+
+
+def as_a_kernel(batch: ForwardBatch, shape: ModelConfig) -> Attend:
+    return TorchAttention(shape, torch.float64).fixed(placed(plan_pages(batch, shape.sliding_window), CPU))
 
 
 def by_gathering(q: torch.Tensor, kv: torch.Tensor, plan: PagePlan, scale: float) -> torch.Tensor:
@@ -46,7 +50,7 @@ def test_pages_answer_as_gathered_slots_do(segments: int, group: int, window: in
         pool = poisoned(rng, batch)
         q = torch.from_numpy(rng.normal(size=(batch.num_rows, HEADS * group, SIZE)))
         right = TorchAttention(shape, torch.float64).plan(batch)(q, pool.kv[0])
-        found = TorchPages(shape, CPU).plan(batch)(q, pool.kv[0])
+        found = as_a_kernel(batch, shape)(q, pool.kv[0])
         assert float((found - right).abs().max()) < 1e-12, f"seed {seed}"
         gathered = by_gathering(q, pool.kv[0], plan_pages(batch, window), SIZE**-0.5)
         assert float((gathered - right).abs().max()) < 1e-12, f"seed {seed}"
@@ -80,4 +84,4 @@ def test_the_64th_node_is_the_sign_bit() -> None:
     q = torch.from_numpy(np.random.default_rng(2).normal(size=(64, HEADS, SIZE)))
     shape = config(1)
     right = TorchAttention(shape, torch.float64).plan(batch)(q, pool.kv[0])
-    assert float((TorchPages(shape, CPU).plan(batch)(q, pool.kv[0]) - right).abs().max()) < 1e-12
+    assert float((as_a_kernel(batch, shape)(q, pool.kv[0]) - right).abs().max()) < 1e-12

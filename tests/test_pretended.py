@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.backend import Attend, TorchAttention, write_pages
+from slipstream.engine.attention import attend_pages
+from slipstream.engine.backend import Attend, TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Size
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PagePlan, PageTensors, attend_pages
+from slipstream.engine.pages import PagePlan, PageTensors, write_pages
 from tests.pretended import GPU, Gpu, pretended
 from tests.test_flashinfer import PlainWrapper
 from tests.tiny import tiny_config, tiny_tensors

@@ -22,7 +22,7 @@ from bench.fleet import Process, free_port
 from slipstream.base.config import ModelSection, NgramSection
 from slipstream.base.errors import ModelError, RanksLost, Unavailable
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.engine.backend import TorchPages
+from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.loading import load_model
@@ -241,7 +241,7 @@ def test_captured_steps_of_ranks_are_those_of_one(folder: Path) -> None:
 
     def run(rank: int) -> torch.Tensor:
         group = Threads(rank, 2, table, barrier)
-        paged = TorchPages(part_config(whole.config, 2), CPU)
+        paged = TorchAttention(part_config(whole.config, 2), torch.float64)
         decoder = sharded_decoder(whole.config, load_tensors(folder), group, torch.float64, CPU, paged)
         model = GraphedDecoder(decoder, paged, capture_eager, [Size(8, 3), Size(48, 1)])
         runner = ModelRunner(model, 80, model.spare_slots)

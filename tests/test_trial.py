@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.engine.backend import Attention, TorchAttention, TorchPages
+from slipstream.engine.backend import Attention, TorchAttention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Replay
@@ -57,7 +57,7 @@ def test_torch_serves_in_its_place(kernel: Kernel, monkeypatch: pytest.MonkeyPat
 
 
 def test_torchs_own_pages_pass() -> None:
-    assert disagreement(TorchPages(config(), CPU), config(), torch.float32, CPU) == ""
+    assert disagreement(TorchAttention(config(), torch.float32), config(), torch.float32, CPU) == ""
 
 
 def test_graphs_that_replay_something_else_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ Rules:
 2. The query heads of one KV head are folded into rows, so K and V are never repeated.
 3. Segments alike in size (same power of two of rows and of KV entries) share one padded call; a segment alone is taken
    as it is, without a gather if its slots are one run. Padding reads the segment's own last slot, never foreign memory.
-4. With ancestor words a row sees everything before the tree plus the nodes of its word. A sliding window of W shows a
-   row at distance d only entries with d < W along its own path; trees are shallower than any window.
+4. Who sees what is what ``pages`` says, as it is for kernels.
 
 It knows nothing about layers, weights or why a row is there. Dimension key: see the package.
 """
@@ -21,10 +20,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.engine.batch import ForwardBatch, sent
-from slipstream.protocol.tree import MAX_NODES
-
-Indices = NDArray[np.int64]
+from slipstream.engine.batch import sent
+from slipstream.engine.pages import PagePlan, PageTensors, visible
 
 # KV entries of one padded call, about: bounds what is gathered at a time. A GPU likes few launches.
 PADDED_ENTRIES, PADDED_ENTRIES_CUDA = 8192, 131_072
@@ -47,11 +44,9 @@ class AttentionPlan:
     group: int  # Q/G
 
 
-def plan_attention(batch: ForwardBatch, group: int, dtype: torch.dtype, window: int = 0) -> AttentionPlan:
-    """Plan the attention of every layer of one forward. group: query heads of one KV head; dtype: the queries';
-    window: sliding window in tokens, 0 for none."""
-    assert window == 0 or window >= MAX_NODES, "a window must hold a whole tree"
-    host = _Host(batch, group, dtype, window)
+def plan_attention(pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
+    """Plan the attention of every layer of one forward. group: query heads of one KV head; dtype: the queries'."""
+    host = _Host(pages, group, dtype, device)
     return AttentionPlan(tuple(host.single(s[0]) if len(s) == 1 else host.padded(s) for s in host.likes()), group)
 
 
@@ -63,6 +58,13 @@ def attend(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float)
     for part in plan.parts:
         out[part.targets] = _part(_rows(q, part.rows), kv, part, plan.group, scale)
     return out[:-1]
+
+
+def attend_pages(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: float) -> torch.Tensor:
+    """The same of what a paged kernel reads: the specification of such kernels."""
+    plan = plan_attention(PagePlan(*(part.cpu().numpy() for part in pages)), q.shape[1] // kv.shape[2], q.dtype,
+                          q.device)
+    return attend(q, kv, plan, scale)
 
 
 def _part(q: torch.Tensor, kv: torch.Tensor, part: Part, group: int, scale: float) -> torch.Tensor:
@@ -84,29 +86,30 @@ def _rows(x: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
 
 
 class _Host:
-    """The batch's bookkeeping on the host while a plan is made."""
+    """The bookkeeping on the host while a plan is made."""
 
-    __slots__ = ("batch", "device", "dtype", "group", "kv_slots", "window", "words")
+    __slots__ = ("device", "dtype", "group", "pages")
 
-    def __init__(self, batch: ForwardBatch, group: int, dtype: torch.dtype, window: int) -> None:
-        self.batch, self.group, self.dtype, self.window = batch, group, dtype, window
-        self.device = batch.kv_slots.device
-        self.kv_slots, self.words = batch.host.kv_slots, batch.host.words
+    def __init__(self, pages: PagePlan, group: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pages, self.group, self.dtype, self.device = pages, group, dtype, device
 
     def q_len(self, segment: int) -> int:
-        return self.batch.q_indptr[segment + 1] - self.batch.q_indptr[segment]
+        return int(self.pages.q_indptr[segment + 1] - self.pages.q_indptr[segment])
 
     def kv_len(self, segment: int) -> int:
-        return self.batch.kv_indptr[segment + 1] - self.batch.kv_indptr[segment]
+        return int(self.pages.kv_indptr[segment + 1] - self.pages.kv_indptr[segment])
 
-    def slots(self, segment: int) -> Indices:
-        return self.kv_slots[self.batch.kv_indptr[segment] : self.batch.kv_indptr[segment + 1]]
+    def rows(self, segment: int) -> slice:
+        return slice(int(self.pages.q_indptr[segment]), int(self.pages.q_indptr[segment + 1]))
+
+    def slots(self, segment: int) -> NDArray[np.int32]:
+        return self.pages.indices[self.pages.kv_indptr[segment] : self.pages.kv_indptr[segment + 1]]
 
     def likes(self) -> Iterator[list[int]]:
         """Segments that go together."""
         open_groups: dict[tuple[int, int], list[int]] = {}
         most = PADDED_ENTRIES_CUDA if self.device.type == "cuda" else PADDED_ENTRIES
-        for segment in range(len(self.batch.mask_lens)):
+        for segment in range(len(self.pages.q_indptr) - 1):
             n = self.kv_len(segment).bit_length()
             group = open_groups.setdefault((self.q_len(segment).bit_length(), n), [])
             group.append(segment)
@@ -116,61 +119,41 @@ class _Host:
 
     def single(self, segment: int) -> Part:
         """One segment, as it is."""
-        slots = self.slots(segment)
-        q, n = self.q_len(segment), len(slots)
+        slots, rows = self.slots(segment), self.rows(segment)
+        q, n = rows.stop - rows.start, len(slots)
         run = int(slots[-1] - slots[0]) == n - 1 and bool((np.diff(slots) == 1).all())
-        visible = self.visible(segment)
-        mask = None if visible.all() else self.additive(visible[None])
-        first = self.batch.q_indptr[segment]
-        rows = slice(first, first + q)
+        seen = visible(self.pages, rows, n)
+        mask = None if seen.all() else self.additive(seen[None])
         return Part((1, q, n), rows, rows, slice(int(slots[0]), int(slots[0]) + n) if run else self.tensor(slots), mask)
 
     def padded(self, segments: Sequence[int]) -> Part:
         """Several segments, each padded to the most rows and the most KV entries among them."""
         q, n = max(map(self.q_len, segments)), max(map(self.kv_len, segments))
+        count = self.pages.num_rows
         rows = np.zeros((len(segments), q), np.int64)
-        targets = np.full((len(segments), q), self.batch.num_rows, np.int64)
+        targets = np.full((len(segments), q), count, np.int64)
         slots = np.zeros((len(segments), n), np.int64)
-        visible = np.zeros((len(segments), q, n), bool)
+        seen = np.zeros((len(segments), q, n), bool)
         for i, segment in enumerate(segments):
-            own, entries = self.q_len(segment), self.kv_len(segment)
-            first = self.batch.q_indptr[segment]
-            targets[i, :own] = rows[i, :own] = np.arange(first, first + own)
-            rows[i, own:] = first + own - 1
+            of, entries = self.rows(segment), self.kv_len(segment)
+            own = of.stop - of.start
+            targets[i, :own] = rows[i, :own] = np.arange(of.start, of.stop)
+            rows[i, own:] = of.stop - 1
             slots[i, :entries] = self.slots(segment)
             slots[i, entries:] = slots[i, entries - 1]
-            visible[i, :own, :entries] = self.visible(segment)
-            visible[i, own:] = visible[i, own - 1]  # a padding row repeats the last one: no row of nothing but -inf
-        mask = None if visible.all() else self.additive(visible)
-        if np.array_equal(targets.ravel(), np.arange(self.batch.num_rows)):
-            whole = slice(0, self.batch.num_rows)
+            seen[i, :own, :entries] = visible(self.pages, of, entries)
+            seen[i, own:] = seen[i, own - 1]  # a padding row repeats the last one: no row of nothing but -inf
+        mask = None if seen.all() else self.additive(seen)
+        if np.array_equal(targets.ravel(), np.arange(count)):
+            whole = slice(0, count)
             return Part((len(segments), q, n), whole, whole, self.tensor(slots.ravel()), mask)
         return Part((len(segments), q, n), self.tensor(rows.ravel()), self.tensor(targets.ravel()),
                     self.tensor(slots.ravel()), mask)
 
-    def visible(self, segment: int) -> NDArray[np.bool_]:
-        """bool [q, n]: which KV entries each row of a segment sees."""
-        q, n, mask_len = self.q_len(segment), self.kv_len(segment), self.batch.mask_lens[segment]
-        first = self.batch.q_indptr[segment]
-        words = self.words[first : first + q].view(np.uint64)
-        entry = np.arange(n)
-        if mask_len == 0:
-            end = np.arange(n - q, n)  # the index of each row's own entry
-            seen = entry <= end[:, None]
-        else:
-            seen = np.ones((q, n), bool)
-            seen[:, n - mask_len :] = (words[:, None] >> np.arange(mask_len, dtype=np.uint64)) & np.uint64(1)
-            depth = np.array([int(word).bit_count() for word in words]) - 1
-            end = n - mask_len + depth  # where the row would stand if its path were all there is
-        if self.window:
-            reach = np.minimum(end - self.window, n - mask_len - 1)
-            seen &= entry > reach[:, None]
-        return seen
-
-    def additive(self, visible: NDArray[np.bool_]) -> torch.Tensor:
+    def additive(self, seen: NDArray[np.bool_]) -> torch.Tensor:
         # [b, q, n] -> [b, 1, q * group, n]: one row per folded query head
-        mask = torch.zeros(visible.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~visible), float("-inf"))
+        mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
         return mask.repeat_interleave(self.group, 1)[:, None].to(self.device, non_blocking=True)
 
-    def tensor(self, values: Indices) -> torch.Tensor:
-        return sent(values, self.device)
+    def tensor(self, values: NDArray[np.int64] | NDArray[np.int32]) -> torch.Tensor:
+        return sent(values.astype(np.int64, copy=False), self.device)

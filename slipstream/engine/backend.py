@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from slipstream.engine.attention import attend, plan_attention
+from slipstream.engine.attention import attend, attend_pages, plan_attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.pages import PagePlan, PageTensors, attend_pages, placed, plan_pages
+from slipstream.engine.pages import PagePlan, PageTensors, plan_pages, write_pages
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]
 
@@ -55,38 +55,23 @@ class PagedAttention(Attention, Protocol):
 
 
 class TorchAttention:
-    """Over gathered slots; see ``attention``."""
+    """Over gathered slots; see ``attention``. As a paged one it is slow: what kernels are held against."""
 
     __slots__ = ("_config", "_dtype")
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._config = config
-        self._dtype = dtype
+        self._config, self._dtype = config, dtype
 
     def plan(self, batch: ForwardBatch) -> Attend:
         config = self._config
-        plan = plan_attention(batch, config.group, self._dtype, config.sliding_window)
+        plan = plan_attention(plan_pages(batch, config.sliding_window), config.group, self._dtype, batch.tokens.device)
         return partial(attend, plan=plan, scale=config.head_dim**-0.5)
 
-
-class TorchPages:
-    """Over pages, in plain torch: slow, and what kernels over pages are held against."""
-
-    __slots__ = ("_config", "_device")
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._config = config
-        self._device = device
-
-    def plan(self, batch: ForwardBatch) -> Attend:
-        pages = placed(plan_pages(batch, self._config.sliding_window), self._device)
-        return partial(attend_pages, pages=pages, scale=self._config.head_dim**-0.5)
-
     def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
-        return FixedTorchPages(pages, self._config.head_dim**-0.5)
+        return FixedTorch(pages, self._config.head_dim**-0.5)
 
 
-class FixedTorchPages:
+class FixedTorch:
     __slots__ = ("_pages", "_scale")
 
     def __init__(self, pages: PageTensors, scale: float) -> None:
@@ -101,15 +86,3 @@ class FixedTorchPages:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         yield from self._pages
-
-
-def write_pages(pages: PageTensors, plan: PagePlan) -> None:
-    """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
-    length = len(plan.indices)
-    pages.indices[:length].copy_(torch.from_numpy(plan.indices), non_blocking=True)
-    pages.indices[length:] = int(plan.indices[-1])
-    for tensor, values in ((pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr),
-                           (pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)):
-        tensor.copy_(torch.from_numpy(values), non_blocking=True)
-
-

@@ -30,6 +30,7 @@ from slipstream.engine.attention import AttentionPlan, attend, plan_attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
+from slipstream.engine.pages import plan_pages
 from slipstream.engine.weights import Tensors, take
 from slipstream.protocol.tree import MAX_NODES
 
@@ -53,7 +54,7 @@ class Step:
         self.pool.write(layer, self.batch.slots, _widen(k, size), _widen(v, size))
         if window not in self.plans:
             group = heads // k.shape[1]
-            self.plans[window] = plan_attention(self.batch, group, q.dtype, window)
+            self.plans[window] = plan_attention(plan_pages(self.batch, window), group, q.dtype, q.device)
         out = attend(_widen(q, size), self.pool.kv[layer], self.plans[window], scale)
         return out.view(len(q), heads, size)[..., :value_size]
 

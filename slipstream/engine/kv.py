@@ -116,14 +116,6 @@ class KVPool:
         self.kv = torch.empty(num_layers, num_slots, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
 
     @property
-    def k(self) -> torch.Tensor:
-        return self.kv[:, :, 0]  # [L, S, G, D]
-
-    @property
-    def v(self) -> torch.Tensor:
-        return self.kv[:, :, 1]  # [L, S, G, D]
-
-    @property
     def num_slots(self) -> int:
         return self.kv.shape[1]
 

@@ -1,14 +1,14 @@
-"""Attention over one-slot pages: what a paged kernel is told of a batch, and in plain torch what it must answer.
+"""Attention over one-slot pages: what of a batch is planned on the host, for torch and for paged kernels.
 
 Rules:
 1. A page is a slot. A segment's KV is a list of slots (``indices`` between two of ``kv_indptr``), its own rows last.
 2. What a row sees is three numbers, whatever kind of row it is: of its segment's entries those from ``first`` up to
    ``limit``, and entry ``limit + j`` where bit j of ``word`` is set. A causal row has no word; a row of a tree has its
    ancestors there; a sliding window raises ``first``.
-3. So a mask is 16 bytes a row, however long the context is, and nothing of it is made on the device.
+3. So a kernel's mask is 16 bytes a row, however long the context is, and nothing of it is made on the device.
 4. All of it is planned on the host, once a forward, without a loop over rows.
 
-``attend_pages`` is the specification for kernels; it reads the same tensors as they do. It knows nothing about layers.
+It knows nothing about layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.engine.batch import ForwardBatch
@@ -97,22 +96,20 @@ def placed(plan: PagePlan, device: torch.device) -> PageTensors:
                        tensor(plan.limits), tensor(plan.words))
 
 
-def attend_pages(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: float) -> torch.Tensor:
-    """q [T, Q, D], one layer's kv [S, 2, G, D] -> [T, Q * D]. The rows' own KV must be written already."""
-    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-    q_indptr, kv_indptr = pages.q_indptr.tolist(), pages.kv_indptr.tolist()
-    for b in range(len(q_indptr) - 1):
-        rows = slice(q_indptr[b], q_indptr[b + 1])
-        k, v = kv[pages.indices[kv_indptr[b] : kv_indptr[b + 1]]].permute(1, 2, 0, 3)[:, None]  # [1, G, n, D] each
-        attended = F.scaled_dot_product_attention(q[rows].transpose(0, 1)[None], k, v, visible(pages, rows, k.shape[2]),
-                                                  scale=scale, enable_gqa=True)
-        out[rows] = attended[0].transpose(0, 1).flatten(1)
-    return out
+def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
+    """[q, entries]: which of a segment's entries its rows see (rule 2)."""
+    entry = np.arange(entries)
+    node = entry - plan.limits[rows, None]
+    marked = (plan.words[rows, None].view(np.uint64) >> node.clip(0, MAX_NODES - 1).astype(np.uint64)) & np.uint64(1)
+    seen: NDArray[np.bool_] = (entry >= plan.firsts[rows, None]) & ((node < 0) | ((marked != 0) & (node < MAX_NODES)))
+    return seen
 
 
-def visible(pages: PageTensors, rows: slice, entries: int) -> torch.Tensor:
-    """bool [q, entries]: which of a segment's entries its rows see (rule 2)."""
-    entry = torch.arange(entries, device=pages.words.device)
-    node = entry - pages.limits[rows, None]
-    marked = (pages.words[rows, None] >> node.clamp(0, MAX_NODES - 1)) & 1 == 1
-    return (entry >= pages.firsts[rows, None]) & ((node < 0) | (marked & (node < MAX_NODES)))
+def write_pages(pages: PageTensors, plan: PagePlan) -> None:
+    """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
+    length = len(plan.indices)
+    pages.indices[:length].copy_(torch.from_numpy(plan.indices), non_blocking=True)
+    pages.indices[length:] = int(plan.indices[-1])
+    for tensor, values in ((pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr),
+                           (pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)):
+        tensor.copy_(torch.from_numpy(values), non_blocking=True)
