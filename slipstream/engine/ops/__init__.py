@@ -1,2 +1,5 @@
-"""What a decoder layer does before and after its attention: one protocol (``layer``), torch as the specification
-(``specification``), and whatever takes its place: kernels in Triton (``fused``), torch.compile (``compiled``)."""
+"""What a decoder layer does before and after its attention: one protocol, with torch as the specification.
+
+``layer`` is the protocol and a layer's weights, ``specification`` torch's operations; ``fused`` (kernels in Triton) and
+``compiled`` (torch.compile) take their place.
+"""
