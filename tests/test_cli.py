@@ -263,7 +263,7 @@ async def test_one_process_gives_the_answers_of_plain_decoding(tiny_folder: Path
     keys = tmp_path / "keys"
     keys.write_text("open-sesame\n")
     config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float64",
-                         "draft.ngram.min_match=1", f"router.api_keys_file={keys}"))
+                         f"router.api_keys_file={keys}"))
     stop, up = asyncio.Event(), asyncio.Event()
     serving = asyncio.create_task(colocated.serve(config, stop, up.set))
     try:

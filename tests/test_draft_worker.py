@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from draft_service.worker import DraftWorker
-from slipstream.base.config import NgramSection
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.observe.metrics import DraftMetrics
@@ -63,7 +62,7 @@ class Bench:
 
     def __init__(self, max_sessions: int = 8) -> None:
         self.now_s = 100.0
-        self.drafter = FailingDrafter(NgramSection(), max_sessions)
+        self.drafter = FailingDrafter(max_sessions)
         self.worker = DraftWorker(self.drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: self.now_s)
         self.peer = Listener()
 
@@ -102,7 +101,7 @@ class Reader(NgramDrafter):
 
 def test_states_of_a_commit_belong_to_its_session() -> None:
     """Two targets both count their sessions from 7; the drafter knows each by a number of the worker's."""
-    drafter = Reader(NgramSection(), 8)
+    drafter = Reader(8)
     worker = DraftWorker(drafter, "hash", 30.0, DraftMetrics("ngram"), lambda: 100.0)
     for peer in (Listener("a"), Listener("b")):
         worker.received(peer, [opened(7)], ())

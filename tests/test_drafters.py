@@ -15,12 +15,13 @@ from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.protocol.messages import Commit, Features, Open, Sampling
-from tests.eagle_folder import write_eagle_folder
+from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.growth_rules import GrowthLedger
 from tests.mtp_folder import mtp_config, write_mtp_target
 from tests.tiny import VOCAB, write_tiny_model
 
-Make = Callable[[dict[str, object]], Drafter]
+Make = Callable[..., Drafter]
+WINDOWS = (2048, 40)  # tokens of a model's context
 KINDS = ("ngram", "standalone", "eagle3", "mtp")
 
 
@@ -28,14 +29,18 @@ KINDS = ("ngram", "standalone", "eagle3", "mtp")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("drafters")
     target = ModelSection(path=str(write_tiny_model(folder / "target", num_hidden_layers=8)))
-    several = mtp_config("mimo", num_nextn_predict_layers=2)
-    mimo = ModelSection(path=str(write_mtp_target(folder / "mimo", several)))
-    models = {"ngram": "", "mtp": "", "standalone": str(write_tiny_model(folder / "draft", noise=0.1)),
-              "eagle3": str(write_eagle_folder(folder / "head"))}
+    made: dict[tuple[str, int], Path] = {}
+    for window in WINDOWS:
+        room, place = {"max_position_embeddings": window}, folder / str(window)
+        made["mimo", window] = write_mtp_target(place / "mimo", mtp_config("mimo", num_nextn_predict_layers=2, **room))
+        made["standalone", window] = write_tiny_model(place / "draft", noise=0.1, **room)
+        made["eagle3", window] = write_eagle_folder(place / "head", eagle_config(**room))
 
-    def make(knobs: dict[str, object]) -> Drafter:
-        section = {"model": models[str(knobs["drafter"])], "dtype": "float32", **knobs}
-        return create(DraftSection.model_validate(section), mimo if knobs["drafter"] == "mtp" else target)
+    def make(knobs: dict[str, object], window: int = WINDOWS[0]) -> Drafter:
+        kind = str(knobs["drafter"])
+        section = {"model": str(made.get((kind, window), "")), "dtype": "float32", **knobs}
+        model = ModelSection(path=str(made["mimo", window])) if kind == "mtp" else target
+        return create(DraftSection.model_validate(section), model)
 
     return make
 
@@ -111,12 +116,13 @@ class Population:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("slots", "topk", "max_context"), [(2000, 1, 0), (2000, 4, 0), (150, 3, 40)])
+@pytest.mark.parametrize(("slots", "topk", "window"), [(2000, 1, WINDOWS[0]), (2000, 4, WINDOWS[0]),
+                                                        (150, 3, WINDOWS[1])])
 @pytest.mark.parametrize("kind", KINDS)
-def test_growth_is_valid_and_slots_come_back(make: Make, kind: str, slots: int, topk: int, max_context: int,
+def test_growth_is_valid_and_slots_come_back(make: Make, kind: str, slots: int, topk: int, window: int,
                                              seed: int) -> None:
-    drafter = make({"drafter": kind, "slots": slots, "max_sessions": 5, "max_context": max_context,
-                    "growth": {"topk": topk, "num_steps": 3, "num_draft_tokens": 10}, "ngram": {"min_match": 1}})
+    drafter = make({"drafter": kind, "slots": slots, "max_sessions": 5,
+                    "growth": {"topk": topk, "num_steps": 3, "num_draft_tokens": 10}}, window)
     population = Population(drafter, seed)
     for _ in range(120):
         what = population.rng.choices([population.open, population.commit, population.grow, population.close],

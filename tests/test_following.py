@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from draft_service.assembly import assemble
-from slipstream.base.config import NgramSection, TargetSection
+from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.policy import StepCosts
-from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
 from slipstream.following.record import Step, Verified
@@ -91,7 +91,7 @@ def following(gives: Callable[[FeatureSpec], bool] | None = None, lookup: bool =
 
 @contextmanager
 def drafted(target: Following) -> Iterator[None]:
-    worker = assemble(NgramDrafter(NgramSection(min_match=1), 8), "", 30.0).worker
+    worker = assemble(NgramDrafter(8, NgramShape(min_match=1)), "", 30.0).worker
     worker.start()
     try:
         with local_link_to(HELLO, target, worker):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.base.config import DraftSection, ModelSection, NgramSection, PolicySection
+from slipstream.base.config import PolicySection
 from slipstream.decision.estimates import Experience, StepCosts
 from slipstream.decision.exchanges import ExchangeTimes
 from slipstream.decision.foresight import Foresight
 from slipstream.decision.goodput import Goodput, Round
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.drafting import create
+from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.pool import HELD
 from slipstream.protocol.messages import Commit, DraftBound, Sampling
 from slipstream.protocol.requests import Piece, Request
@@ -151,10 +151,12 @@ class Overheard:
         self.peers.received(peer, items, faults)
 
 
+def ngrams() -> NgramDrafter:
+    return NgramDrafter(256, NgramShape(min_match=1))
+
+
 async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: Path) -> None:
-    section = DraftSection(drafter="ngram", ngram=NgramSection(min_match=1))
-    model = ModelSection(path=str(folder), dtype="float64")
-    async with target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(create(section, model)) as peers:
+    async with target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(ngrams()) as peers:
         heard = Overheard(peers)
         async with local_link(rig, heard):
             await rig.answer(asked(1, max_tokens=60))
@@ -166,9 +168,7 @@ async def test_a_drafter_is_not_woken_for_commits_that_ask_for_nothing(folder: P
 
 
 async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path) -> None:
-    section = DraftSection(drafter="ngram", ngram=NgramSection(min_match=1))
-    model = ModelSection(path=str(folder), dtype="float64")
-    async with (target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(create(section, model)) as peers,
+    async with (target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(ngrams()) as peers,
                 local_link(rig, peers)):
         pieces = await rig.answer(asked(1, max_tokens=60))
         outcomes = {line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])

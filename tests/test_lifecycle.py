@@ -131,7 +131,7 @@ class Cluster:
                          drain_s=0.2, prompt_lookup=False, policy=STUBBORN.model_dump())
 
     async def start_draft(self, name: str) -> None:
-        await self.start(name, "draft", serve_draft, ngram={"min_match": 1})
+        await self.start(name, "draft", serve_draft)
 
     async def start_router(self) -> None:
         await self.start("router", "router", serve_router, listen=f"127.0.0.1:{self.http}",

@@ -18,9 +18,10 @@ import torch
 from scipy import stats
 
 from bench.switchable import SwitchableDrafter
-from slipstream.base.config import DraftSection, GrowthSection, ModelSection, NgramSection, PolicySection
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
@@ -69,7 +70,7 @@ def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
     model = ModelSection(path=str(folders["target"]), dtype="float64")
     growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
     if kind == "ngram":
-        return create(DraftSection(drafter="ngram", ngram=NgramSection(min_match=1)), model)
+        return NgramDrafter(256, NgramShape(min_match=1))
     head = {"mapped": "eagle2"}.get(kind, kind)
     name = head if head in ("eagle2", "eagle3") else "standalone"
     made = create(DraftSection(drafter=name, model=str(folders[head]),

@@ -7,14 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.base.config import NgramSection
-from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.protocol.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, scored_paths
 
 
-def opened(tokens: list[int], **knobs: object) -> NgramDrafter:
-    drafter = NgramDrafter(NgramSection.model_validate(knobs), max_sessions=2)
+def opened(tokens: list[int], **shape: int) -> NgramDrafter:
+    drafter = NgramDrafter(2, NgramShape(**shape))
     assert drafter.open([Open(7, np.array(tokens, np.int32), 1, Sampling())]) == []
     return drafter
 
@@ -55,11 +54,9 @@ def test_a_match_below_min_match_proposes_nothing() -> None:
     assert len(opened([5, 1, 6, 7, 1], min_match=1).grow([7], [1])[0].ids) == 1
 
 
-def test_newest_first_or_most_frequent_first() -> None:
+def test_the_newest_of_equal_matches_goes_first() -> None:
     text = [1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 2]
-    newest = opened(text, match_type="BFS", max_trie_depth=2).grow([7], [1])[0]
-    frequent = opened(text, match_type="PROB", max_trie_depth=2).grow([7], [1])[0]
-    assert newest.tokens.tolist() == [4] and frequent.tokens.tolist() == [3]
+    assert opened(text, max_match=2).grow([7], [1])[0].tokens.tolist() == [4]
 
 
 def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
@@ -69,8 +66,7 @@ def test_a_period_goes_on_beyond_the_end_of_the_text() -> None:
 
 def test_breadth_and_depth_are_bounded() -> None:
     text = [t for n in range(10) for t in (1, 2, 10 + n)] + [1, 2]
-    knobs = {"max_bfs_breadth": 3, "max_trie_depth": 4}
-    (growth,) = opened(text, **knobs).grow([7], [63])
+    (growth,) = opened(text, max_breadth=3, max_match=4).grow([7], [63])
     assert sum(len(path) == 1 for path in paths(growth)) == 3
     assert max(len(path) for path in paths(growth)) <= 4
 
@@ -114,11 +110,10 @@ def test_opening_again_forgets_the_text_but_not_the_ids() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
-def test_random_sessions_obey_the_rules(seed: int, match_type: str) -> None:
+def test_random_sessions_obey_the_rules(seed: int) -> None:
     rng = random.Random(seed)
     tokens = [rng.randrange(4) for _ in range(20)]
-    drafter, ledger = opened(tokens, match_type=match_type), GrowthLedger(tokens)
+    drafter, ledger = opened(tokens), GrowthLedger(tokens)
     for _ in range(80):
         for _ in range(rng.randrange(3)):
             budget = rng.randrange(70)

@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 from structlog.testing import capture_logs
 
-from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, NgramSection, TargetSection
+from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, TargetSection
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
 from slipstream.drafting import create
@@ -37,8 +37,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafter(kind: str, folder: Path, model: Path) -> Drafter:
-    section = DraftSection(drafter=kind, model=str(model), dtype="float64", slots=2048, growth=GROWTH,
-                           ngram=NgramSection(min_match=1))
+    section = DraftSection(drafter=kind, model=str(model), dtype="float64", slots=2048, growth=GROWTH)
     return create(section, ModelSection(path=str(folder), dtype="float64"))
 
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from grpc import aio
 
-from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import PairingError, RemoteProtocolError
-from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
+from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.features import FeatureRows
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
@@ -108,9 +108,8 @@ def test_a_head_with_a_norm_before_fc_takes_the_states_as_they_are(tmp_path: Pat
 
 
 def drafter(folder: Path, target_folder: Path, project: bool) -> Drafter:
-    section = DraftSection(drafter="eagle3", model=str(folder), dtype="float64", slots=200, project_features=project,
-                           growth=GrowthSection(num_steps=3, topk=2, num_draft_tokens=5))
-    return create(section, ModelSection(path=str(target_folder)))
+    network = EagleNetwork(read_head(folder, target_folder), "float64", torch.device("cpu"), 200, project)
+    return NeuralDrafter("eagle3", network, GrowthSection(num_steps=3, topk=2, num_draft_tokens=5), 8)
 
 
 def tokens_of(pieces: list[Piece]) -> list[int]:

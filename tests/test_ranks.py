@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.fleet import Process, free_port
-from slipstream.base.config import ModelSection, NgramSection
+from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError, RanksLost, Unavailable
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.engine.backend import TorchAttention
@@ -145,7 +145,7 @@ async def test_answers_of_two_ranks_are_those_of_one_with_drafts_and_without(fol
     requests = [Request("r", tuple(TEXT * 2), sampling, 24) for sampling in (Sampling(), Sampling(temperature=0.9))]
     texts = []
     for around in (lambda model: model, lambda model: cut):
-        async with target(folder, around=around) as rig, drafting(NgramDrafter(NgramSection(), 8)) as peers:
+        async with target(folder, around=around) as rig, drafting(NgramDrafter(8)) as peers:
             plain = [await rig.answer(request) for request in requests]
             async with local_link(rig, peers):
                 drafted = [await rig.answer(request) for request in requests]

@@ -14,7 +14,7 @@ from bench.demo_fallback import tell
 from bench.fleet import Pair
 from bench.prompts import CHAT, CODE, COPY
 from router_service.tokens import TextCodec
-from slipstream.base.config import ModelSection, NgramSection
+from slipstream.base.config import ModelSection
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.models.folder import is_prepared, prepare, resolve
 from slipstream.protocol.messages import Sampling
@@ -23,7 +23,7 @@ from tests.pair import STUBBORN, drafting, grpc_link, target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 PREFERS_DRAFTS = ("model.dtype=float32", "target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02",
-                  "draft.drafter=ngram", "draft.ngram.min_match=1")
+                  "draft.drafter=ngram")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ async def test_a_drafter_that_turns_bad_and_recovers_changes_no_answer(tmp_path:
 async def test_thirty_two_streams_finish_and_give_every_slot_back(codec: TextCodec) -> None:
     texts = [*CHAT, *COPY]
     async with (target(resolve(ModelSection().path), STUBBORN, dtype="bfloat16", slots=4096) as rig,
-                drafting(NgramDrafter(NgramSection(), 64)) as peers, grpc_link(rig, peers)):
+                drafting(NgramDrafter(64)) as peers, grpc_link(rig, peers)):
         answers = await asyncio.gather(*(
             rig.answer(Request(str(i), tuple(prompt(codec, texts[i % len(texts)])), Sampling(seed=i), 24))
             for i in range(32)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.base.config import GrowthSection, ModelSection, NgramSection
+from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import CapacityError, DeviceFull
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.ngram import NgramDrafter
@@ -65,7 +65,7 @@ async def answers(folder: Path, room: int) -> tuple[list[list[int]], Cramped, in
         made.append(Cramped(model, room))
         return made[0]
 
-    ngram = NgramDrafter(NgramSection(), 8)
+    ngram = NgramDrafter(8)
     async with (target(folder, around=around, limits=Limits(64, 512, 32)) as rig, drafting(ngram) as peers,
                 local_link(rig, peers)):
         done = await asyncio.gather(*(rig.answer(request((*PROMPT, 48 + i))) for i in range(4)))

@@ -48,7 +48,7 @@ async def serving(serve: Callable[..., Coroutine[Any, Any, None]], config: Confi
     await task
 
 
-async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path) -> None:
+async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft_folder: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as wire
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
@@ -72,8 +72,8 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path) -> None:
     config = Config.model_validate({
         "model": {"path": str(tiny_folder), "dtype": "float32", "threads": 1},
         "log": {"level": "warning", "spans": f"http://127.0.0.1:{collector}", "span_share": 0.0},
-        "draft": {"listen": f"127.0.0.1:{draft}", "metrics_listen": "127.0.0.1:0", "drafter": "ngram",
-                  "ngram": {"min_match": 1}},
+        "draft": {"listen": f"127.0.0.1:{draft}", "metrics_listen": "127.0.0.1:0", "drafter": "standalone",
+                  "model": str(tiny_draft_folder), "dtype": "float32", "threads": 1, "slots": 512},
         "target": {"listen": f"127.0.0.1:{target}", "metrics_listen": "127.0.0.1:0", "slots": 2048,
                    "drafts": [f"127.0.0.1:{draft}"], "policy": STUBBORN.model_dump(), "prompt_lookup": False},
         "router": {"listen": f"127.0.0.1:{http}", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0",

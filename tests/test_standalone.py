@@ -219,7 +219,7 @@ def test_budgets_and_room(tiny_draft_folder: Path) -> None:
 
 
 def test_a_window_too_small_for_a_tree_is_refused(tiny_draft_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"draft\.max_context"):
+    with pytest.raises(ConfigError, match=r"draft\.growth\.num_steps"):
         drafter(tiny_draft_folder, max_context=6, num_steps=4)
 
 

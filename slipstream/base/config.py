@@ -49,17 +49,6 @@ class ModelSection(Section):
                                  "its heads and intermediate_size must divide by it")
 
 
-class NgramSection(Section):
-    """Named as SGLang's users know them."""
-
-    max_trie_depth: int = Field(18, ge=2, le=64, description="longest suffix that is remembered, in tokens")
-    min_match: int = Field(2, ge=1, description="a shorter matching suffix proposes nothing")
-    min_bfs_breadth: int = Field(1, ge=1)
-    max_bfs_breadth: int = Field(4, ge=1, le=16)
-    match_type: Literal["BFS", "PROB"] = Field("BFS", description="BFS: newest continuation first; PROB: most frequent")
-    capacity: int = Field(1_000_000, ge=1000, description="nodes that one session's trie may hold")
-
-
 class GrowthSection(Section):
     """The shape of a model drafter's tree. `slipstream tune` finds the one that pays on a device; the defaults are what
     it found for the default model and its head on two CPU cores."""
@@ -77,8 +66,6 @@ class DraftSection(Section):
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
                        "head inside the target's own folder")
     token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
-    project_features: bool = Field(True, description="the target applies an EAGLE-3 head's fc before it sends states: "
-                                   "a third of the bytes; off: it sends them as they are")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "
@@ -87,11 +74,9 @@ class DraftSection(Section):
     device: str = "cpu"
     threads: int = Field(0, ge=0)
     max_sessions: int = Field(256, ge=1)
-    max_context: int = Field(0, ge=0, description="tokens a drafter looks at; 0: what its model was trained for")
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
     run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
                                                        "verifies; 0: one growth a commit")
-    ngram: NgramSection = NgramSection()
     growth: GrowthSection = GrowthSection()
 
 

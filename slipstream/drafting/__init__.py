@@ -24,7 +24,7 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
     if section.token_map and section.drafter in NO_TOKEN_MAP:
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
-        return NgramDrafter(section.ngram, section.max_sessions)
+        return NgramDrafter(section.max_sessions)
     if section.drafter == "mtp":
         from slipstream.drafting.loading import load_mtp
 

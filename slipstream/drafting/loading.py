@@ -69,7 +69,7 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
     graphs = device.type == "cuda" and not section.compile
     spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
     network = _ready(section, model, lambda ops: EagleNetwork(
-        head, section.dtype, device, num_slots, section.project_features, ops, kernels=ours, spare_slots=spare,
+        head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
         whole=section.quantize in ("auto", "int8")), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, network.native if network.native is not None
@@ -157,8 +157,7 @@ def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
 
 
 def _num_slots(section: DraftSection, config: ModelConfig) -> int:
-    return section.slots or default_slots(config, dtype_of(section.dtype), section.max_sessions, section.max_context,
-                                          device=section.device)
+    return section.slots or default_slots(config, dtype_of(section.dtype), section.max_sessions, device=section.device)
 
 
 def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:
@@ -171,4 +170,4 @@ def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:
 
 
 def _drafter(section: DraftSection, network: Network, levels: Levels | None = None) -> Drafter:
-    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, section.max_context, levels)
+    return NeuralDrafter(section.drafter, network, section.growth, section.max_sessions, levels=levels)

@@ -57,7 +57,7 @@ class NeuralDrafter:
     def reshape(self, growth: GrowthSection) -> None:
         """Trees that begin from now on have this shape. Raises ConfigError for one that is too deep."""
         if self.max_context < 2 * (growth.num_steps + 1):
-            raise ConfigError(f"draft.max_context: {self.max_context} tokens are too few for trees of depth "
+            raise ConfigError(f"draft.growth.num_steps: {self.max_context} tokens are too few for trees of depth "
                               f"{growth.num_steps}; raise it or lower draft.growth.num_steps")
         self._growth = growth
 

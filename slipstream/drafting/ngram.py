@@ -8,8 +8,7 @@ Rules:
    those of ``tree.GrowingTree``.
 4. A continuation that reaches the end of the text goes on with its own beginning, as an overlapping copy in LZ77 does.
 
-Parameters are named as SGLang's; ``capacity // max_trie_depth`` tokens of a session are remembered, as many as a trie
-of so many nodes would hold. It knows nothing about sampling: the same tree is right for greedy and sampled requests.
+It knows nothing about sampling: the same tree is right for greedy and sampled requests.
 """
 
 from __future__ import annotations
@@ -21,11 +20,20 @@ from math import log
 from time import perf_counter
 from typing import NamedTuple
 
-from slipstream.base.config import NgramSection
 from slipstream.base.suffixes import DOUBT, Match, SuffixIndex
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_NODES
+
+
+@dataclass(frozen=True, slots=True)
+class NgramShape:
+    """Which matches count, and how wide a tree of them is. Nobody measured other values to be better."""
+
+    min_match: int = 2  # a shorter matching suffix proposes nothing
+    max_match: int = 18  # the longest suffix that is looked up, and the depth of a tree
+    max_breadth: int = 4  # children of a node after the shortest match; after the longest there is one
+    remembered: int = 1_000_000 // 18  # newest tokens of a session, as many as SGLang's trie of a million nodes holds
 
 
 class Branch(NamedTuple):
@@ -57,11 +65,12 @@ class NgramDrafter:
     hidden_size = 0
     max_nodes = MAX_NODES - 1
 
-    def __init__(self, section: NgramSection, max_sessions: int) -> None:
-        self._section = section
+    def __init__(self, max_sessions: int, shape: NgramShape | None = None) -> None:
+        """shape: None for the usual one."""
+        self._shape = shape or NgramShape()
         self._sessions: dict[int, NgramSession] = {}
         self.max_sessions = max_sessions
-        self.max_context = max(section.capacity // section.max_trie_depth, section.max_trie_depth)
+        self.max_context = max(self._shape.remembered, self._shape.max_match)
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions (again); returns the ids beyond ``max_sessions``."""
@@ -71,7 +80,7 @@ class NgramDrafter:
             if known is None and len(self._sessions) >= self.max_sessions:
                 refused.append(message.session)
                 continue
-            index = SuffixIndex(_orders(self._section), self._section.max_trie_depth, self.max_context)
+            index = SuffixIndex(_orders(self._shape), self._shape.max_match, self.max_context)
             index.extend(message.tokens[-2 * self.max_context:].tolist())
             tree = GrowingTree(len(message.tokens), next_id=1 if known is None else known.tree.next_id)
             self._sessions[message.session] = NgramSession(index, tree)
@@ -116,7 +125,7 @@ class NgramDrafter:
             branch = heapq.heappop(heap)
             node = tree.propose(branch.parent, branch.token, -branch.cost)
             left -= tree.ids[node] == 0
-            if branch.depth < self._section.max_trie_depth:
+            if branch.depth < self._shape.max_match:
                 self._push(session, node, branch.cost, branch.depth, branch.members)
         return tree.growth(session_id, budget, began_s)
 
@@ -127,32 +136,23 @@ class NgramDrafter:
         groups: dict[int, list[Match]] = {}
         for member in members:
             groups.setdefault(session.index.following(member.end, depth), []).append(member)
-        ranked = list(groups.items())
-        if self._section.match_type == "PROB":
-            ranked.sort(key=lambda group: -len(group[1]))
         left = 1.0
-        for token, group in ranked[:self._breadth(members[0].length + depth)]:
+        for token, group in list(groups.items())[:self._breadth(members[0].length + depth)]:
             matched = group[0].length + depth
             share = matched / (matched + DOUBT)
-            if self._section.match_type == "PROB":
-                share *= len(group) / len(members)
-                heapq.heappush(session.heap, Branch(cost - log(share), session.age, parent, token, depth + 1, group))
-            else:
-                heapq.heappush(session.heap, Branch(cost - log(left * share), session.age, parent, token, depth + 1,
-                                                    group))
-                left *= 1.0 - share
+            heapq.heappush(session.heap, Branch(cost - log(left * share), session.age, parent, token, depth + 1, group))
+            left *= 1.0 - share
             session.age += 1
 
     def _breadth(self, matched: int) -> int:
-        """Children of a node: fewer the longer the match, from ``max_bfs_breadth`` to ``min_bfs_breadth``."""
-        section = self._section
-        over = min(1.0, max(0, matched - section.min_match) / max(1, section.max_trie_depth - section.min_match))
-        most = max(section.min_bfs_breadth, section.max_bfs_breadth)
-        return max(1, round(most - over * (most - section.min_bfs_breadth)))
+        """Children of a node: fewer the longer the match, down to one."""
+        shape = self._shape
+        over = min(1.0, max(0, matched - shape.min_match) / max(1, shape.max_match - shape.min_match))
+        return max(1, round(shape.max_breadth - over * (shape.max_breadth - 1)))
 
 
-def _orders(section: NgramSection) -> list[int]:
-    orders = [min(section.min_match, section.max_trie_depth)]
-    while orders[-1] * 2 <= section.max_trie_depth:
+def _orders(shape: NgramShape) -> list[int]:
+    orders = [min(shape.min_match, shape.max_match)]
+    while orders[-1] * 2 <= shape.max_match:
         orders.append(orders[-1] * 2)
     return orders
