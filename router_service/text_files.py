@@ -1,13 +1,13 @@
-"""What the files of a model folder say about text: how tokens are spelt, what ends an answer, the chat template.
+"""What the files of a model folder say about text: what ends an answer, special tokens as plain text, chat templates.
 
-All of it is read once, when a router starts. Files: tokenizer.json, tokenizer_config.json, chat_template.jinja,
-generation_config.json, config.json. It knows nothing about requests.
+All of it is read once, when a router starts. Files: tokenizer_config.json, chat_template.jinja, generation_config.json,
+config.json. It knows nothing about requests.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from slipstream.base.errors import ModelError
 from slipstream.models.folder import read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-SPACE = "\u2581"  # how SentencePiece writes a space
 
 
 class GenerationTag(Extension):
@@ -90,45 +88,6 @@ def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[in
     literals = {text: list(tokenizer.encode(text, add_special_tokens=False).ids) for text in specials}
     tokenizer.encode_special_tokens = False
     return literals
-
-
-def spelling(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
-    """How a token is written in the vocabulary, and whether the first space of a text is not part of it."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    kinds = {step["type"] for step in steps}
-    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
-        return _byte_level(), False
-    if kinds & {"Replace", "Metaspace"} and kinds <= FALLBACK_STEPS:
-        strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
-        return _byte_fallback, strips or any(step.get("prepend_scheme", "never") != "never" for step in steps)
-    raise ModelError(f"tokenizer.json: decoder: {', '.join(sorted(kinds))} is not supported; "
-                     "known: byte level, byte fallback, Metaspace")
-
-
-def _byte_level() -> Callable[[str], bytes]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-    def spell(token: str) -> bytes:
-        try:
-            return bytes([alphabet[char] for char in token])
-        except KeyError:  # an added token is written as it is
-            return token.encode()
-
-    return spell
-
-
-def _byte_fallback(token: str) -> bytes:
-    """SentencePiece: ``<0x0A>`` is a byte, U+2581 a space."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return token.replace(SPACE, " ").encode()
 
 
 def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:

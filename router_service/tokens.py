@@ -16,6 +16,7 @@ It knows nothing about files (``text_files`` reads them), HTTP, models or torch.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
+from tokenizers import Tokenizer
 
-from router_service.text_files import compiled, literals, spelling, stop_token_ids, template_source
+from router_service.text_files import compiled, literals, stop_token_ids, template_source
 from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.models.folder import load_tokenizer
 
 MAX_RENDERED = 4 << 20  # characters
+FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+SPACE = "\u2581"  # how SentencePiece writes a space
 PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 
 
@@ -51,7 +55,7 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._specials: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
         self._literals = literals(self._tokenizer, self._specials.values())
-        self._spell, self.starts_with_space = spelling(self._tokenizer)
+        self._spell, self.starts_with_space = _spelling(self._tokenizer)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
         source = template_source(folder)
@@ -253,3 +257,42 @@ def _decoded(data: bytes) -> str | None:
         return data.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _spelling(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How a token is written in the vocabulary, and whether the first space of a text is not part of it."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:
+        return _byte_level(), False
+    if kinds & {"Replace", "Metaspace"} and kinds <= FALLBACK_STEPS:
+        strips = any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
+        return _byte_fallback, strips or any(step.get("prepend_scheme", "never") != "never" for step in steps)
+    raise ModelError(f"tokenizer.json: decoder: {', '.join(sorted(kinds))} is not supported; "
+                     "known: byte level, byte fallback, Metaspace")
+
+
+def _byte_level() -> Callable[[str], bytes]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+    def spell(token: str) -> bytes:
+        try:
+            return bytes([alphabet[char] for char in token])
+        except KeyError:  # an added token is written as it is
+            return token.encode()
+
+    return spell
+
+
+def _byte_fallback(token: str) -> bytes:
+    """SentencePiece: ``<0x0A>`` is a byte, U+2581 a space."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(SPACE, " ").encode()
