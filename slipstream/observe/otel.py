@@ -1,6 +1,7 @@
 """Spans as OpenTelemetry has them, sent to a collector over OTLP.
 
-It is imported only where ``log.spans`` asks for it. It knows nothing about requests.
+It is imported only where ``log.spans`` asks for it, and what it makes has the form of ``spans.Spans``. It knows nothing
+about requests.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from slipstream.observe.spans import HEADER, Span, Spans, Value
-
 SEND_MS = 1000
+HEADER = "traceparent"  # as W3C names it
+Value = int | float | str
 
 
 class Recorded:
@@ -43,12 +44,12 @@ class Recorder:
     def __init__(self, provider: trace.TracerProvider) -> None:
         self._tracer = provider.get_tracer("slipstream")
 
-    def begin(self, name: str, parent: str = "", **values: Value) -> Span:
+    def begin(self, name: str, parent: str = "", **values: Value) -> Recorded:
         context = TraceContextTextMapPropagator().extract({HEADER: parent} if parent else {}, Context())
         return Recorded(self._tracer.start_span(name, context, attributes=values))
 
 
-def exported(collector: str, share: float, service: str) -> Spans:
+def exported(collector: str, share: float, service: str) -> Recorder:
     """Spans that go to ``collector`` (http://host:port, or https) in batches, from a thread of the exporter's. A
     request that brings no parent is followed with probability ``share``; what a parent says goes for its parts."""
     resource = Resource.create({"service.name": f"slipstream-{service}"})
