@@ -81,8 +81,8 @@ class KV:
 
     def newest_rows(self, verified: Sequence[tuple[sequence.Sequence, int]]) -> list[bytes | None]:
         """The feature rows of so many newest computed tokens of each, where its drafter reads them."""
-        reads = [one.followed.wants_rows() is not None for one, _ in verified] if self._rows is not None else []
-        if self._rows is None or not any(reads):
+        reads = [one.followed.reads is not None for one, _ in verified]
+        if self._rows is None or True not in reads:
             return [None] * len(verified)
         slots = [one.slots[one.computed - count : one.computed]
                  for (one, count), read in zip(verified, reads, strict=True) if read]

@@ -27,6 +27,7 @@ from slipstream.protocol.messages import Close, Drop, Features, FeatureSpec, Gro
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
 
+ROWS = 256  # feature rows of one item: well below the message limit for any known model
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 
@@ -34,14 +35,17 @@ LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 class Followed:
     """One session. Made by ``Following.open``."""
 
-    __slots__ = ("_limit", "_lookup", "_retry_at_s", "_rows_from", "_shared", "begun", "decision", "link",
-                 "policy", "side", "waiting")
+    __slots__ = ("_limit", "_lookup", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun", "decision",
+                 "link", "policy", "reads", "session", "side", "waiting")
 
     def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
         """limit: tokens that the session has at most, its prompt included."""
+        self.session = side.session
         self.side = side
         self.policy = policy
         self.link: Link | None = None
+        self.reads: FeatureSpec | None = None  # what its drafter reads of the engine's states
+        self._runs_ahead = False  # whether its drafter grows on while the engine verifies, where it may
         self.begun = False
         self.decision = self._alone()
         self.waiting = Waiting()
@@ -50,10 +54,6 @@ class Followed:
         self._lookup: Foresight | None = None
         self._retry_at_s = 0.0  # no drafter is looked for before
         self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
-
-    @property
-    def session(self) -> int:
-        return self.side.session
 
     @property
     def left(self) -> int:
@@ -137,12 +137,16 @@ class Followed:
 
     def wants_rows(self) -> tuple[FeatureSpec, int] | None:
         """Which feature rows its drafter reads, and the first position whose row it has not had."""
-        spec = self._shared.pool.spec(self.link)
-        return (spec, self._rows_from) if spec is not None else None
+        return (self.reads, self._rows_from) if self.reads is not None else None
 
     def give_rows(self, start: int, count: int, rows: bytes) -> None:
         """Rows of committed tokens from ``start`` on, in order; what is left out is a gap that the drafter bridges."""
-        self._shared.pool.say_rows(self.link, self.session, start, count, rows)
+        if self.reads is None:
+            return
+        size = len(rows) // max(1, count)
+        for at in range(0, count, ROWS):
+            self._shared.pool.say(self.link, Features(self.session, start + at, rows[at * size : (at + ROWS) * size],
+                                                      min(ROWS, count - at), self.reads.dtype))
         self._rows_from = start + count
 
     def receive(self, message: Growth | Drop, now_s: float) -> None:
@@ -159,8 +163,7 @@ class Followed:
     def lost(self, now_s: float, reason: Reason, moves: bool = False) -> None:
         """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
         commit, if one has room; else it decodes alone."""
-        if self.link is not None:
-            self.link = None
+        if self._unlink() is not None:
             self.side.lost()
         if moves and self._shared.pool.has_room:
             self._shared.metrics.moved()
@@ -168,7 +171,7 @@ class Followed:
         self._note(self.policy.drafter_lost(now_s, reason))
 
     def _dropped(self, reason: str, now_s: float) -> None:
-        link, self.link = self.link, None
+        link = self._unlink()
         self._shared.pool.part(link)
         if reason == "draining" and link is not None:
             self._shared.pool.set_leaving(link, True)
@@ -182,7 +185,7 @@ class Followed:
         before, waited_s = self.decision, self.waited(step.began_s)
         if not before.lookup:
             waiting = self.waiting
-            if before.want and not waiting.first and self._grows_ahead:
+            if before.want and not waiting.first and self._runs_ahead:
                 self._shared.led(len(verified.tokens), now_s - waiting.committed_s)
             round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
                            verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
@@ -215,7 +218,7 @@ class Followed:
         followed = self.link is not None
         if not followed and not chances and not self._looks(now_s):
             return self._alone()
-        return self.policy.decide(now_s, Seen(others, followed, chances, self.waiting.unasked, self._grows_ahead))
+        return self.policy.decide(now_s, Seen(others, followed, chances, self.waiting.unasked, self._runs_ahead))
 
     def _alone(self) -> Decision:
         return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
@@ -240,6 +243,7 @@ class Followed:
         hello = self._shared.pool.hello(self.link)
         if hello is None:
             return
+        self.reads, self._runs_ahead = hello.features, hello.run_ahead > 0
         # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
         message = self.side.attach(self.decision.want, self._may_lead())
         self._shared.pool.say(self.link, message)
@@ -248,8 +252,13 @@ class Followed:
         if not self.decision.lookup:
             self.decision = self._decide(now_s, others, ())
 
+    def _unlink(self) -> Link | None:
+        """Whom it had, and has no more."""
+        link, self.link, self.reads, self._runs_ahead = self.link, None, None, False
+        return link
+
     def _leave(self, message: Close | None) -> None:
-        link, self.link = self.link, None
+        link = self._unlink()
         self._shared.leads.end(self.session)
         self._shared.pool.part(link)
         self._shared.pool.say(link, message)
@@ -260,24 +269,20 @@ class Followed:
         self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
                            self.side.base if tells else None)
 
-    @property
-    def _grows_ahead(self) -> bool:
-        hello = self._shared.pool.hello(self.link)
-        return hello is not None and hello.run_ahead > 0
-
     def _may_lead(self) -> bool:
         """Whether its drafter may grow ahead until the next commit."""
-        if self.decision.want and self._grows_ahead:
+        if self.decision.want and self._runs_ahead:
             return self._shared.leads.grant(self.session)
         self._shared.leads.end(self.session)
         return False
 
     def _rows_of(self, verified: Verified) -> Features | None:
-        spec, start, count = self._shared.pool.spec(self.link), self.side.base - 1, len(verified.tokens)
-        if spec is None or not verified.rows:
+        if self.reads is None or not verified.rows:
             return None
+        start, count = self.side.base - 1, len(verified.tokens)
         self._rows_from = start + count
-        return Features(self.session, start, verified.rows, count, spec.dtype)
+        return Features(self.session, start, verified.rows, count, self.reads.dtype)
 
     def _note(self, change: Transition | None) -> None:
-        self._shared.changed(self.session, change, self.decision.why)
+        if change is not None:
+            self._shared.changed(self.session, change, self.decision.why)

@@ -170,7 +170,7 @@ class Following:
             if followed is None:
                 self._metrics.stale_growth()
                 continue
-            if isinstance(item, Growth):
+            if self._trace.keeps and isinstance(item, Growth):
                 self._trace.came("device", "growth", growth_key(item), came_s)
             try:
                 followed.receive(item, came_s)

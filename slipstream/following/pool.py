@@ -23,12 +23,11 @@ from slipstream.base.config import TargetSection
 from slipstream.following.link import Link
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Features, FeatureSpec
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, FeatureSpec
 from slipstream.protocol.pairing import Agreement
 from slipstream.protocol.requests import DraftStatus
 
 HELD = 8  # commits that ask for nothing
-ROWS = 256  # feature rows of one item: well below the message limit for any known model
 GiveRows = Callable[[FeatureSpec], bool]
 
 
@@ -134,25 +133,10 @@ class DraftPool:
         """What the drafter said of itself; None: it is not there."""
         return self._ready.get(link) if link is not None else None
 
-    def spec(self, link: Link | None) -> FeatureSpec | None:
-        """Which feature rows its drafter reads."""
-        hello = self.hello(link)
-        return hello.features if hello is not None else None
-
     def say(self, link: Link | None, item: DraftBound | None) -> None:
         """With the next flush."""
         if link in self._ready and item is not None:
             self._outbox[link].append(item)
-
-    def say_rows(self, link: Link | None, session: int, start: int, count: int, rows: bytes) -> None:
-        """Feature rows of ``session`` from position ``start`` on, in parts that fit a message."""
-        spec = self.spec(link)
-        if spec is None or not count:
-            return
-        size = len(rows) // count
-        for at in range(0, count, ROWS):
-            part = min(ROWS, count - at)
-            self.say(link, Features(session, start + at, rows[at * size : (at + part) * size], part, spec.dtype))
 
     def flush(self) -> bool:
         """Send what there is to say. Returns whether anything left."""

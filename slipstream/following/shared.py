@@ -22,10 +22,8 @@ class Shared:
     metrics: TargetMetrics
     lookup: bool  # in the text itself
 
-    def changed(self, session: int, change: Transition | None, why: Why) -> None:
-        """Another mode from now on; None: the same. ``why``: of the decision that stood then."""
-        if change is None:
-            return
+    def changed(self, session: int, change: Transition, why: Why) -> None:
+        """Another mode from now on. ``why``: of the decision that stood then."""
         self.metrics.mode.changed(change.before.value, change.after.value, change.reason)
         logger("target").info("mode", session=session, before=change.before.value, after=change.after.value,
                               reason=change.reason, gain=round(change.gain, 3), why=why)

@@ -105,7 +105,7 @@ DRAFT_TABLE: dict[tuple[DraftState, DraftEvent], tuple[DraftState, str]] = {
 class TargetSide:
     """What the target knows of one session: its committed tokens, and the tree that a drafter grows below them."""
 
-    __slots__ = ("_opened_at", "_passed", "_root_scores", "heard", "prompt_len", "sampling", "session", "state",
+    __slots__ = ("_opened_at", "_passed", "_root_scores", "base", "heard", "prompt_len", "sampling", "session", "state",
                  "tokens", "trace", "tree")
 
     def __init__(self, session: int, tokens: Sequence[int], prompt_len: int, sampling: Sampling,
@@ -113,6 +113,7 @@ class TargetSide:
         assert tokens and 0 < prompt_len <= len(tokens)
         self.session = session
         self.tokens = list(tokens)
+        self.base = len(self.tokens)  # committed tokens
         self.prompt_len = prompt_len
         self.sampling = sampling
         self.trace = trace
@@ -124,13 +125,9 @@ class TargetSide:
         self._root_scores: dict[int, float] = {}  # base -> score of that base's root, relative to the opening's root
 
     @property
-    def base(self) -> int:
-        return len(self.tokens)
-
-    @property
     def num_output(self) -> int:
         """Answer tokens committed so far."""
-        return len(self.tokens) - self.prompt_len
+        return self.base - self.prompt_len
 
     def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
         """A drafter shall follow, from what is committed now."""
@@ -152,6 +149,7 @@ class TargetSide:
         self._remember(tokens, nodes)
         self.tree = self.tree.below(nodes, tokens)
         self.tokens.extend(tokens)
+        self.base = len(self.tokens)
         self.heard = False
         if not followed:
             return None
