@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.base.errors import InvalidRequest
-from slipstream.wire.client import Client
+from slipstream.client import Client
 
 
 @pytest.fixture

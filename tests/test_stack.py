@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.client import AsyncClient
 from slipstream.drafting import create
-from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.target_client import TargetClient
