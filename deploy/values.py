@@ -87,7 +87,7 @@ class PodValues(Section):
     podAnnotations: Blob = Field({})
     podLabels: Blob = Field({})
     extraEnv: Blobs = Field([])
-    extraArgs: list[str] = Field([], description="as in --set=router.max_queue=4")
+    extraArgs: list[str] = Field([], description="as in --set=router.max_in_flight=4")
     extraVolumes: Blobs = Field([])
     extraVolumeMounts: Blobs = Field([])
     startupSeconds: int = Field(600, ge=10, description="a pod that does not start within is killed")

@@ -33,7 +33,7 @@ def build(config: Config) -> Draft:
     """Load the drafter. Raises ModelError or ConfigError."""
     section = config.draft
     if section.drafter != "ngram":
-        torch.set_num_threads(section.threads or max(1, (os.cpu_count() or 1) // 2))
+        torch.set_num_threads(config.model.threads or max(1, (os.cpu_count() or 1) // 2))
     drafter = create(section, config.model)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""

@@ -23,18 +23,19 @@ from typing import Any
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest
 
 MAX_RETRY_AFTER_S = 30.0
+WAITING = 2  # answers for each that may run: who comes last waits for two others, well within a request's time limit
 
 
 class Admission:
-    """Room for ``max_in_flight`` answers and a queue of ``max_queue``. ``changed`` hears (in flight, queued)."""
+    """Room for ``max_in_flight`` answers and a queue. ``changed`` hears (in flight, queued)."""
 
-    def __init__(self, max_in_flight: int, max_queue: int, changed: Callable[[int, int], None]) -> None:
+    def __init__(self, max_in_flight: int, changed: Callable[[int, int], None]) -> None:
         self.in_flight = 0
         self.queued = 0
         self.closed = False
         self._entered = 0
         self._max_in_flight = max_in_flight
-        self._max_queue = max_queue
+        self._max_queue = WAITING * max_in_flight
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._changed = changed
         self._empty = asyncio.Event()

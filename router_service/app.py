@@ -37,6 +37,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
 
 BODY_S = 30.0  # a body that takes longer is refused
+MAX_BODY_BYTES = 2 << 20  # a larger one is refused: the longest context is a few hundred thousand tokens of text
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions"}
 ADVICE = {
@@ -70,7 +71,6 @@ class Surface:
 
     def __init__(self, gateway: Gateway, section: RouterSection) -> None:
         self._gateway = gateway
-        self._max_body_bytes = section.max_body_bytes
         self._started_at = int(time.time())
         self._log = logger("http")
 
@@ -131,8 +131,8 @@ class Surface:
             with limit:
                 async for chunk in request.stream():
                     data += chunk
-                    if len(data) > self._max_body_bytes:
-                        raise TooLarge("body", f"is larger than {self._max_body_bytes} bytes", "request_too_large")
+                    if len(data) > MAX_BODY_BYTES:
+                        raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
         try:

@@ -67,7 +67,7 @@ class Gateway:
                  spans: Spans | None = None) -> None:
         self.codec = codec
         self.metrics = metrics
-        self.admission = Admission(section.max_in_flight, section.max_queue, metrics.load)
+        self.admission = Admission(section.max_in_flight, metrics.load)
         self._balancer = balancer
         self._fallback = fallback
         self._section = section

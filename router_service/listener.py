@@ -16,6 +16,7 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
+from router_service.admission import WAITING
 from router_service.connection import TappedProtocol
 from router_service.outlet import STALL_S
 from slipstream.base.address import host_port
@@ -40,7 +41,7 @@ class HttpListener:
             app, http=TappedProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             proxy_headers=False,  # nobody asks for a client's address
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=section.max_in_flight + section.max_queue + SPARE_CONNECTIONS,
+            limit_concurrency=(1 + WAITING) * section.max_in_flight + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=CLOSE_S,
         )
         config.load()

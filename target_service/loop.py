@@ -56,10 +56,11 @@ class TargetWorker:
 
     def __init__(self, runner: ModelRunner, config: TargetSection, costs: StepCosts, metrics: TargetMetrics,
                  dispatch: Dispatch, clock: Callable[[], float] = time.monotonic,
-                 trace: Trace | None = None, spans: Spans | None = None, limits: Limits | None = None) -> None:
+                 trace: Trace | None = None, spans: Spans | None = None, limits: Limits | None = None,
+                 prefix_cache: bool = True) -> None:
         """limits: None for those of the device."""
         self._runner = runner
-        self._kv = KV(runner, config.prefix_cache)
+        self._kv = KV(runner, prefix_cache)
         self._metrics = metrics
         self._clock = clock
         self._trace = trace or Trace("", "target")

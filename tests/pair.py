@@ -117,7 +117,7 @@ class Rig:
 async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
                  engine: str = "decoder", around: Callable[[CausalModel], CausalModel] = lambda model: model,
                  exact: bool = False, quantize: str = "none", limits: Limits | None = None,
-                 **settings: object) -> AsyncIterator[Rig]:
+                 prefix_cache: bool = True, **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
     config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "prompt_lookup": False} | settings)
     model = around(load_model(folder, ModelSection(
@@ -125,7 +125,8 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")
-    worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()), limits=limits)
+    worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()), limits=limits,
+                          prefix_cache=prefix_cache)
     digest, shape = tokenizer_hash(folder), model.config
     served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots)
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, digest, shape.hidden_size, shape.num_layers,

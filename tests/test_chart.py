@@ -304,7 +304,8 @@ def test_a_change_restarts_only_whom_it_concerns() -> None:
                 for name, spec in deployments(rendered("cpu", *arguments)).items()}
 
     before = sums()
-    for setting, concerned in (("config.draft.run_ahead=8", {"draft-main"}), ("config.router.max_queue=4", {"router"}),
+    for setting, concerned in (("config.draft.run_ahead=8", {"draft-main"}),
+                               ("config.router.max_in_flight=4", {"router"}),
                                ("config.target.max_sessions=8", {"target"}),
                                ("config.target.policy.max_nodes=8", {"router", "target"}),
                                ("config.log.level=debug", {"router", "target", "draft-main"})):

@@ -83,17 +83,17 @@ def test_the_tables_of_docs_need_a_checkout(tmp_path: Path) -> None:
 
 
 def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["config", "--set", "router.max_queue=3"])
+    result = CliRunner().invoke(app, ["config", "--set", "router.max_in_flight=3"])
     file = tmp_path / "slipstream.yaml"
     file.write_text(result.output)
-    assert load(file).router.max_queue == 3
+    assert load(file).router.max_in_flight == 3
 
 
 def test_an_error_is_a_sentence_without_a_traceback() -> None:
-    done = subprocess.run([sys.executable, "-m", "slipstream", "config", "--set", "router.max_queu=3"],
+    done = subprocess.run([sys.executable, "-m", "slipstream", "config", "--set", "router.max_in_fligh=3"],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "did you mean 'max_queue'?" in done.stderr
+    assert "did you mean 'max_in_flight'?" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 

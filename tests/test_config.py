@@ -13,7 +13,7 @@ from slipstream.cli.manual import config_yaml
 
 
 @pytest.mark.parametrize(("override", "told"), [
-    ("router.max_queu=3", "router.max_queu: unknown key; did you mean 'max_queue'?"),
+    ("router.max_in_fligh=3", "router.max_in_fligh: unknown key; did you mean 'max_in_flight'?"),
     ("nothing=3", "nothing: unknown key; known: model, target, draft, router, wire, log"),
     ("target.max_sessions=three", "target.max_sessions: 'three' is not a whole number"),
     ("target.max_sessions=1.5", "target.max_sessions: '1.5' is not a whole number"),
@@ -46,9 +46,9 @@ def test_a_mistake_names_its_key_and_what_to_write(override: str, told: str) -> 
 
 def test_every_mistake_has_a_line() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(None, ("router.max_queue=-1", "draft.slots=-1", "log.level=loud"))
+        load(None, ("router.max_in_flight=0", "draft.max_sessions=0", "log.level=loud"))
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == [
-        "draft.slots", "router.max_queue", "log.level"]
+        "draft.max_sessions", "router.max_in_flight", "log.level"]
 
 
 @pytest.mark.parametrize("override", ["draft.model=", "draft.model=''"])

@@ -10,8 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
-import pytest
-
 from slipstream.base.config import Config, load
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.policy import PROBE_SHARE
@@ -109,18 +107,6 @@ async def test_a_small_draft_gets_no_more_than_it_takes() -> None:
         drafted = series(target, "drafter_tokens_total")
         assert all(any(f'"{name}"' in labels for labels in drafted) for name in ("small", "large")), drafted
         assert not sum(series(target, "mode_transitions_total").values()), "a draft had to refuse"
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-async def test_a_drafter_on_trial_gets_its_share(share: float) -> None:
-    settings = (*STUBBORN, "target.canary_drafter=new", f"target.canary_share={share}")
-    async with (timed_target(*settings) as target, drafting(TimedDrafter(QUICK, Device(), name="new")) as new,
-                drafting(TimedDrafter(QUICK, Device(), name="old")) as old):
-        events = target.worker.following
-        with local_link_to(target.hello, events, new), local_link_to(target.hello, events, old):
-            await asyncio.gather(*(answer(target, stream) for stream in range(4)))
-        used = [name for name in ("new", "old") if f'"{name}"' in " ".join(series(target, "drafter_tokens_total"))]
-        assert used == (["new"] if share else ["old"])
 
 
 class Mute:

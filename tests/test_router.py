@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from router_service.app import MAX_BODY_BYTES
 from slipstream.base.errors import InvalidRequest
 from slipstream.wire.client import AsyncClient
 from tests.echo import CONTEXT, EchoTarget
@@ -231,9 +232,10 @@ async def test_defaults_that_clients_send_are_fine(tiny_folder: Path) -> None:
 
 
 async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:
-    async with routing(tiny_folder, EchoTarget(), max_body_bytes=2048) as r:
+    async with routing(tiny_folder, EchoTarget()) as r:
         for content, status, code in ((b"{", 400, "invalid_json"), (b"[1]", 400, "invalid_value"),
-                                      (b"", 400, "invalid_json"), (b"x" * 4096, 413, "request_too_large"),
+                                      (b"", 400, "invalid_json"),
+                                      (b"x" * (MAX_BODY_BYTES + 1), 413, "request_too_large"),
                                       (b"[" * 2000, 400, "invalid_json"), (b'{"model": "\xff"}', 400, "invalid_json")):
             response = await r.http.post(CHAT, content=content)
             assert (response.status_code, response.json()["error"]["code"]) == (status, code), content[:20]
@@ -307,7 +309,7 @@ async def test_metrics_tell_and_logs_do_not(tiny_folder: Path, capsys: pytest.Ca
 
 async def test_many_at_once_all_end(tiny_folder: Path) -> None:
     targets = [EchoTarget(pause_s=0.001) for _ in range(2)]
-    async with routing(tiny_folder, *targets, max_in_flight=8, max_queue=100) as r:
+    async with routing(tiny_folder, *targets, max_in_flight=16) as r:
         answers: list[httpx.Response] = await asyncio.gather(*(
             r.post(COMPLETIONS, prompt=PROMPT, seed=i, max_tokens=20, stream=i % 2 == 0) for i in range(40)))
         assert [a.status_code for a in answers] == [200] * 40

@@ -23,6 +23,7 @@ from tests.test_lifecycle import free_port
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SHOWN = f"00-{TRACE}-{PARENT}-01"
+UNFOLLOWED = f"{SHOWN[:-2]}00"  # its client says that nobody follows it
 
 
 @pytest.mark.parametrize(("shown", "taken"), [
@@ -71,9 +72,9 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
     server.start()
     config = Config.model_validate({
         "model": {"path": str(tiny_folder), "dtype": "float32", "threads": 1},
-        "log": {"level": "warning", "spans": f"http://127.0.0.1:{collector}", "span_share": 0.0},
+        "log": {"level": "warning", "spans": f"http://127.0.0.1:{collector}"},
         "draft": {"listen": f"127.0.0.1:{draft}", "metrics_listen": "127.0.0.1:0", "drafter": "standalone",
-                  "model": str(tiny_draft_folder), "dtype": "float32", "threads": 1, "slots": 512},
+                  "model": str(tiny_draft_folder), "dtype": "float32", "slots": 512},
         "target": {"listen": f"127.0.0.1:{target}", "metrics_listen": "127.0.0.1:0", "slots": 2048,
                    "drafts": [f"127.0.0.1:{draft}"], "policy": STUBBORN.model_dump(), "prompt_lookup": False},
         "router": {"listen": f"127.0.0.1:{http}", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0",
@@ -81,7 +82,7 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
     body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 40, "ignore_eos": True}
     async with (serving(serve_draft, config), serving(serve_target, config), serving(serve_router, config),
                 httpx.AsyncClient(timeout=30) as client):
-        for headers in ({}, {"traceparent": SHOWN}):  # the first brings no parent, and none is followed of such
+        for headers in ({"traceparent": UNFOLLOWED}, {"traceparent": SHOWN}):
             answer = await client.post(f"http://127.0.0.1:{http}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200
     async with asyncio.timeout(30):

@@ -70,7 +70,7 @@ def test_a_generator_counts_once() -> None:
 def test_both_ways_of_an_answer_are_printed(tiny_folder: Path, tiny_draft_folder: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     walk(config_of(f"model.path={tiny_folder}", "model.dtype=float32", "model.threads=1", "target.slots=1024",
-                   "draft.drafter=standalone", f"draft.model={tiny_draft_folder}", "draft.threads=1", *WHOLE_TREES),
+                   "draft.drafter=standalone", f"draft.model={tiny_draft_folder}", *WHOLE_TREES),
          max_tokens=24)
     printed = capsys.readouterr().out
     assert "a round, the median of" in printed and "a request to its first event" in printed

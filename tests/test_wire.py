@@ -655,7 +655,7 @@ def test_plain_text_beyond_loopback_needs_leave() -> None:
 
 
 async def test_health_follows_readiness() -> None:
-    server = GrpcServer(LOOPBACK, WireSection(reflection=True), [TargetServicer(Machine(Counting(1)))])
+    server = GrpcServer(LOOPBACK, WIRE, [TargetServicer(Machine(Counting(1)))])
     port = await server.start()
     serving = health_pb2.HealthCheckResponse.SERVING
     async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -38,7 +38,8 @@ class ModelSection(Section):
     dtype: Dtype = Field("bfloat16", description="float32 is the exact path on CPU; bfloat16 serves")
     device: str = "cpu"
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
-    threads: int = Field(0, ge=0, description="threads of the model on a CPU; 0: as many as there are cores")
+    threads: int = Field(0, ge=0, description="of the model on a CPU, and of a draft; 0: as many as there are "
+                         "cores, and half of them")
     kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
                              "its C++ compiler, and on a GPU, where Triton is, after a trial; torch's elsewhere; "
                              "native: those on a CPU, after a trial that drafts change no bit, or an error; torch: "
@@ -72,7 +73,6 @@ class DraftSection(Section):
                             "EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
-    threads: int = Field(0, ge=0)
     max_sessions: int = Field(256, ge=1)
     slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
     run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
@@ -111,13 +111,9 @@ class TargetSection(Section):
     metrics_listen: Listen = "127.0.0.1:9101"
     drafts: Peers = Field(("127.0.0.1:50052",),
                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
-    canary_drafter: str = Field("", description="name of a drafter on trial, as its handshake says; empty: none")
-    canary_share: float = Field(0.05, ge=0, le=1, description="of answers that it follows where others "
-                                "have room too")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
     max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
-    prefix_cache: bool = True
     shared_cores: bool = Field(False, description="drafts compute on the cores of this target: a tree that is not "
                                "worth a wait is not asked for; `slipstream run` sets it on a CPU")
     prompt_lookup: bool = Field(True, description="what followed the newest tokens earlier in the same text is "
@@ -138,9 +134,8 @@ class RouterSection(Section):
                                      description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
     api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
-    max_in_flight: int = Field(128, ge=1, description="answers that run at the same time")
-    max_queue: int = Field(256, ge=0, description="answers that wait for room; one more is refused with 429")
-    max_body_bytes: int = Field(2 << 20, ge=1024, description="of one HTTP request; a larger one is refused with 413")
+    max_in_flight: int = Field(128, ge=1, description="answers that run at the same time; twice as many may wait, and "
+                               "one more is refused with 429")
     request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
 
@@ -168,7 +163,6 @@ class TlsSection(Section):
 
 class WireSection(Section):
     insecure_allow_plaintext: bool = Field(False, description="listen beyond loopback without TLS")
-    reflection: bool = Field(False, description="gRPC server reflection: handy in development, an inventory elsewhere")
     kubeconfig: str = Field("", description="finds the API server for kubernetes:/// addresses; empty: the cluster "
                                             "that this pod runs in")
     tls: TlsSection = TlsSection()
@@ -179,7 +173,6 @@ class LogSection(Section):
     trace: str = Field("", description="file for a trace of rounds (Chrome's format), written at the end; empty: none")
     spans: str = Field("", pattern=r"^(https?://\S+)?$", description="an OpenTelemetry collector (OTLP over gRPC) that "
                        "gets spans of requests, as in http://collector:4317; empty: none")
-    span_share: float = Field(1.0, ge=0, le=1, description="part of requests without a traceparent that is followed")
 
 
 class Config(Section):

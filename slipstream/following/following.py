@@ -41,7 +41,7 @@ class Following:
                  clock: Callable[[], float] = time.monotonic, trace: Trace | None = None) -> None:
         """gives: see ``pool.DraftPool``."""
         self.inbox = Inbox()
-        self.pool = DraftPool(metrics, config, gives)
+        self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
         self._exchange = ExchangeByLoad() if config.shared_cores else ExchangeTimes()
         self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from slipstream.base.config import TargetSection
 from slipstream.following.link import Link
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -40,9 +39,8 @@ class DraftPool:
     """The ready drafts of one target. ``gives``: told of the rows that drafters read; whether the engine has them from
     now on."""
 
-    def __init__(self, metrics: TargetMetrics, config: TargetSection, gives: GiveRows = no_rows,
+    def __init__(self, metrics: TargetMetrics, gives: GiveRows = no_rows,
                  chance: Random | None = None) -> None:
-        self._config = config
         self._gives = gives
         self._chance = chance or Random()
         self._metrics = metrics
@@ -111,12 +109,8 @@ class DraftPool:
 
     def join(self) -> Link | None:
         """A drafter for one more session: of two drawn at random the one that is less busy for its size. Targets that
-        do not know of each other spread their sessions so. A drafter on trial gets its share and no more."""
+        do not know of each other spread their sessions so."""
         links = [link for link in self._ready if self._is_open(link)]
-        trial = [link for link in links if self._ready[link].drafter == self._config.canary_drafter]
-        if trial and len(trial) < len(links):
-            tried = self._chance.random() < self._config.canary_share
-            links = trial if tried else [link for link in links if link not in trial]
         if not links:
             return None
         chosen = min(self._chance.sample(links, min(2, len(links))),

@@ -12,10 +12,11 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 SEND_MS = 1000
+FOLLOWED = DEFAULT_ON  # every request that brings no parent: which of them are kept is the collector's to say
 HEADER = "traceparent"  # as W3C names it
 Value = int | float | str
 
@@ -49,10 +50,10 @@ class Recorder:
         return Recorded(self._tracer.start_span(name, context, attributes=values))
 
 
-def exported(collector: str, share: float, service: str) -> Recorder:
-    """Spans that go to ``collector`` (http://host:port, or https) in batches, from a thread of the exporter's. A
-    request that brings no parent is followed with probability ``share``; what a parent says goes for its parts."""
+def exported(collector: str, service: str) -> Recorder:
+    """Spans that go to ``collector`` (http://host:port, or https) in batches, from a thread of the exporter's. What a
+    parent says goes for its parts."""
     resource = Resource.create({"service.name": f"slipstream-{service}"})
-    provider = TracerProvider(ParentBasedTraceIdRatio(share), resource)
+    provider = TracerProvider(FOLLOWED, resource)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=collector), schedule_delay_millis=SEND_MS))
     return Recorder(provider)

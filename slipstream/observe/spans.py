@@ -77,4 +77,4 @@ def spans_of(section: LogSection, service: str) -> Spans:
     except ImportError as error:
         raise ConfigError(f"log.spans: needs OpenTelemetry ({error.name} is not installed): "
                           "pip install 'slipstream[otel]'") from error
-    return exported(section.spans, section.span_share, service)
+    return exported(section.spans, service)

@@ -189,10 +189,10 @@ class Target:
         timing = deployment.timing
         runner = ModelRunner(TimedModel(timing, device), MAX_CONTEXT)
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
-        section = TargetSection(policy=deployment.policy, slots=MAX_CONTEXT, drafts=(), prefix_cache=False,
-                                prompt_lookup=False, max_sessions=max(64, deployment.batch))
+        section = TargetSection(policy=deployment.policy, slots=MAX_CONTEXT, drafts=(), prompt_lookup=False,
+                                max_sessions=max(64, deployment.batch))
         self.worker = TargetWorker(runner, section, costs, TargetMetrics("timed"), self._deliver, self.actor.clock,
-                                   limits=Limits(section.max_sessions, 4096, 256))
+                                   limits=Limits(section.max_sessions, 4096, 256), prefix_cache=False)
         self.actor.act = self._act
         self._asked = False
         self._numbers = itertools.count(1)

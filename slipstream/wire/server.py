@@ -76,7 +76,7 @@ class GrpcServer:
         self._server = aio.server(options=server_options(rules), interceptors=guards)
         self._server.add_generic_rpc_handlers([servicer.handler() for servicer in servicers])
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if wire.reflection:
+        if _is_loopback(listen.rpartition(":")[0]):  # handy in development; elsewhere it would be an inventory
             names = [servicer.service for servicer in servicers]
             reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], self._server)
 

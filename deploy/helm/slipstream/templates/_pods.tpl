@@ -243,10 +243,9 @@ true
 {{- end }}
 {{- end -}}
 
-{{/* What a model's threads follow: the CPU limit, else the request. Empty where neither is set, or threads are. */}}
+{{/* What a model's threads follow: the CPU limit, else the request. Empty where neither is set, or a target's threads are. */}}
 {{- define "slipstream.cpuField" -}}
-{{- $section := ternary (default dict .root.Values.config.model) (default dict .settings) (eq .role "target") -}}
-{{- if and .threads (not $section.threads) -}}
+{{- if and .threads (or (ne .role "target") (not (default dict .root.Values.config.model).threads)) -}}
 {{- if hasKey (default dict .pod.resources.limits) "cpu" -}}
 limits.cpu
 {{- else if hasKey (default dict .pod.resources.requests) "cpu" -}}
