@@ -25,8 +25,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece
 
 PROMPT = "Write a long story about a river, a boat and the people of a small town."
-SETTINGS = ("draft.drafter=ngram", "model.dtype=float32", "target.prompt_lookup=false",
-            "target.policy.probe_after_s=0.5", "target.policy.probe_max_s=2.0")
+SETTINGS = ("draft.drafter=ngram", "model.dtype=float32", "target.prompt_lookup=false")
 TOKENS = 900  # the drafter is good for the first third of them, bad for the second, good for the last
 
 

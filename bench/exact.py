@@ -36,8 +36,7 @@ def modes(codec: TextCodec) -> dict[str, Sampling]:
 def pair(dtype: str, kernels: str) -> Pair:
     # A policy that stays with speculation, so that every answer tests it.
     return Pair(f"exact-{kernels}", Path("build/bench/logs"), (
-        f"model.dtype={dtype}", f"model.kernels={kernels}", "target.policy.leave_gain=0.01",
-        "target.policy.enter_gain=0.02"))
+        f"model.dtype={dtype}", f"model.kernels={kernels}", "target.policy.always=true"))
 
 
 async def run(questions: list[Question], dtype: str, max_tokens: int, kernels: Sequence[str]) -> int:

@@ -23,8 +23,10 @@ from rich.progress import track
 from bench.exchange import Echo, exchanges, serve
 from bench.report import Row, write
 from slipstream.base.config import PolicySection
+from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.foresight import Foresight
-from slipstream.decision.policy import Round, SpeculationPolicy, StepCosts
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.record import Round, Seen
 from slipstream.drafting.tree import Children, GrowingTree
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, choose, rank
@@ -120,7 +122,7 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
     tokens, features = commit.tokens.tolist(), commit.features
     (commit_frame,), _ = encode_target_frames(1, [commit], MAX_BYTES)
     (growth_frame,), _ = encode_draft_frames(1, [growth], MAX_BYTES)
-    policy = SpeculationPolicy(PolicySection(), StepCosts({1: 0.015, 8: 0.017, 16: 0.022}))
+    policy = SpeculationPolicy(PolicySection(), Beliefs(StepCosts({1: 0.015, 8: 0.017, 16: 0.022})))
 
     def build() -> object:
         builder = BatchBuilder()
@@ -130,13 +132,13 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
 
     def decide() -> object:
         policy.observe(0.0, Round(NODES, ACCEPTED, LEVELS, 0.02, 0.001, NODES + 1))
-        return policy.budget(0.0, 0), policy.deadline_s()
+        return policy.decide(0.0, Seen(followed=True))
 
     foresight = Foresight([token % 40 for token in range(CONTEXT)])
 
     def foresee() -> object:
         foresight.commit([token % 40 for token in tokens])
-        return policy.foresees(foresight.chain(16)[1], True, 0)
+        return foresight.chain(16)
 
     yield "target: look up what the text foretells", foresee
     yield "target: select the best nodes", lambda: side.tree.best(NODES)

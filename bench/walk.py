@@ -50,7 +50,7 @@ from slipstream.wire.server import GrpcServer
 from target_service.assembly import build as build_target
 
 FREE_PORTS = tuple(f"router.{port}=127.0.0.1:0" for port in ("listen", "grpc_listen", "metrics_listen"))
-STUBBORN = ("target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02")
+STUBBORN = ("target.policy.always=true",)
 MAX_TOKENS = 96
 LINK_S = 60.0
 ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # at most: the goals

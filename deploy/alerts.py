@@ -64,13 +64,13 @@ ALERTS = (
           f"and max by ({WHERE}) (max_over_time(slipstream_drafts_connected[6h])) > 0", "5m", "warning",
           "No draft is connected to any target", "Answers are right and complete, but decoded plainly."),
     Alert("SlipstreamFallbackSustained",
-          f'min by ({WHERE}) (slipstream_mode{{service="router",mode="plain"}}) == 1 '
+          f'min by ({WHERE}) (slipstream_mode{{scope="pool",mode="plain"}}) == 1 '
           f"and sum by ({WHERE}) (slipstream_drafts_connected) > 0 "
           f'and sum by ({WHERE}) (rate(slipstream_generation_tokens_total{{service="router"}}[5m])) > 0', "15m",
           "warning", "Drafts are connected but do not pay", "All routers have decoded plainly for a quarter of an "
           "hour: the drafts' devices are idle."),
     Alert("SlipstreamModeFlapping",
-          f'sum by ({WHERE}) (increase(slipstream_mode_transitions_total{{service="router"}}[10m])) > 6', "5m",
+          f'sum by ({WHERE}) (increase(slipstream_mode_transitions_total{{scope="pool"}}[10m])) > 6', "5m",
           "warning", "Routers go back and forth between speculation and plain decoding",
           "The load sits where speculation just pays; latency is uneven."),
     Alert("SlipstreamAcceptanceLow",

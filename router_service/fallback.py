@@ -1,12 +1,14 @@
 """Whether a model's draft pool pays, over all answers of this router: the fallback to plain decoding, and the way back.
 
 Rules:
-1. The judge is ``decision.policy.SpeculationPolicy``; every piece of an answer that may speculate is a round to it.
-   The first piece of an answer is none: its step was the prompt's.
+1. It decides as a target does, at the scope of a pool: ``SpeculationPolicy`` with beliefs of its own, made of what
+   pieces of answers say (steps with and without drafts, waits, drafted and accepted tokens). Each piece of an answer
+   that may speculate is a round. The first piece of an answer is none: its step was the prompt's.
 2. While the pool does not pay, new answers begin plain and running ones are switched in mid-answer.
-3. While a probe runs, a share of the answers speculates and is judged alone; the others stay plain.
-4. Nobody who asked for plain decoding is ever switched; his pieces still tell what a plain step takes.
-5. Every transition is logged with its numbers and counted.
+3. While a probe runs, a share of the answers speculates and is judged alone; the others stay plain. The time of all of
+   them pays for it.
+4. Nobody who asked for plain decoding is ever switched.
+5. Every transition is logged with its numbers and counted, with the scope ``pool``.
 6. Pieces are judged together, as many as there are answers, which are those of one step: a judge that is called for
    each piece has left the caches in between. A single answer's are judged at once.
 
@@ -21,14 +23,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.policy import Mode, Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.purse import SHARE
+from slipstream.decision.record import Mode, Round, Seen, Transition
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
 
 TICK_S = 0.25
-PROBE_SHARE = 0.05  # of the running answers, one at least
-PLAIN_KEEP = 0.95  # of the mean plain step, for each further one
+START_S = 0.02  # of a step that nobody has seen
 
 
 class PoolFallback:
@@ -36,11 +40,11 @@ class PoolFallback:
 
     def __init__(self, config: PolicySection, metrics: RouterMetrics,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        # Flat costs: the rounds bring their own times, and how many nodes to verify is the target's affair.
-        self._policy = SpeculationPolicy(config, StepCosts({1: 1.0}), now_s=clock())
+        # Before the first piece nothing is known of its steps: that further rows are free is soon corrected.
+        self._beliefs = Beliefs(StepCosts({1: START_S, 1 + config.max_nodes: START_S}))
+        self._policy = SpeculationPolicy(config, self._beliefs, clock())
         self._metrics = metrics
         self._clock = clock
-        self._plain_s: float | None = None
         self._reason = "operator"
         self._probing = False
         self._followed: set[FollowedAnswer] = set()
@@ -81,15 +85,18 @@ class PoolFallback:
             self._judge(answer, piece, now_s)
 
     def _judge(self, answer: FollowedAnswer, piece: Piece, now_s: float) -> None:
-        if not piece.drafted and piece.verify_s > 0:
-            keep = PLAIN_KEEP if self._plain_s is not None else 0.0
-            self._plain_s = keep * (self._plain_s or 0.0) + (1 - keep) * piece.verify_s
-        plain_s = piece.plain_s or self._plain_s  # the mean is of other loads, if the target does not know better
-        if not answer.allowed or plain_s is None:
+        beliefs = self._beliefs
+        if not piece.plain_s:  # a target that does not say tells nothing of what drafts cost
+            return
+        beliefs.costs.observe(1, piece.plain_s)
+        if piece.drafted:
+            beliefs.costs.observe(1 + piece.drafted, piece.verify_s)
+        if not answer.allowed:
+            beliefs.purse.earn(piece.verify_s, len(self._followed))
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
-                       plain_s=plain_s)
+                       plain_s=piece.plain_s)
         self._heed(self._policy.observe(now_s, round_))
 
     def left(self, answer: FollowedAnswer) -> None:
@@ -113,9 +120,10 @@ class PoolFallback:
             before, after = transition.before.value, transition.after.value
             self._metrics.mode.changed(before, after, transition.reason)
             self._metrics.mode.now(after)
-            self._log.info("mode changed", before=before, after=after, reason=transition.reason,
-                           gain=round(transition.gain, 3), plain_ms=round(1e3 * (self._plain_s or 0.0), 2),
-                           answers=len(self._followed))
+            decision = self._policy.decide(self._clock(), Seen(followed=True))
+            self._log.info("mode changed", scope="pool", before=before, after=after, reason=transition.reason,
+                           why=decision.why, gain=round(transition.gain, 3),
+                           plain_ms=round(1e3 * self._beliefs.costs.cost(1), 2), answers=len(self._followed))
         if transition is not None or self._probing != self.probing:
             self._probing = self.probing
             self._switch_all()
@@ -136,7 +144,7 @@ class PoolFallback:
         if not self.probing:
             return 0
         wanted = sum(answer.wanted for answer in self._followed)
-        return max(1, math.ceil(PROBE_SHARE * wanted)) - sum(answer.allowed for answer in self._followed)
+        return max(1, math.ceil(SHARE * wanted)) - sum(answer.allowed for answer in self._followed)
 
 
 class FollowedAnswer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.base.config import Config, TargetSection
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.memory import Memory, default_slots

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, RanksLost
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.following.following import Following
 from slipstream.following.record import RoundRecord, Step, Verified

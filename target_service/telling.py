@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.following.record import RoundRecord, Step, Verified
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.requests import Piece

@@ -17,7 +17,7 @@ import numpy as np
 from draft_service.assembly import assemble
 from slipstream.base.config import ModelSection, PolicySection, TargetSection, WireSection
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.base import Drafter
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
@@ -37,8 +37,8 @@ from target_service.service import LoopDispatch, Served, TargetService
 
 WIRE = WireSection()
 # The policy shall never give up here: what is tested is that speculation changes nothing, not whether it pays.
-STUBBORN = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=0.2, deadline_max_s=2.0)
-HASTY = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=0.001, deadline_max_s=0.002)
+STUBBORN = PolicySection(always=True, deadline_max_s=2.0)
+HASTY = PolicySection(always=True, deadline_max_s=0.002)
 
 
 @dataclass

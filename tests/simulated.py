@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.policy import ExchangeTimes, Experience, Mode, Round, SpeculationPolicy, StepCosts, Transition
+from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.record import Decision, Mode, Round, Seen, Transition
 
 PROFILE = {1: 0.010, 2: 0.0102, 4: 0.0106, 8: 0.0115, 16: 0.0135, 32: 0.018, 64: 0.030, 128: 0.055}
 
@@ -54,12 +56,10 @@ class Simulation:
     now_s: float = 0.0
     transitions: list[Transition] = field(default_factory=list)
     rounds: list[tuple[float, float, float, int]] = field(default_factory=list)  # end, took, plain would, drafted
-    experience: Experience | None = None  # of the sessions before
-    exchange: ExchangeTimes | None = None
+    beliefs: Beliefs = field(default_factory=lambda: Beliefs(StepCosts(PROFILE)))  # shared with the sessions before
 
     def __post_init__(self) -> None:
-        self.costs = StepCosts(PROFILE)
-        self.policy = SpeculationPolicy(self.config, self.costs, self.exchange, self.now_s, self.experience)
+        self.policy = SpeculationPolicy(self.config, self.beliefs, self.now_s)
         self.rng = np.random.default_rng(self.seed)
         self._followed = True
         self._tree = 0  # nodes of the chain that wait at the target
@@ -92,10 +92,10 @@ class Simulation:
     def _round(self) -> None:
         world, policy, start_s = self.world, self.policy, self.now_s
         others = int(world.others(start_s))
-        asked = policy.wants_drafts(start_s)
-        self._ask(asked)
-        wait_s, late = self._await(asked)
-        drafted = min(policy.budget(self.now_s, others), self._tree)
+        decision = policy.decide(start_s, Seen(others, followed=True))
+        self._ask(decision)
+        wait_s, late = self._await(decision)
+        drafted = min(decision.verify, self._tree)
         chance = world.acceptance(start_s)
         accepted = 0
         while accepted < drafted and self.rng.random() < chance:
@@ -105,27 +105,27 @@ class Simulation:
         verify_s *= 1 + world.noise * self.rng.standard_normal()
         self.now_s += verify_s
         self._reroot(drafted, accepted, chance)
-        self.costs.observe(others + 1 + drafted, verify_s)
+        self.beliefs.costs.observe(others + 1 + drafted, verify_s)
         took_s, self._took_s = self._took_s, None
         self.rounds.append((self.now_s, wait_s + verify_s, (1 + accepted) * plain_s, drafted))
         self.note(policy.observe(self.now_s, Round(drafted, accepted, drafted, verify_s, wait_s, others + 1 + drafted,
                                                    late, exchange_s=took_s)))
 
-    def _ask(self, asked: bool) -> None:
+    def _ask(self, decision: Decision) -> None:
         world = self.world
-        if asked and not self._tree and self._coming is None and world.present(self.now_s):
+        if decision.want and not self._tree and self._coming is None and world.present(self.now_s):
             delay_s = world.exchange_s(self.now_s) * (1 + world.noise * abs(self.rng.standard_normal()))
             delay_s += 0.0 if self._followed else world.restart_s
             depth = world.depth if self.rng.random() < world.matches(self.now_s) else 0
             self._asked_s = self.now_s
             self._coming = (self.now_s + delay_s, self._commits, depth)
-        self._followed = asked or self.policy.mode is Mode.SHADOW
+        self._followed = decision.follow
 
-    def _await(self, asked: bool) -> tuple[float, bool]:
+    def _await(self, decision: Decision) -> tuple[float, bool]:
         """Wait as the policy allows; returns the seconds, and whether growth stayed out."""
-        if not asked or self._tree:
+        if not decision.want or self._tree:
             return 0.0, False
-        deadline_s = self.policy.deadline_s()
+        deadline_s = decision.wait_s
         comes_s = self._coming[0] - self.now_s if self._coming is not None else float("inf")
         wait_s = max(0.0, min(deadline_s, comes_s))
         self.now_s += wait_s

@@ -64,7 +64,7 @@ async def test_whole_trees_are_verified_even_if_nothing_is_accepted(tiny_folder:
     stranger = write_tiny_model(tmp_path / "stranger", seed=77)
     shape = GrowthSection(num_steps=4, topk=4, num_draft_tokens=16)
     drafted = {}
-    for name, policy in (("whole", WHOLE), ("usual", PolicySection(min_dwell_s=0.0))):
+    for name, policy in (("whole", WHOLE), ("usual", PolicySection())):
         async with served(tiny_folder, stranger, policy, shape) as rig:
             pieces: list[Piece] = []
             await ask(rig.service, ASKED[0].prompt, Sampling(), 60, True, on_piece=pieces.append)

@@ -9,7 +9,8 @@ import pytest
 
 from router_service.fallback import FollowedAnswer, PoolFallback
 from slipstream.base.config import PolicySection
-from slipstream.decision.policy import Mode
+from slipstream.decision.record import Mode
+from slipstream.decision.rules import Rules
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
 
@@ -24,7 +25,7 @@ class Pool:
     accepted: int = 3
     verify_s: float = 0.012
     wait_s: float = 0.001
-    plain_s: float = 0.0  # as the target says with each piece
+    plain_s: float = PLAIN_S  # as the target says with each piece
 
     def clock(self) -> float:
         return self.now_s
@@ -43,7 +44,7 @@ class PoolAnswer:
 
     async def __anext__(self) -> Piece:
         if not self.speculate:
-            return Piece((1,), verify_s=PLAIN_S, state="plain")
+            return Piece((1,), verify_s=PLAIN_S, state="plain", plain_s=PLAIN_S)
         pool = self.pool
         return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s,
                      plain_s=pool.plain_s)
@@ -119,7 +120,7 @@ async def test_leaves_switches_running_answers_and_new_ones_begin_plain() -> Non
     assert sum(world.begin().speculate for _ in range(5)) <= 1
     page = world.page()
     assert 'slipstream_mode_transitions_total{from="speculate",model="tiny",reason="' in page
-    assert 'slipstream_mode{mode="speculate",model="tiny",service="router"} 0.0' in page
+    assert 'slipstream_mode{mode="speculate",model="tiny",scope="pool",service="router"} 0.0' in page
     assert 'slipstream_fallback_requests_total{model="tiny",reason="' in page
 
 
@@ -134,7 +135,7 @@ async def test_probes_are_few_and_it_comes_back() -> None:
             most = max(most, sum(a.speculate for a in world.inner))
     assert most <= 2, most
     world.pool.accepted, world.pool.wait_s = 3, 0.001
-    await world.run(PolicySection().probe_max_s + 5.0)
+    await world.run(Rules().probe_max_s + 5.0)
     assert world.fallback.mode is Mode.SPECULATE
     assert sum(a.speculate for a in world.inner) == 40
 

@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 from slipstream.base.config import Config, load
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.decision.policy import PROBE_SHARE
+from slipstream.decision.purse import SHARE
+from slipstream.decision.rules import Rules
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling, TargetHello
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
@@ -24,7 +25,7 @@ from tests.pair import drafting, grpc_link, local_link_to
 from tests.test_timed import text
 
 QUICK = Timing(step_s=0.002, draft_s=0.0004, seed=3)
-STUBBORN = ("target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02")
+STUBBORN = ("target.policy.always=true",)
 TOKENS = 90
 
 
@@ -133,7 +134,7 @@ async def test_a_draft_that_says_nothing_costs_a_request_one_deadline_at_most() 
                 waits = sorted(piece.wait_s for piece in pieces if piece.wait_s)
                 longest += waits[-1:]
                 spent_s = time.perf_counter() - began_s
-                assert sum(waits[:-1]) <= PROBE_SHARE * spent_s + len(waits) * policy.deadline_min_s, (turn, waits)
+                assert sum(waits[:-1]) <= SHARE * spent_s + len(waits) * Rules().deadline_min_s, (turn, waits)
         assert longest and max(longest) <= policy.deadline_max_s, "it was not asked, or waited for too long"
 
 

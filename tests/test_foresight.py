@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.estimates import Experience, StepCosts
-from slipstream.decision.exchanges import ExchangeTimes
+from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.foresight import Foresight
-from slipstream.decision.goodput import Goodput, Round
 from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.record import Round, Seen
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.pool import HELD
 from slipstream.protocol.messages import Commit, DraftBound, Sampling
@@ -68,47 +67,56 @@ def test_what_went_wrong_is_doubted_and_forgiven() -> None:
     assert doubted > first > foresight.doubt
 
 
-def goodput(exchange_s: float | None = None) -> Goodput:
-    times = ExchangeTimes()
+def policy_of(exchange_s: float | None = None, enabled: bool = True) -> SpeculationPolicy:
+    beliefs = Beliefs(StepCosts(COSTS))
     if exchange_s is not None:
-        times.observe(exchange_s)
-    return Goodput(PolicySection(), StepCosts(COSTS), times, Experience())
+        beliefs.latency.observe(exchange_s)
+    return SpeculationPolicy(PolicySection(enabled=enabled), beliefs)
+
+
+def looked_up(policy: SpeculationPolicy, chances: list[float], followed: bool = False, others: int = 0) -> int:
+    return policy.decide(0.0, Seen(others, followed, chances)).lookup
 
 
 def test_as_many_are_verified_as_pay() -> None:
-    alone = goodput()
-    assert alone.foreseen([], False) == 0
-    assert alone.foreseen([0.9**n for n in range(1, 17)], False) >= 8
-    assert alone.foreseen([0.05], False) == 1  # a second row is free here
-    assert goodput().foreseen([0.3, 0.09, 0.027], False) < 3
-    crowd = goodput()
-    crowd.tell_others(31)
-    assert crowd.foreseen([0.3], False) == 0
+    alone = policy_of()
+    assert looked_up(alone, []) == 0
+    assert looked_up(alone, [0.9**n for n in range(1, 17)]) >= 8
+    assert looked_up(alone, [0.05]) == 1  # a second row is free here
+    assert looked_up(alone, [0.3, 0.09, 0.027]) < 3
+    assert looked_up(alone, [0.3], others=31) == 0
 
 
 def test_a_drafter_is_asked_where_its_tree_is_worth_the_wait() -> None:
     chances = [0.4, 0.16]
-    assert goodput(exchange_s=50e-3).foreseen(chances, True) == 2
-    assert goodput(exchange_s=1e-4).foreseen(chances, True) == 0
-    assert goodput(exchange_s=1e-4).foreseen([0.95**n for n in range(1, 17)], True) > 8
+    assert looked_up(policy_of(exchange_s=50e-3), chances, True) == 2
+    assert looked_up(policy_of(exchange_s=1e-4), chances, True) == 0
+    assert looked_up(policy_of(exchange_s=1e-4), [0.95**n for n in range(1, 17)], True) > 8
+
+
+def test_nobody_is_asked_while_the_text_s_own_chain_is_verified() -> None:
+    decision = policy_of(exchange_s=50e-3).decide(0.0, Seen(0, True, [0.9, 0.8]))
+    assert decision.lookup == 2 and decision.why == "prompt lookup"
+    assert not decision.want and decision.wait_s == 0.0 and decision.follow
 
 
 def test_not_where_speculation_is_forbidden_or_a_drafter_is_on_probe() -> None:
-    policy = SpeculationPolicy(PolicySection(), StepCosts(COSTS))
-    assert policy.foresees([0.9], False, 0) == 1
+    policy = policy_of()
+    assert looked_up(policy, [0.9]) == 1
     policy.forbid(1.0)
-    assert policy.foresees([0.9], False, 0) == 0
+    assert looked_up(policy, [0.9]) == 0
     policy.allow(2.0)
-    assert policy.probing and policy.foresees([0.9], False, 0) == 0
-    assert SpeculationPolicy(PolicySection(enabled=False), StepCosts(COSTS)).foresees([0.9], False, 0) == 0
+    assert policy.probing and looked_up(policy, [0.9]) == 0
+    assert looked_up(policy_of(enabled=False), [0.9]) == 0
 
 
 def test_its_rounds_say_nothing_about_the_drafter() -> None:
-    policy = SpeculationPolicy(PolicySection(), StepCosts(COSTS))
-    policy.foresees([0.9], True, 0)
-    before = policy.nodes
-    policy.observe(1.0, Round(drafted=0, accepted=0, depth=0, verify_s=8e-3, wait_s=0.0, rows=1))
-    assert policy.nodes == before
+    policy = policy_of()
+    before = policy.decide(0.0, Seen(followed=True)).verify
+    assert looked_up(policy, [0.95**n for n in range(1, 17)], True)
+    for _ in range(50):
+        policy.observe(1.0, Round(8, 0, 8, verify_s=9.4e-3, wait_s=0.0, rows=9, lookup=True))
+    assert policy.decide(1.0, Seen(followed=True)).verify == before and policy.gain == 1.0
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,32 @@ import numpy as np
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.estimates import UNTOLD_EVERY, Acceptance, Experience
-from slipstream.decision.exchanges import KEPT, TOGETHER, TRY_SHARE, ExchangeByLoad, ExchangeTimes, Tries
-from slipstream.decision.policy import PLAIN_EVERY, Mode, Round, SpeculationPolicy, StepCosts
+from slipstream.decision.beliefs import Acceptance, Beliefs, StepCosts
+from slipstream.decision.latency import KEPT, DraftLatency
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.purse import SHARE, TOGETHER, Purse
+from slipstream.decision.record import Decision, Mode, Round, Seen
+from slipstream.decision.rules import Rules
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
-CONFIG = PolicySection()
+CONFIG, RULES = PolicySection(), Rules()
 SEEDS = range(3)
 SETTLED = 1.05
-RETURN_S = CONFIG.probe_max_s + 5.0  # the longest wait between probes, and one that goes wrong
+RETURN_S = RULES.probe_max_s + 5.0  # the longest wait between probes, and one that goes wrong
+
+
+def policy_of(profile: dict[int, float], exchange_s: float | None = None, shared: bool = False,
+              load: int = 1) -> tuple[SpeculationPolicy, Beliefs]:
+    """A session of a target whose steps and exchanges take so long."""
+    beliefs = Beliefs(StepCosts(profile), shared)
+    if exchange_s is not None:
+        beliefs.latency.observe(exchange_s)
+    beliefs.latency.load = load
+    return SpeculationPolicy(CONFIG, beliefs), beliefs
+
+
+def decided(policy: SpeculationPolicy, others: int = 0, followed: bool = True, now_s: float = 0.0) -> Decision:
+    return policy.decide(now_s, Seen(others, followed))
 
 
 def played(world: World, until_s: float, seed: int, config: PolicySection = CONFIG) -> Simulation:
@@ -57,7 +74,7 @@ def test_alternating_good_and_bad_is_a_win(period_s: float, seed: int) -> None:
     world = World(acceptance=lambda now_s: 0.8 if int(now_s / period_s) % 2 else 0.02)
     simulation = played(world, 60, seed)
     assert simulation.overhead(10, 60) < 1.0, seed
-    fastest = CONFIG.min_dwell_s + CONFIG.probe_after_s
+    fastest = RULES.min_dwell_s + RULES.probe_after_s
     assert len(simulation.transitions) <= 2 * 60 / fastest, seed
 
 
@@ -98,7 +115,8 @@ def test_a_drafter_lost_and_back(seed: int) -> None:
     simulation = played(World(present=steps((0, 1), (10, 0), (30, 1))), 10, seed)
     simulation.note(simulation.policy.drafter_lost(simulation.now_s, "draft_unavailable"))
     assert (simulation.transitions[-1].after, simulation.transitions[-1].reason) == (Mode.PLAIN, "draft_unavailable")
-    assert not simulation.policy.wants_drafts(simulation.now_s) and simulation.policy.deadline_s() == 0.0
+    plain = decided(simulation.policy, now_s=simulation.now_s)
+    assert not plain.want and plain.wait_s == 0.0 and not plain.follow
     simulation.run(30)
     assert simulation.overhead(10.1, 30) <= SETTLED, seed
     simulation.note(simulation.policy.drafter_ready(simulation.now_s))
@@ -108,20 +126,20 @@ def test_a_drafter_lost_and_back(seed: int) -> None:
 
 
 def test_a_drafter_that_comes_and_goes_is_tried_ever_more_rarely() -> None:
-    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    policy, _ = policy_of(PROFILE)
     for now_s in np.arange(0.0, 60.0, 0.01):
         policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
-        if policy.wants_drafts(now_s):
+        if decided(policy, now_s=now_s).want:
             policy.drafter_lost(now_s)
             policy.drafter_ready(now_s)
     assert 1 < policy.num_probes <= 20
 
 
 def test_an_incompatible_drafter_is_not_tried_again_soon() -> None:
-    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    policy, _ = policy_of(PROFILE)
     transition = policy.drafter_lost(1.0, "incompatible")
     assert transition is not None and transition.reason == "incompatible"
-    for now_s in np.arange(1.0, CONFIG.probe_max_s, 0.1):
+    for now_s in np.arange(1.0, RULES.probe_max_s, 0.1):
         policy.observe(now_s, Round(0, 0, 0, 0.01, 0.0, 1))
     assert policy.num_probes == 0
 
@@ -138,26 +156,25 @@ def test_load_comes_and_goes(seed: int) -> None:
 
 
 def test_budget_falls_with_load_down_to_zero() -> None:
-    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
-    budgets = [policy.budget(0.0, others) for others in range(64)]
+    policy, _ = policy_of(PROFILE)
+    budgets = [decided(policy, others).verify for others in range(64)]
     assert budgets[0] > 2 and budgets[-1] == 0
     assert all(later <= earlier + 1 for earlier, later in zip(budgets, budgets[8:], strict=False)), budgets
 
 
 def test_a_prompt_in_the_step_is_no_crowd() -> None:
-    costs = StepCosts({1: 0.010, 512: 0.100})
-    policy = SpeculationPolicy(CONFIG, costs)
+    policy, beliefs = policy_of({1: 0.010, 512: 0.100})
     for now_s in np.arange(0.0, 5.0, 0.06):
-        policy.budget(now_s, 1)
-        policy.observe(now_s, Round(4, 1, 4, costs.cost(262), 0.0, 262))
+        decided(policy, others=1)
+        policy.observe(now_s, Round(4, 1, 4, beliefs.costs.cost(262), 0.0, 262))
     assert policy.mode is Mode.SPECULATE and policy.gain > 1
 
 
 def test_overload_is_left_for_plain() -> None:
-    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    policy, _ = policy_of(PROFILE)
     transitions = []
     for now_s in np.arange(0.0, 2.0, 0.03):
-        assert policy.budget(now_s, 63) == 0
+        assert decided(policy, others=63).verify == 0
         transitions.append(policy.observe(now_s, Round(0, 0, 0, 0.03, 0.0, 64)))
     (transition,) = [t for t in transitions if t is not None]
     assert (transition.after, transition.reason) == (Mode.PLAIN, "overload")
@@ -212,7 +229,7 @@ def test_plain_step_is_measured_now_and_then() -> None:
 
 def test_the_router_feeds_rounds_of_many_answers_with_its_own_plain_time() -> None:
     rng = np.random.default_rng(7)
-    policy = SpeculationPolicy(CONFIG, StepCosts({1: 1.0}))
+    policy, _ = policy_of({1: 0.010, 5: 0.013})
     modes = []
     for tick in range(12_000):
         now_s = tick * 0.005
@@ -265,11 +282,15 @@ def test_acceptance_of_a_tree_is_by_level() -> None:
     assert tree.tokens(4) < chain.tokens(4)
 
 
-def short_answers(world: World, count: int, experience: Experience | None, seed: int) -> list[float]:
-    """What ``count`` answers of 0.6 s each took, one after another, by what plain decoding would have."""
-    overheads, exchange = [], ExchangeTimes()
+def short_answers(world: World, count: int, beliefs: Beliefs, seed: int, told: bool = True) -> list[float]:
+    """What ``count`` answers of 0.6 s each took, one after another, by what plain decoding would have. Who is not
+    ``told`` knows of draft latency alone."""
+    overheads = []
     for number in range(count):
-        simulation = Simulation(world, CONFIG, seed * 1000 + number, experience=experience, exchange=exchange)
+        if not told:
+            beliefs, latency = Beliefs(StepCosts(PROFILE)), beliefs.latency
+            beliefs.latency = latency
+        simulation = Simulation(world, CONFIG, seed * 1000 + number, beliefs=beliefs)
         simulation.run(0.6)
         overheads.append(simulation.overhead(0, 0.6))
     return overheads
@@ -278,17 +299,17 @@ def short_answers(world: World, count: int, experience: Experience | None, seed:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_new_answer_knows_what_others_have_seen(seed: int) -> None:
     poor = World(acceptance=always(0.05), exchange_s=always(0.004))
-    experience = Experience()
-    told = short_answers(poor, 30, experience, seed)
-    untold = short_answers(poor, 30, None, seed)
+    beliefs = Beliefs(StepCosts(PROFILE))
+    told = short_answers(poor, 30, beliefs, seed)
+    untold = short_answers(poor, 30, Beliefs(StepCosts(PROFILE)), seed, told=False)
     assert np.mean(untold) > 1.02, (seed, untold)
     assert np.mean(told) < 1 + 0.3 * (np.mean(untold) - 1), (seed, told)
-    better = short_answers(World(), 4 * UNTOLD_EVERY, experience, seed)
-    assert np.mean(better[-UNTOLD_EVERY:]) < 0.5, (seed, better)
+    better = short_answers(World(), 64, beliefs, seed)
+    assert np.mean(better[-16:]) < 0.5, (seed, better)
 
 
 def test_exchange_times_cover_all_but_a_few() -> None:
-    times = ExchangeTimes()
+    times = DraftLatency()
     assert times.usual_s(0.25) == 0.25
     rng = np.random.default_rng(0)
     samples = 0.01 + 0.002 * rng.standard_normal(500)
@@ -299,17 +320,17 @@ def test_exchange_times_cover_all_but_a_few() -> None:
 
 
 def test_what_others_wait_for_our_rows_counts() -> None:
-    costs = StepCosts({1: 0.010, 64: 0.073})
-    policy = SpeculationPolicy(CONFIG, costs)
+    policy, beliefs = policy_of({1: 0.010, 64: 0.073})
+    costs = beliefs.costs
     for now_s in np.arange(0.0, 0.3, 0.03):
-        policy.budget(now_s, 15)
+        decided(policy, others=15)
         policy.observe(now_s, Round(4, 1, 4, costs.cost(20), 0.0, 20))
     alone = 2 * costs.cost(16) / costs.cost(20)
     assert alone > 1.5 and policy.gain == pytest.approx(2 * 0.025 / (0.025 + 16 * 0.004))
 
 
 def test_silence_is_noticed_even_when_the_waits_are_cheap() -> None:
-    policy = SpeculationPolicy(CONFIG, StepCosts(PROFILE))
+    policy, _ = policy_of(PROFILE)
     seen = [policy.observe(now_s, Round(0, 0, 0, 0.01, 1e-4, 1, late=True)) for now_s in np.arange(0.0, 1.0, 0.01)]
     (transition,) = [t for t in seen if t is not None]
     assert (transition.after, transition.reason) == (Mode.SHADOW, "draft_timeout")
@@ -317,54 +338,62 @@ def test_silence_is_noticed_even_when_the_waits_are_cheap() -> None:
 
 def test_reading_the_prompt_says_nothing_about_exchanges() -> None:
     """A drafter's first answer comes late, as it reads the whole prompt before: others must not be given up for it."""
-    exchange, costs = ExchangeTimes(), StepCosts({1: 0.015, 64: 0.060})
-    first = SpeculationPolicy(CONFIG, costs, exchange)
+    first, beliefs = policy_of({1: 0.015, 64: 0.060})
+    costs, latency = beliefs.costs, beliefs.latency
     first.observe(0.1, Round(4, 0, 4, costs.cost(5), 0.2, 5, exchange_s=0.2, first=True))
-    assert exchange.mean_s is None
-    assert SpeculationPolicy(CONFIG, costs, exchange).deadline_s() > 0.0
+    assert latency.mean_s is None
+    assert decided(SpeculationPolicy(CONFIG, beliefs)).wait_s > 0.0
     first.observe(0.2, Round(4, 2, 4, costs.cost(5), 0.005, 5, exchange_s=0.005))
-    assert exchange.mean_s == 0.005
+    assert latency.mean_s == 0.005
 
 
-def test_a_tree_that_is_not_worth_a_wait_need_not_be_asked_for() -> None:
-    exchange, costs = ExchangeTimes(), StepCosts({1: 0.008, 64: 0.030})
-    policy = SpeculationPolicy(CONFIG, costs, exchange)
-    assert policy.asks(), "nobody knows yet what an exchange takes"
-    exchange.observe(0.004)
-    assert policy.asks()
-    exchange.forget()
-    exchange.observe(0.200)
-    assert not policy.asks()
-    plain = Round(0, 0, 0, costs.cost(1), 0.0, 1)
-    tries = sum(policy.asks() or policy.observe(now_s, plain) is not None for now_s in np.arange(0.0, 30.0, 0.008))
+def test_a_tree_that_is_not_worth_a_wait_is_not_waited_for() -> None:
+    policy, beliefs = policy_of({1: 0.008, 64: 0.030})
+    assert decided(policy).wait_s > 0.0, "nobody knows yet what an exchange takes"
+    beliefs.latency.observe(0.004)
+    assert decided(policy).wait_s > 0.0
+    beliefs.latency.forget()
+    beliefs.latency.observe(0.200)
+    slow = decided(policy)
+    assert slow.wait_s == 0.0 and slow.why == "too slow" and slow.want, "on a device of its own it costs nobody"
+    plain = Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1)
+    tries = sum(decided(policy, now_s=now_s).wait_s > 0.0 or policy.observe(now_s, plain) is not None
+                for now_s in np.arange(0.0, 30.0, 0.008))
     assert tries > 0, "it is tried again once that is cheap"
-    policy.observe(30.0, Round(0, 0, 0, costs.cost(1), 0.02, 1, late=True))
-    assert policy.asks(), "what was waited for in vain may still come"
     policy.forbid(31.0)
-    assert not policy.asks()
+    forbidden = decided(policy)
+    assert not forbidden.want and not forbidden.follow and forbidden.why == "forbidden"
+
+
+def test_what_is_waited_for_in_vain_may_still_come() -> None:
+    policy, beliefs = policy_of({1: 0.008, 64: 0.030}, exchange_s=0.004, shared=True)
+    assert decided(policy).want
+    policy.observe(30.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.02, 1, late=True))
+    still = decided(policy)
+    assert still.want and still.wait_s == 0.0
 
 
 def test_no_tree_is_asked_for_in_the_round_that_measures_a_plain_step() -> None:
-    costs = StepCosts({1: 0.008, 64: 0.0080001})
-    policy = SpeculationPolicy(CONFIG, costs)
-    for _ in range(PLAIN_EVERY):
-        assert policy.asks()
-        policy.observe(0.0, Round(4, 3, 3, costs.cost(5), 0.001, 5))
-    assert not policy.asks() and policy.deadline_s() == 0.0
-    policy.observe(0.0, Round(0, 0, 0, costs.cost(1), 0.0, 1))
-    assert policy.asks() and policy.deadline_s() > 0.0
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.001)
+    for _ in range(RULES.plain_every):
+        assert decided(policy).want
+        policy.observe(0.0, Round(4, 3, 3, beliefs.costs.cost(5), 0.001, 5))
+    plain = decided(policy)
+    assert not plain.want and plain.wait_s == 0.0 and plain.why == "measures plain" and plain.spends_s > 0.0
+    policy.observe(0.0, Round(0, 0, 0, beliefs.costs.cost(1), 0.0, 1))
+    again = decided(policy)
+    assert again.want and again.wait_s > 0.0
 
 
 def test_a_drafter_that_must_read_the_prompt_first_has_to_pay_more() -> None:
-    exchange, costs = ExchangeTimes(), StepCosts({1: 0.008, 64: 0.0080001})
-    policy = SpeculationPolicy(CONFIG, costs, exchange)
-    tokens = policy.nodes and 1 + Acceptance().tokens(policy.nodes)
-    exchange.observe(tokens * 0.008 / 1.02 - 0.008)  # a gain of 1.02
-    assert policy.asks() and not policy.asks(entering=True)
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, shared=True)
+    tokens = 1 + Acceptance().tokens(decided(policy).verify)
+    beliefs.latency.observe(tokens * 0.008 / 1.02 - 0.008)  # a gain of 1.02
+    assert decided(policy).want and not decided(policy, followed=False).follow
 
 
-def test_what_exchanges_take_on_shared_cores_is_not_moved_by_one_that_was_odd() -> None:
-    times = ExchangeByLoad()
+def test_draft_latency_is_not_moved_by_one_that_was_odd() -> None:
+    times = DraftLatency()
     for seconds in (0.100, 0.005, 0.030):
         times.observe(seconds)
     assert times.mean_s == 0.005, "the first ones are cold"
@@ -378,64 +407,103 @@ def test_what_exchanges_take_on_shared_cores_is_not_moved_by_one_that_was_odd() 
 
 
 def test_on_shared_cores_all_pay_for_the_tree_of_one() -> None:
-    costs, exchange = StepCosts({1: 0.008, 64: 0.0080001}), ExchangeByLoad()
-    policy = SpeculationPolicy(CONFIG, costs, exchange)
-    exchange.observe(0.004)
-    assert policy.asks() and policy.nodes > 0
-    exchange.load = 16
-    policy.budget(0.0, 15)
-    assert exchange.toll_s(1.0) == pytest.approx(0.060) and ExchangeTimes().toll_s(1.0) == 0.0
-    assert not policy.asks() and policy.nodes == 0, "one answer's tree would keep fifteen others waiting"
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.004, shared=True)
+    alone = decided(policy)
+    assert alone.want and alone.verify > 0
+    beliefs.latency.load = 16
+    assert beliefs.latency.toll_s(1.0) == pytest.approx(0.060) and DraftLatency().toll_s(1.0) == 0.0
+    crowd = decided(policy, others=15)
+    assert not crowd.want and crowd.verify == 0, "one answer's tree would keep fifteen others waiting"
+
+
+def test_a_draft_has_to_beat_what_the_text_foretells() -> None:
+    """Against plain steps the same tree pays; the seconds that it takes would make more tokens without a drafter."""
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0400}, exchange_s=0.008, shared=True)
+    tokens = 1 + Acceptance().tokens(decided(policy).verify)
+    assert decided(policy).want and tokens > 2
+    text = Round(4, 3, 4, beliefs.costs.cost(5), 0.0, 5, lookup=True)
+    while beliefs.worth < 1.5:
+        policy.observe(0.0, text)
+    spent = decided(policy)
+    assert not spent.want and spent.why in ("too slow", "drafts do not pay")
+
+
+def test_others_pay_for_each_row_of_a_tree_that_is_waited_for() -> None:
+    alone, few = (policy_of({1: 0.010, 64: 0.060}, exchange_s=0.014)[0] for _ in range(2))
+    assert decided(alone).wait_s > 0.0 and decided(few, others=3).wait_s == 0.0
 
 
 def test_answers_share_their_tries_on_shared_cores() -> None:
     """One answer is over before it could afford a try: what they all save is spent by whoever comes next."""
-    exchange, costs = ExchangeByLoad(), StepCosts({1: 0.008, 64: 0.0080001})
-    exchange.observe(0.100)
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.100, shared=True)
+    costs = beliefs.costs
     plain, waited = Round(0, 0, 0, costs.cost(1), 0.0, 1), Round(4, 3, 3, costs.cost(5), 0.004, 5)
     rounds = 0
-    while not (policy := SpeculationPolicy(CONFIG, costs, exchange)).asks():
+    while not decided(policy := SpeculationPolicy(CONFIG, beliefs)).want:
         for _ in range(50):
             policy.observe(0.0, plain)
             rounds += 1
     assert 1000 < rounds < 20_000
     for _ in range(TOGETHER):
-        assert policy.asks(), "one exchange alone would not be believed"
+        assert decided(policy).want, "one exchange alone would not be believed"
         policy.observe(0.0, waited)
-    assert exchange.mean_s == 0.004 and policy.asks(), "three quick ones are"
+    assert beliefs.latency.mean_s == 0.004 and decided(policy).want, "three quick ones are"
 
 
-def test_tries_come_in_rows_that_are_saved_for() -> None:
-    tries, added = Tries(TOGETHER), 0
-    while not tries.take(0.004):
-        tries.add(0.010)
+def test_tried_waits_come_in_rows_that_are_saved_for() -> None:
+    purse, added = Purse(TOGETHER), 0
+    while not purse.affords_wait(0.004):
+        purse.earn(0.010)
         added += 1
-    assert added == pytest.approx(TOGETHER * 0.004 / (TRY_SHARE * 0.010), abs=1), "the first waits for all of its row"
-    assert all(tries.take(0.004) for _ in range(TOGETHER - 1)) and not tries.take(0.004)
+    assert added == pytest.approx(TOGETHER * 0.004 / (SHARE * 0.010), abs=1), "the first waits for all of its row"
+    for _ in range(TOGETHER):
+        assert purse.affords_wait(0.004)
+        purse.pay_wait(0.004)
+    assert not purse.affords_wait(0.004)
 
 
 def test_what_is_affordable_for_one_is_not_for_sixteen() -> None:
-    tries = Tries(TOGETHER)
-    tries.add(TOGETHER * 0.004 / TRY_SHARE)
-    assert tries.take(0.004)
-    assert not tries.take(16 * 0.004), "the rest of a row costs what it costs now"
-    assert tries.take(0.004)
+    purse = Purse(TOGETHER)
+    purse.earn(TOGETHER * 0.004 / SHARE)
+    assert purse.affords_wait(0.004)
+    purse.pay_wait(0.004)
+    assert not purse.affords_wait(16 * 0.004), "the rest of a row costs what it costs now"
+    assert purse.affords_wait(0.0039)
+
+
+def test_a_purse_holds_what_was_saved_of_late_and_no_more() -> None:
+    purse = Purse()
+    for _ in range(100_000):
+        purse.earn(0.010)
+    assert purse.left_s == pytest.approx(0.6, abs=0.01)
+    purse.earn(0.010, sessions=4)
+    assert purse.left_s > 0.6, "of each session"
 
 
 def test_a_first_exchange_is_not_the_end_of_a_try() -> None:
     """It teaches nothing: the one behind it does."""
-    exchange, costs = ExchangeByLoad(), StepCosts({1: 0.008, 64: 0.0080001})
-    exchange.observe(0.100)
-    policy = SpeculationPolicy(CONFIG, costs, exchange)
-    while not policy.asks(entering=True):
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.100, shared=True)
+    costs = beliefs.costs
+    while not decided(policy, followed=False).follow:
         policy.observe(0.0, Round(0, 0, 0, costs.cost(1), 0.0, 1))
+    left_s = beliefs.purse.left_s
     policy.observe(0.0, Round(4, 0, 4, costs.cost(5), 0.004, 5, first=True))
-    assert policy.asks() and policy.deadline_s() > 0.0
-    assert exchange.tries().take(0.100), "the rest of its row is there for others"
+    going_on = decided(policy)
+    assert going_on.want and going_on.wait_s > 0.0 and going_on.spends_s == 0.0
+    assert beliefs.purse.left_s >= left_s, "the rest of its row is there for others"
 
 
-def test_exchanges_are_known_by_load() -> None:
-    times = ExchangeByLoad()
+def test_a_decision_that_is_asked_for_again_is_paid_once() -> None:
+    policy, beliefs = policy_of({1: 0.008, 64: 0.0080001}, exchange_s=0.100, shared=True)
+    beliefs.purse.earn(100.0)
+    left_s, row = beliefs.purse.left_s, beliefs.purse.row
+    first, second = decided(policy), decided(policy)
+    assert first == second and first.why == "tries a wait"
+    assert beliefs.purse.left_s == pytest.approx(left_s - first.spends_s) and beliefs.purse.row == row - 1
+
+
+def test_draft_latency_is_known_by_load_on_shared_cores() -> None:
+    times = DraftLatency(shared=True)
     assert times.mean_s is None and times.usual_s(9.0) == 9.0
     times.observe(0.005)
     times.load = 16
@@ -446,3 +514,19 @@ def test_exchanges_are_known_by_load() -> None:
     assert times.mean_s == 0.005
     times.forget()
     assert times.mean_s is None
+
+
+def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
+    beliefs = Beliefs(StepCosts(PROFILE))
+    beliefs.latency.observe(0.002)
+    sessions = [SpeculationPolicy(CONFIG, beliefs) for _ in range(RULES.crowd + 1)]
+    ahead = Seen(followed=True, grows_ahead=True)
+    led = [session.decide(0.0, ahead).ahead for session in sessions]
+    assert led == [True] * RULES.few + [False] * (RULES.crowd + 1 - RULES.few)
+    assert not any(session.decide(0.0, ahead).ahead for session in sessions), "they are a crowd"
+    sessions.pop().drafter_lost(1.0)
+    assert [session.decide(1.0, ahead).ahead for session in sessions] == led[:-1], "who leads goes on leading"
+    sessions.pop(0).forbid(2.0)
+    assert sum(session.decide(2.0, ahead).ahead for session in sessions) == RULES.few, "a free place is taken"
+    shared = SpeculationPolicy(CONFIG, Beliefs(StepCosts(PROFILE), shared_cores=True))
+    assert not shared.decide(0.0, ahead).ahead, "what is grown ahead would take the target's own time"

@@ -22,8 +22,7 @@ from slipstream.protocol.requests import Piece, Request
 from tests.pair import STUBBORN, drafting, grpc_link, target
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-PREFERS_DRAFTS = ("model.dtype=float32", "target.policy.leave_gain=0.01", "target.policy.enter_gain=0.02",
-                  "draft.drafter=ngram")
+PREFERS_DRAFTS = ("model.dtype=float32", "target.policy.always=true", "draft.drafter=ngram")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from slipstream.protocol.messages import Growth
 from slipstream.protocol.requests import Piece
 from slipstream.protocol.tree import DraftTree
 from slipstream.simulate.simulation import (
-    RUN_AHEAD,
     Accelerator,
     Deployment,
     Draft,
@@ -71,16 +70,6 @@ def test_running_ahead_beats_one_growth_a_commit() -> None:
     for batch in (1, 4):
         deployment = replace(SOME, batch=batch, rtt_s=0.005)
         assert rate("run-ahead", deployment) > 1.03 * rate("serial", deployment), batch
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_target_gives_up_growth_ahead_that_costs_more_than_it_brings(batch: int) -> None:
-    """A drafter that grows on takes the time of the target's own device."""
-    beside = of_schedule("colocated", replace(SOME, batch=batch))
-    ahead = replace(beside, run_ahead=RUN_AHEAD)
-    best = simulate(beside, 4.0).tokens_per_s
-    assert simulate(ahead, 0.5, warmup_s=0.5).tokens_per_s < 0.97 * best
-    assert simulate(ahead, 4.0, warmup_s=48.0 / batch).tokens_per_s > 0.95 * best
 
 
 def test_running_ahead_hardly_feels_a_round_trip() -> None:

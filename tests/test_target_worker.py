@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.base.config import ModelSection, PolicySection, TargetSection
 from slipstream.base.errors import Draining
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
@@ -40,7 +40,7 @@ class Heard:
 
 def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> None:
     heard, told = Heard(), list[Piece | Exception]()
-    policy = PolicySection(enter_gain=0.02, leave_gain=0.01, deadline_min_s=1e-4, deadline_max_s=1e-3)
+    policy = PolicySection(always=True, deadline_max_s=1e-3)
     runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 512)
     worker = TargetWorker(runner, TargetSection(policy=policy, slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), heard.dispatch)

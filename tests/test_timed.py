@@ -90,8 +90,7 @@ def test_the_timed_drafter_obeys_the_rules_of_growth(keep: bool) -> None:
 async def test_a_target_around_it_answers_by_the_law() -> None:
     """Plain and with drafts: the same text, in fewer steps."""
     device, loop = Device(), asyncio.get_running_loop()
-    config = load(None, ("target.slots=1024", "target.drafts=[]", "target.policy.leave_gain=0.01",
-                         "target.policy.enter_gain=0.02"))
+    config = load(None, ("target.slots=1024", "target.drafts=[]", "target.policy.always=true"))
     assert isinstance(config, Config)
     target = await asyncio.to_thread(assemble, config, TimedModel(QUICK, device), "timed", "", loop, tuple)
     target.worker.start()

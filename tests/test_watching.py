@@ -56,12 +56,12 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
         {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x40"}, 13,
         {"slipstream_drafts_connected{%s}": "1x5 0x30", "slipstream_drafts_expected{%s}": "2x4 0x30"}),  # taken away
     "SlipstreamFallbackSustained": (
-        {'slipstream_mode{service="router",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
+        {'slipstream_mode{scope="pool",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
          'slipstream_generation_tokens_total{service="router",%s}': "0+100x40"}, 18,
-        {'slipstream_mode{service="router",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
+        {'slipstream_mode{scope="pool",mode="plain",%s}': "1x40", "slipstream_drafts_connected{%s}": "1x40",
          'slipstream_generation_tokens_total{service="router",%s}': "7x40"}),  # nobody asks
-    "SlipstreamModeFlapping": ({'slipstream_mode_transitions_total{service="router",%s}': "0+2x40"}, 13,
-                               {'slipstream_mode_transitions_total{service="target",%s}': "0+9x40"}),
+    "SlipstreamModeFlapping": ({'slipstream_mode_transitions_total{scope="pool",%s}': "0+2x40"}, 13,
+                               {'slipstream_mode_transitions_total{scope="session",%s}': "0+9x40"}),
     "SlipstreamAcceptanceLow": (
         {"slipstream_accepted_tokens_total{%s}": "0+10x40", "slipstream_drafts_total{%s}": "0+100x40"}, 20,
         {"slipstream_accepted_tokens_total{%s}": "0+90x40", "slipstream_drafts_total{%s}": "0+100x40"}),

@@ -16,8 +16,7 @@ from slipstream.cli.launch import answers
 
 START_S = 600.0  # seconds on an idle machine
 # The policy shall not give up, and nobody drafts but the drafts: whether that pays is not the question here.
-STUBBORN = ("model.dtype=float32", "model.threads=1", "target.policy.enter_gain=0.02",
-            "target.policy.leave_gain=0.01", "target.policy.deadline_min_s=0.2",
+STUBBORN = ("model.dtype=float32", "model.threads=1", "target.policy.always=true",
             "target.policy.deadline_max_s=2.0", "target.max_sessions=8", "target.slots=4096",
             "target.prompt_lookup=false")
 

@@ -46,7 +46,7 @@ TOKENS = Row("Tokens", (
           ((ratio(rate("slipstream_prefix_cache_hit_tokens_total", "$target"),
                   rate("slipstream_prompt_tokens_total", "$target")), "hits"),), maximum=1,
           text="Share of prompt tokens that needed no computing."),
-    Panel("Mode", "none", (("max by (service, mode) (slipstream_mode{$any})", "{{service}} {{mode}}"),),
+    Panel("Mode", "none", (("max by (scope, mode) (slipstream_mode{$any})", "{{scope}} {{mode}}"),),
           text="1 for the mode that new work gets."),
 ))
 

@@ -43,11 +43,12 @@ TROUBLE = Row("Trouble", (
 ))
 
 FALLBACK = Row("Fallback", (
-    Panel("Router's mode", "none", (("max by (mode) (slipstream_mode{$router})", "{{mode}}"),), maximum=1),
+    Panel("Mode of the draft pool", "none", (("max by (mode) (slipstream_mode{$router,scope=\"pool\"})", "{{mode}}"),),
+          maximum=1, text="What routers decide for all answers."),
     Panel("Changes of mode", "cps",
-          ((rate("slipstream_mode_transitions_total", "$any", "service", "from", "to", "reason"),
-            "{{service}}: {{from}} to {{to}}, {{reason}}"),), width=16,
-          text="The router changes for all new answers; a target for one answer at a time."),
+          ((rate("slipstream_mode_transitions_total", "$any", "scope", "from", "to", "reason"),
+            "{{scope}}: {{from}} to {{to}}, {{reason}}"),), width=16,
+          text="pool: a router, for all answers; session: a target, for one of them."),
     Panel("Answers made plain", "reqps", ((rate("slipstream_fallback_requests_total", "$router", "reason"),
                                            "{{reason}}"),), text="Started plain, or changed to it."),
 ))

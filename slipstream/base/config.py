@@ -87,20 +87,11 @@ class PolicySection(Section):
     max_nodes: int = Field(16, ge=0, le=63, description="draft nodes of one session in one step, root not counted")
     min_nodes: int = Field(1, ge=1, le=63, description="fewer draft nodes are not verified; max_nodes: whole trees or "
                            "nothing, to measure drafters with")
-    enter_gain: float = Field(1.05, gt=0, description="estimated gain at which plain goes back to speculation")
-    leave_gain: float = Field(0.98, gt=0, description="estimated gain below which speculation stops")
-    min_dwell_s: float = Field(0.5, ge=0, description="a mode lasts at least so long")
-    warmup_rounds: int = Field(12, ge=1, description="plain steps' worth of time that may be lost before giving up")
-    probe_rounds: int = Field(8, ge=1, description="drafted rounds of one probe while speculation is off")
-    probe_after_s: float = Field(1.0, gt=0, description="wait before the first probe; doubles after each that fails")
-    probe_max_s: float = Field(30.0, gt=0)
-    deadline_min_s: float = Field(0.005, gt=0)
+    always: bool = Field(False, description="draft whether it pays or not: to measure drafters, and for tests")
     deadline_max_s: float = Field(0.25, gt=0, description="a step never waits longer for a drafter")
 
     @model_validator(mode="after")
     def _limits(self) -> PolicySection:
-        if self.enter_gain <= self.leave_gain:
-            raise ValueError("enter_gain must be above leave_gain, or the policy flaps")
         if self.min_nodes > max(1, self.max_nodes):
             raise ValueError("min_nodes must not be above max_nodes, or nothing is ever verified")
         return self

@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
-from slipstream.decision.exchanges import ExchangeByLoad
 from slipstream.decision.foresight import Foresight
-from slipstream.decision.policy import Round, SpeculationPolicy
-from slipstream.decision.record import Decision, Mode, Reason, Seen, Transition
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.decision.record import Decision, Mode, Reason, Round, Seen, Transition
 from slipstream.following.link import Link
 from slipstream.following.record import RoundRecord, Step, Verified
 from slipstream.following.shared import Shared
@@ -124,7 +123,7 @@ class Followed:
         decision = self.decision = self._decide(now_s, step.sessions - 1, chances)
         if decision.want:
             self.waiting.asks()
-        message = side.commit(tokens, self._rows_of(verified), verified.drafted, decision.want, self._may_lead())
+        message = side.commit(tokens, self._rows_of(verified), verified.drafted, decision.want, decision.ahead)
         self._shared.pool.say(self.link, message)
         self._follow(now_s, step.sessions - 1)
         self._await(now_s)
@@ -182,18 +181,15 @@ class Followed:
             self.policy.drafter_ready(now_s)
 
     def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
-        before, waited_s = self.decision, self.waited(step.began_s)
-        if not before.lookup:
-            waiting = self.waiting
-            if before.want and not waiting.first and self._runs_ahead:
-                self._shared.led(len(verified.tokens), now_s - waiting.committed_s)
-            round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
-                           verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
-                           late=waiting.stood and not self.side.heard, exchange_s=waiting.latency(),
-                           first=waiting.first)
-            # The first token comes with the prompt: nobody waits for a drafter there.
-            waiting.first = waiting.first and self.side.num_output == 0
-            self._note(self.policy.observe(now_s, round_))
+        before, waited_s, waiting = self.decision, self.waited(step.began_s), self.waiting
+        lookup = before.lookup > 0
+        round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                       late=waiting.stood and not self.side.heard, exchange_s=None if lookup else waiting.latency(),
+                       first=waiting.first, lookup=lookup)
+        # The first token comes with the prompt: nobody waits for a drafter there.
+        waiting.first = waiting.first and (lookup or self.side.num_output == 0)
+        self._note(self.policy.observe(now_s, round_))
         return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
                            self._outcome(verified.drafted), before.why, None if before.lookup else self.link)
 
@@ -235,7 +231,7 @@ class Followed:
         elif self._looks(now_s):
             if self.decision.follow:
                 self._attach(now_s, others)
-            elif isinstance(self._shared.exchange, ExchangeByLoad):  # to ask again takes time from the step
+            elif self._shared.beliefs.latency.shared:  # to ask again takes time from the step
                 self._retry_at_s = now_s + LOOK_S
 
     def _attach(self, now_s: float, others: int) -> None:
@@ -245,7 +241,7 @@ class Followed:
             return
         self.reads, self._runs_ahead = hello.features, hello.run_ahead > 0
         # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
-        message = self.side.attach(self.decision.want, self._may_lead())
+        message = self.side.attach(self.decision.want, self.decision.ahead)
         self._shared.pool.say(self.link, message)
         self.waiting.attached()
         self._rows_from = max(0, self.side.base - hello.max_context)
@@ -259,7 +255,6 @@ class Followed:
 
     def _leave(self, message: Close | None) -> None:
         link = self._unlink()
-        self._shared.leads.end(self.session)
         self._shared.pool.part(link)
         self._shared.pool.say(link, message)
 
@@ -268,13 +263,6 @@ class Followed:
         tells = self.link is not None and self.decision.want and len(self.side.tree) == 1
         self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
                            self.side.base if tells else None)
-
-    def _may_lead(self) -> bool:
-        """Whether its drafter may grow ahead until the next commit."""
-        if self.decision.want and self._runs_ahead:
-            return self._shared.leads.grant(self.session)
-        self._shared.leads.end(self.session)
-        return False
 
     def _rows_of(self, verified: Verified) -> Features | None:
         if self.reads is None or not verified.rows:

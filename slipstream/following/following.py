@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.decision.exchanges import ExchangeByLoad, ExchangeTimes
-from slipstream.decision.leads import Leads
-from slipstream.decision.policy import Experience, SpeculationPolicy, StepCosts
+from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.followed import Followed
 from slipstream.following.inbox import Inbox
 from slipstream.following.link import Link
@@ -43,9 +42,8 @@ class Following:
         self.inbox = Inbox()
         self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
-        self._exchange = ExchangeByLoad() if config.shared_cores else ExchangeTimes()
-        self._experience = {greedy: Experience() for greedy in (True, False)}  # sampled text is harder to foresee
-        self._shared = Shared(self.pool, config.policy, self._exchange, Leads(), metrics, config.prompt_lookup)
+        self._beliefs = Beliefs(costs, config.shared_cores)
+        self._shared = Shared(self.pool, config.policy, self._beliefs, metrics, config.prompt_lookup)
         self._most = config.max_sessions
         self._costs = costs
         self._metrics = metrics
@@ -91,8 +89,7 @@ class Following:
         """A session that may be drafted for once it begins. ``tokens``: what is committed, the first ``prompt_len`` of
         them the prompt; ``limit``: at most so many in the end."""
         now_s = self._clock()
-        policy = SpeculationPolicy(self._shared.policy, self._costs, self._exchange, now_s,
-                                   self._experience[sampling.greedy])
+        policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled=not sampling.greedy)
         if not speculate:
             policy.forbid(now_s)
         followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit)
@@ -144,7 +141,8 @@ class Following:
     def coming(self, waiting: Sequence[Followed]) -> tuple[float, int]:
         """When the growth that ``waiting`` wait for should be here, and how many rows they would verify then."""
         # Generous: going a moment too early costs a whole step, a moment of patience costs that moment.
-        usual_s = max(self._exchange.usual_s(self._shared.policy.deadline_max_s), 1.5 * (self._exchange.mean_s or 0.0))
+        latency = self._beliefs.latency
+        usual_s = max(latency.usual_s(self._shared.policy.deadline_max_s), 1.5 * (latency.mean_s or 0.0))
         due_s = max(min(one.waiting.committed_s + usual_s, one.waiting.until_s) for one in waiting)
         return due_s, sum(1 + one.decision.verify for one in waiting)
 
@@ -158,8 +156,7 @@ class Following:
         return max((one.waiting.until_s for one in sessions if one.waits(now_s)), default=now_s)
 
     def _loaded(self) -> None:
-        if isinstance(self._exchange, ExchangeByLoad):
-            self._exchange.load = max(1, min(len(self._sessions), self._most))
+        self._beliefs.latency.load = max(1, min(len(self._sessions), self._most))
 
     def _receive(self, link: Link, items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]],
                  came_s: float) -> None:

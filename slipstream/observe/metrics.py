@@ -12,6 +12,7 @@ It knows nothing about sessions, trees or sockets of the services.
 from __future__ import annotations
 
 from slipstream.base.errors import STATUS
+from slipstream.observe.modes import ModeMetrics
 from slipstream.observe.series import Registry
 
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -24,32 +25,11 @@ REQUEST_SECONDS = tuple(0.05 * 2**i for i in range(14))
 NODES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = tuple(range(17))
 RATIOS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-MODES = ("speculate", "shadow", "plain")
 # Values that labels begin with; what else comes is counted all the same.
 FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
 LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
-CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
-           ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
-           ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
-           ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
 OUTCOMES = ("used", "foreseen", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
-
-
-class ModeMetrics:
-    """Which mode a policy is in, and how it got there; the router and the target have one each."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._mode = registry.gauge("mode", "1 for the mode that new work gets, 0 for the others.", "mode")
-        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "from", "to",
-                                             "reason").begin(*CHANGES)
-
-    def now(self, mode: str) -> None:
-        for known in MODES:
-            self._mode.of(known).set(1 if known == mode else 0)
-
-    def changed(self, before: str, after: str, reason: str) -> None:
-        self._transitions.of(before, after, reason).inc()
 
 
 class RouterMetrics:
@@ -57,7 +37,7 @@ class RouterMetrics:
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("router", model)
-        self.mode = ModeMetrics(registry)
+        self.mode = ModeMetrics(registry, "pool")
         self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
         self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
@@ -139,7 +119,7 @@ class TargetMetrics:
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("target", model)
-        self.mode = ModeMetrics(registry)
+        self.mode = ModeMetrics(registry, "session")
         self._requests = registry.counter("requests_total", "Requests ended.", "outcome")
         self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens taken.")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")

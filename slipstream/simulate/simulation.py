@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from draft_service.assembly import assemble
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBound, TargetHello

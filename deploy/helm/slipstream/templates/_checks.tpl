@@ -143,11 +143,6 @@
 {{- define "slipstream.checks.policy" -}}
 {{- $defaults := (include "slipstream.defaults" . | fromYaml).target.policy -}}
 {{- $policy := default dict (default dict .Values.config.target).policy -}}
-{{- $enter := default $defaults.enter_gain $policy.enter_gain -}}
-{{- $leave := default $defaults.leave_gain $policy.leave_gain -}}
-{{- if le (float64 $enter) (float64 $leave) -}}
-{{- fail (printf "config.target.policy.enter_gain is %v but leave_gain is %v: it must be above, or the policy flaps" $enter $leave) -}}
-{{- end -}}
 {{- $least := default $defaults.min_nodes $policy.min_nodes | int -}}
 {{- $most := ternary $policy.max_nodes $defaults.max_nodes (hasKey $policy "max_nodes") | int -}}
 {{- if gt $least (max 1 $most | int) -}}

@@ -1,11 +1,13 @@
-"""What the policy believes, from what was measured: step costs, acceptance by depth, gains.
+"""Beliefs: what decisions stand on, from what was measured: step costs by rows, acceptance by depth, draft latency
+(``latency``), and what a second is worth.
 
 Rules:
-1. Seconds in, seconds out; no clock. Every estimate forgets, so that a changed world is seen.
+1. Seconds in, seconds out; no clock. Every belief forgets, so that a changed world is seen.
 2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the
    first rejection.
+3. One ``Beliefs`` is shared by the sessions of a target, or by the answers of a draft pool.
 
-The objective is goodput, accepted tokens by time (SmartSpec, arXiv 2406.14066). It knows nothing about modes.
+It knows nothing about modes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from weakref import WeakKeyDictionary
+
+from slipstream.decision.latency import DraftLatency
+from slipstream.decision.purse import TOGETHER, Purse
 
 NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR = 0.03  # and of all row counts: a machine under load is slower everywhere
@@ -23,7 +30,7 @@ PRIOR = 0.7  # conditional acceptance of a drafter that nobody has seen yet
 PRIOR_TRIALS = 2.0
 TOLD_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
 KEEP, KEEP_LONG = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
-UNTOLD_EVERY = 16  # sessions: one begins with a guess, so that a changed world is seen
+ALONE = 0.995  # of what rounds without a drafter gave, for each new one
 
 
 class StepCosts:
@@ -33,7 +40,7 @@ class StepCosts:
     last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
     """
 
-    __slots__ = ("_costs", "_factors", "_profile", "_rows")
+    __slots__ = ("_costs", "_factors", "_profile", "_rows", "_steps")
 
     def __init__(self, profile: Mapping[int, float]) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -42,7 +49,15 @@ class StepCosts:
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
         self._costs: list[float] = []
+        self._steps: dict[tuple[int, int], Sequence[float]] = {}  # sessions of one step ask for the same
         self._update()
+
+    def steps(self, rows: int, most: int) -> Sequence[float]:
+        """``cost`` of ``rows``, ``rows`` + 1, … ``rows`` + ``most`` rows."""
+        known = self._steps.get((rows, most))
+        if known is None:
+            known = self._steps[rows, most] = [self.cost(rows + more) for more in range(most + 1)]
+        return known
 
     def cost(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take."""
@@ -72,6 +87,7 @@ class StepCosts:
 
     def _update(self) -> None:
         highest = 0.0
+        self._steps.clear()
         self._costs = [highest := max(highest, seconds * math.exp(factor))
                        for seconds, factor in zip(self._profile, self._factors, strict=True)]
 
@@ -79,7 +95,7 @@ class StepCosts:
 class Acceptance:
     """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
 
-    __slots__ = ("_hits", "_keep", "_per_level", "_reach", "_told", "_trials")
+    __slots__ = ("_expected", "_hits", "_keep", "_per_level", "_reach", "_told", "_trials")
 
     def __init__(self, nodes_per_level: float = 1.0, told: Sequence[float] = (), keep: float = KEEP) -> None:
         """``told``: the chance of each depth as others have seen it; without it a guess."""
@@ -88,7 +104,13 @@ class Acceptance:
         self._per_level = nodes_per_level
         self._told = told
         self._keep = keep
-        self._reach: list[float] = []  # made when it is asked for: an experience never is
+        self._reach: list[float] = []  # made when it is asked for
+        self._expected: list[float] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was ever observed."""
+        return self._trials[0] > 0.0
 
     def fresh(self) -> Acceptance:
         """A belief without experience, in trees of the same shape."""
@@ -107,7 +129,13 @@ class Acceptance:
         for level in range(min(accepted + 1, depth)):
             self._trials[level] = self._trials[level] * self._keep + 1.0
             self._hits[level] = self._hits[level] * self._keep + float(level < accepted)
-        self._reach = []
+        self._reach, self._expected = [], []
+
+    def expected(self, most: int) -> Sequence[float]:
+        """Draft tokens expected of the best 0, 1, … ``most`` nodes."""
+        if len(self._expected) <= most:
+            self._expected = [self.tokens(nodes) for nodes in range(most + 1)]
+        return self._expected
 
     def tokens(self, nodes: int) -> float:
         """Draft tokens expected to be accepted when the best ``nodes`` nodes are verified."""
@@ -137,25 +165,6 @@ class Acceptance:
             self._reach.append(total)
 
 
-class Experience:
-    """Acceptance as all sessions of one kind have seen it: a new one need not find out that its drafter is poor."""
-
-    __slots__ = ("_begun", "_seen")
-
-    def __init__(self) -> None:
-        self._seen = Acceptance(keep=KEEP_LONG)
-        self._begun = 0
-
-    def observe(self, drafted: int, accepted: int, depth: int) -> None:
-        """A round of any session (see ``Acceptance.observe``)."""
-        self._seen.observe(drafted, accepted, depth)
-
-    def begin(self) -> Acceptance:
-        """What a new session believes. Every UNTOLD_EVERY-th is told nothing, the first of all among them."""
-        self._begun += 1
-        return self._seen.fresh() if self._begun % UNTOLD_EVERY == 1 else self._seen.heir()
-
-
 @dataclass(slots=True)
 class Ledger:
     """Seconds that rounds took against the seconds of plain decoding that they replaced. ``keep`` < 1 forgets."""
@@ -182,3 +191,51 @@ class Ledger:
     @property
     def loss_s(self) -> float:
         return self.spent_s - self.earned_s
+
+
+class Beliefs:
+    """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
+    cores of their target."""
+
+    __slots__ = ("_accepted", "_drafted", "alone", "costs", "latency", "purse")
+
+    def __init__(self, costs: StepCosts, shared_cores: bool = False) -> None:
+        self.costs = costs
+        self.latency = DraftLatency(shared_cores)
+        self.purse = Purse(TOGETHER if shared_cores else 1)
+        self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
+        # Sampled text is harder to foresee, so what is known of it is kept apart.
+        self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
+        self._drafted: WeakKeyDictionary[object, None] = WeakKeyDictionary()  # who asks for drafts, in order
+
+    @property
+    def worth(self) -> float:
+        """Of a second that drafting takes, by one of plain decoding: what the text foretells would be made in it."""
+        return max(1.0, self.alone.gain)
+
+    def begin(self, sampled: bool, price_s: float) -> Acceptance:
+        """What a new session believes: as others have seen it. If the purse has ``price_s`` it begins with a guess, so
+        that a changed world is seen."""
+        known = self._accepted[sampled]
+        if not known.known:
+            return known.fresh()
+        if self.purse.left_s < price_s:
+            return known.heir()
+        self.purse.pay(price_s)
+        return known.fresh()
+
+    def accepted(self, sampled: bool, drafted: int, accepted: int, depth: int) -> None:
+        """A round of any session (see ``Acceptance.observe``)."""
+        self._accepted[sampled].observe(drafted, accepted, depth)
+
+    def asks(self, session: object, asks: bool) -> None:
+        """``session`` asks for drafts, or does not any more. Whoever is gone asks for none."""
+        if asks:
+            self._drafted[session] = None
+        else:
+            self._drafted.pop(session, None)
+
+    def leads(self, session: object, few: int, crowd: int) -> bool:
+        """Whether its drafter may grow ahead: as one of the first ``few``, and of no more than ``crowd``."""
+        asking = len(self._drafted) + (session not in self._drafted)
+        return asking <= crowd and (asking <= few or any(one is session for one in islice(self._drafted, few)))

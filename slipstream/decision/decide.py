@@ -1,0 +1,229 @@
+"""Decide: what one round does, as a pure function of what is believed, where the session stands and what it sees.
+
+Rules:
+1. An action is worth its expected tokens by its seconds, own ones and those of others who wait for it. In one step with
+   others:  gain = tokens * plain / (plain + worth * ((1 + others) * (verify - plain) + wait + toll)).
+   It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would give
+   (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
+2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side.
+3. A wait is granted while its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
+   first. One that does not is tried when the purse can pay for what it should lose.
+4. Nothing changes here. What a decision spends is said in it, and paid by whoever takes it.
+
+It knows no clock, no drafter and no transition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slipstream.decision.beliefs import Acceptance, Beliefs, Ledger
+from slipstream.decision.record import Decision, Mode, Seen, Why
+from slipstream.decision.rules import Rules
+
+RECENT = 10  # rounds that the recent gain looks back on, or so
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where one session stands: what it alone has seen, and what was made of it."""
+
+    mode: Mode
+    acceptance: Acceptance
+    least: int  # nodes of a tree that is verified
+    most: int
+    allowed: bool = True
+    probe_left_s: float | None = None  # what the probe that runs may still lose; None: none runs
+    trying: bool = False  # the wait that was paid for goes on
+    silent: int = 0  # rounds in a row in which the drafter did not answer, the first of them waited
+    idle: int = 0  # rounds in a row in which no tree would have paid
+    since_plain: int = 0  # rounds
+    share: float = 1.0  # of waits and trees that had something to verify
+    recent: Ledger = field(default_factory=lambda: Ledger(keep=1 - 1 / RECENT))  # rounds with drafts asked for
+
+    @property
+    def wants(self) -> bool:
+        """Whether growth is asked for."""
+        return self.mode is Mode.SPECULATE or self.probe_left_s is not None
+
+    @property
+    def recent_wait_s(self) -> float:
+        return self.recent.waited_s / max(1, min(RECENT, self.recent.rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes; ``rows``: sessions that wait for them."""
+
+    steps: Sequence[float]
+    rows: int
+    worth: float = 1.0
+
+    @staticmethod
+    def of(beliefs: Beliefs, others: int, most: int) -> Prices:
+        return Prices(beliefs.costs.steps(others + 1, most), others + 1, beliefs.worth)
+
+    @property
+    def plain_s(self) -> float:
+        return self.steps[0]
+
+    def seconds(self, nodes: int, beside_s: float) -> float:
+        """Rule 1; ``beside_s``: waits and what they take from others."""
+        return self.steps[0] + self.worth * (self.rows * (self.steps[nodes] - self.steps[0]) + beside_s)
+
+    def best(self, expected: Sequence[float], least: int, floor: float, beside_s: float = 0.0) -> int:
+        """How many draft nodes gain most, where the best n give ``expected[n]`` tokens; 0: none gains more than
+        ``floor``."""
+        plain_s, base_s = self.steps[0], self.steps[0] + self.worth * beside_s
+        step, best, most = self.worth * self.rows, 0, len(expected) - 1
+        if most < least or (1 + expected[most]) * plain_s <= floor * (
+                base_s + step * (self.steps[least] - plain_s)):
+            return 0  # quickly, as a full house asks often
+        for nodes in range(least, most + 1):
+            gain = (1 + expected[nodes]) * plain_s / (base_s + step * (self.steps[nodes] - plain_s))
+            if gain > floor:
+                best, floor = nodes, gain
+        return best
+
+
+def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules,
+               acceptance: Acceptance | None = None) -> int:
+    """Of a tree that is there: what was waited for it is spent. 0: a plain step is better."""
+    wait_s = standing.recent_wait_s
+    floor = rules.leave_gain * prices.plain_s / prices.seconds(0, wait_s)
+    expected = (acceptance or standing.acceptance).expected(standing.most)
+    return prices.best(expected, standing.least, floor, wait_s + beliefs.latency.toll_s(prices.plain_s))
+
+
+def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
+    """Whether not even a drafter that nobody has seen would pay at this load."""
+    return not tree_nodes(prices, beliefs, standing, rules, standing.acceptance.fresh())
+
+
+def too_slow(plain_s: float, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
+    """Whether an exchange would be a loss with such a drafter: it is late, not wrong."""
+    tokens = 1 + standing.acceptance.fresh().tokens(standing.most)
+    return tokens * plain_s < rules.leave_gain * (plain_s + exchange_s(beliefs, rules))
+
+
+def exchange_s(beliefs: Beliefs, rules: Rules) -> float:
+    """An exchange's mean, within the limit; 0 while unknown."""
+    return min(beliefs.latency.mean_s or 0.0, rules.deadline_max_s)
+
+
+def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
+    """What all but a few exchanges stay below, within the limits."""
+    usual_s = beliefs.latency.usual_s(rules.deadline_max_s)
+    return min(max(usual_s, rules.deadline_min_s), rules.deadline_max_s)
+
+
+def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> int:
+    """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it."""
+    if not seen.chances or not standing.allowed or standing.probe_left_s is not None:
+        return 0
+    floor, reach = rules.lookup_gain, [0.0]
+    if nodes and seen.followed and standing.wants:
+        wait_s = standing.recent_wait_s if standing.recent.rounds else exchange_s(beliefs, rules)
+        beside_s = wait_s + beliefs.latency.toll_s(prices.plain_s)
+        tokens = 1 + standing.share * standing.acceptance.expected(standing.most)[nodes]
+        floor = max(floor, tokens * prices.plain_s / prices.seconds(nodes, beside_s))
+    for chance in seen.chances[: standing.most]:
+        reach.append(reach[-1] + chance)
+    return prices.best(reach, 1, floor)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Whether a tree that is asked for now is worth the wait for it."""
+
+    granted: bool
+    tries: bool = False  # it should not pay, and tells news
+    spends_s: float = 0.0
+
+
+def _wait(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, gain: float, rules: Rules) -> Wait:
+    latency = beliefs.latency
+    toll_s = latency.toll_s(prices.plain_s)
+    if standing.trying or (latency.mean_s is None and not toll_s):
+        return Wait(True, standing.trying)
+    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[nodes]) * prices.plain_s
+    if won_s >= gain * prices.seconds(nodes, (latency.mean_s or 0.0) + toll_s):
+        return Wait(True)
+    loses_s = latency.least_s(usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
+    tries = beliefs.purse.affords_wait(loses_s)
+    return Wait(tries, tries, loses_s if tries else 0.0)
+
+
+def _plain_loses_s(prices: Prices, standing: Standing) -> float:
+    """What a plain step in place of a drafted one takes longer for its token."""
+    return prices.plain_s * max(0.0, 1 - 1 / standing.recent.gain)
+
+
+def _enough(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing) -> float:
+    """Draft tokens from which a tree that is there is better than a whole one after an exchange; below, waiting gains
+    more tokens than the time would make. With others in the step a wait lasts until they are through, which is too
+    long for that: 0."""
+    mean_s = beliefs.latency.mean_s
+    if prices.rows > 1 or mean_s is None:
+        return 0.0
+    whole = standing.acceptance.expected(standing.most)[nodes]
+    return max(0.0, whole - (1 + whole) * mean_s / prices.steps[nodes])
+
+
+def _deadline_s(beliefs: Beliefs, standing: Standing, rules: Rules) -> float:
+    usual_s, left_s = usual_wait_s(beliefs, rules), standing.probe_left_s
+    if left_s is None:
+        return usual_s
+    return min(usual_s, max(left_s, rules.deadline_min_s)) if left_s > 0 else 0.0
+
+
+def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads: bool = False) -> Decision:
+    """The coming round. ``leads``: one more session may be grown ahead."""
+    prices = Prices.of(beliefs, seen.others, standing.most)
+    nodes = tree_nodes(prices, beliefs, standing, rules)
+    lookup = _lookup(prices, nodes, beliefs, standing, seen, rules)
+    plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
+    loses_s = _plain_loses_s(prices, standing) if plain else 0.0
+    plain = plain and beliefs.purse.left_s >= loses_s
+    drafts = standing.wants and not plain
+    wait = _asks(prices, nodes, beliefs, standing, seen, rules) if drafts else Wait(False)
+    if lookup and wait.tries:
+        wait = Wait(False)
+    # On the target's own cores, a tree that nobody waits for slows the step beside it.
+    asks = wait.granted if beliefs.latency.shared else standing.wants
+    verify = nodes if drafts else 0
+    want = verify if asks and not lookup else 0
+    waits = wait.granted and seen.followed and not (standing.idle or standing.silent)
+    return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
+                    bool(want and seen.grows_ahead and leads and not beliefs.latency.shared),
+                    _deadline_s(beliefs, standing, rules) if waits else 0.0,
+                    _enough(prices, nodes, beliefs, standing) if standing.wants and not lookup else 0.0,
+                    _why(lookup, plain, wait, standing, seen), loses_s if plain else wait.spends_s)
+
+
+def _asks(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> Wait:
+    if standing.probe_left_s is not None or standing.silent or not (seen.followed or beliefs.latency.shared):
+        return Wait(True)
+    if standing.idle:
+        return Wait(False)
+    if beliefs.latency.shared and beliefs.latency.load != prices.rows:  # all who run, not who is in this step
+        prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
+        nodes = tree_nodes(prices, beliefs, standing, rules)
+    return _wait(prices, nodes, beliefs, standing, rules.leave_gain if seen.followed else rules.enter_gain, rules)
+
+
+def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> bool:
+    if not seen.followed:
+        return asks
+    idle = beliefs.latency.shared and seen.unasked > rules.idle_tokens
+    return not idle and (standing.mode is not Mode.PLAIN or standing.wants)
+
+
+def _why(lookup: int, plain: bool, wait: Wait, standing: Standing, seen: Seen) -> Why:
+    rows: tuple[tuple[bool, Why], ...] = (
+        (not standing.allowed, "forbidden"), (lookup > 0, "prompt lookup"),
+        (standing.probe_left_s is not None, "a probe"), (plain, "measures plain"),
+        (not standing.wants or standing.idle > 0, "drafts do not pay"), (wait.tries, "tries a wait"),
+        (not seen.followed, "no drafter"), (not wait.granted, "too slow"))
+    return next((why for holds, why in rows if holds), "drafts pay")
