@@ -7,8 +7,9 @@ generator once.
 
 A round: from the commit of a verdict (``TargetWorker._commit`` after ``walk`` returned) to the growth that
 answers it, taken by the session. Counted are the engine threads of target and draft and the loop that has nothing but
-both ends of their stream. Of all rounds of the answer that asked for a tree, the median one by calls is shown. Whether
-drafting pays under a profiler is nobody's question: it does not stop.
+both ends of their stream; what an engine thread does after it has handed its frame over (counters, clients, the next
+schedule) is on nobody's way, as the other end is at work already. Of all rounds of the answer that asked for a tree,
+the median one by calls is shown. Whether drafting pays under a profiler is nobody's question: it does not stop.
 
 A request: from its first bytes to the first event on its socket. Counted are all threads but the draft's and that
 stream's; on the loop, tasks that were there before the request (looks at targets, metrics) are not.
@@ -45,7 +46,7 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import TargetSide
 from slipstream.wire.link import DraftLink
-from slipstream.wire.peers import DraftServicer
+from slipstream.wire.peers import DraftServicer, StreamPeer
 from slipstream.wire.server import GrpcServer
 from target_service.assembly import build as build_target
 
@@ -57,6 +58,8 @@ ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # at most: the goals
 # Where a round begins and ends. Whoever moves these functions names the new ones here.
 VERDICT = verify.walk.__code__
 TAKEN = TargetSide.receive.__code__
+HANDED_OVER = (DraftLink.send.__code__, StreamPeer.send.__code__)
+GOES_ON = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")
 
 Result = TypeVar("Result")
 
@@ -90,6 +93,7 @@ class Walked:
         """Loads the models and measures steps, unprofiled."""
         self._ways: tuple[Way, ...] = ()
         self._verdict = False  # one is there and not committed
+        self._handed_over = set[int]()  # engine threads that have
         threading.setprofile(self._see)
         self._stream, self._clients = Loop(), Loop()
         self._draft = build_draft(config)
@@ -148,6 +152,10 @@ class Walked:
             raise Unavailable(f"no answer: {body[:200]!r}")
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code in HANDED_OVER:
+            self._handed_over.add(threading.get_ident())
+        elif event == "call" and frame.f_code.co_qualname in GOES_ON:
+            self._handed_over.discard(threading.get_ident())
         for way in self._ways:
             way.see(frame, event)
 
@@ -168,7 +176,9 @@ class Walked:
         return any(isinstance(value, Growth) and value.base == side.base for value in frame.f_locals.values())
 
     def _of_a_round(self) -> bool:
-        return threading.get_ident() in {self._stream.ident, *self._deciding, *self._drafting}
+        thread = threading.get_ident()
+        return thread == self._stream.ident or (
+            thread in self._deciding | self._drafting and thread not in self._handed_over)
 
     def _came(self, frame: FrameType, event: str) -> bool:
         return event == "call" and frame.f_code.co_name == "data_received" and (

@@ -53,18 +53,29 @@ class StepCosts:
         self._update()
 
     def steps(self, rows: int, most: int) -> Sequence[float]:
-        """``cost`` of ``rows``, ``rows`` + 1, … ``rows`` + ``most`` rows."""
+        """Seconds that steps of ``rows``, ``rows`` + 1, … ``rows`` + ``most`` rows are expected to take."""
         known = self._steps.get((rows, most))
         if known is None:
-            known = self._steps[rows, most] = [self.cost(rows + more) for more in range(most + 1)]
+            known = self._steps[rows, most] = self._interpolated(rows, most)
         return known
 
     def cost(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take."""
-        if len(self._costs) == 1:
-            return self._costs[0]
-        low, share = self._place(rows)
-        return self._costs[low] + share * (self._costs[low + 1] - self._costs[low])
+        return self.steps(rows, 0)[0]
+
+    def _interpolated(self, rows: int, most: int) -> list[float]:
+        # Written out: it is made anew after each step.
+        points, costs = self._rows, self._costs
+        if len(points) == 1:
+            return costs * (most + 1)
+        low, last, found = max(0, bisect_right(points, rows) - 1), len(points) - 2, []
+        for count in range(rows, rows + most + 1):
+            while low < last and count >= points[low + 1]:
+                low += 1
+            low = min(low, last)
+            share = max(0.0, (count - points[low]) / (points[low + 1] - points[low]))
+            found.append(costs[low] + share * (costs[low + 1] - costs[low]))
+        return found
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step of ``rows`` rows took ``seconds``. What cannot be (not positive, not finite) is ignored."""
@@ -95,7 +106,7 @@ class StepCosts:
 class Acceptance:
     """How many of n draft nodes become tokens: the chance of each depth, given that the one above was accepted."""
 
-    __slots__ = ("_expected", "_hits", "_keep", "_per_level", "_reach", "_told", "_trials")
+    __slots__ = ("_expected", "_hits", "_keep", "_per_level", "_told", "_trials")
 
     def __init__(self, nodes_per_level: float = 1.0, told: Sequence[float] = (), keep: float = KEEP) -> None:
         """``told``: the chance of each depth as others have seen it; without it a guess."""
@@ -104,8 +115,7 @@ class Acceptance:
         self._per_level = nodes_per_level
         self._told = told
         self._keep = keep
-        self._reach: list[float] = []  # made when it is asked for
-        self._expected: list[float] = []
+        self._expected: list[float] = []  # made when it is asked for
 
     @property
     def known(self) -> bool:
@@ -129,23 +139,22 @@ class Acceptance:
         for level in range(min(accepted + 1, depth)):
             self._trials[level] = self._trials[level] * self._keep + 1.0
             self._hits[level] = self._hits[level] * self._keep + float(level < accepted)
-        self._reach, self._expected = [], []
+        self._expected = []
 
     def expected(self, most: int) -> Sequence[float]:
-        """Draft tokens expected of the best 0, 1, … ``most`` nodes."""
-        if len(self._expected) <= most:
-            self._expected = [self.tokens(nodes) for nodes in range(most + 1)]
+        """Draft tokens expected to be accepted of the best 0, 1, … ``most`` nodes."""
+        if len(self._expected) != most + 1:
+            reach, per_level = self._reached(), self._per_level
+            self._expected = []
+            for nodes in range(most + 1):
+                levels = min(nodes / per_level, float(DEPTHS))
+                whole = min(int(levels), DEPTHS - 1)
+                self._expected.append(reach[whole] + (levels - whole) * (reach[whole + 1] - reach[whole]))
         return self._expected
 
     def tokens(self, nodes: int) -> float:
-        """Draft tokens expected to be accepted when the best ``nodes`` nodes are verified."""
-        if not self._reach:
-            self._update()
-        levels = min(nodes / self._per_level, float(DEPTHS))
-        whole = int(levels)
-        if whole == DEPTHS:
-            return self._reach[DEPTHS]
-        return self._reach[whole] + (levels - whole) * (self._reach[whole + 1] - self._reach[whole])
+        """Of the best ``nodes`` nodes."""
+        return self.expected(nodes)[nodes]
 
     def _chances(self) -> list[float]:
         chance, chances = PRIOR, []
@@ -156,13 +165,14 @@ class Acceptance:
             chances.append(chance)
         return chances
 
-    def _update(self) -> None:
-        alive, total = 1.0, 0.0
-        self._reach = [0.0]
+    def _reached(self) -> list[float]:
+        # [DEPTHS + 1] tokens expected of a chain of so many nodes
+        alive, total, reach = 1.0, 0.0, [0.0]
         for chance in self._chances():
             alive *= chance
             total += alive
-            self._reach.append(total)
+            reach.append(total)
+        return reach
 
 
 @dataclass(slots=True)

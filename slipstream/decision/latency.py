@@ -20,20 +20,23 @@ class DraftLatency:
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
 
-    __slots__ = ("_seen", "load", "shared")
+    __slots__ = ("_known", "_load", "_seen", "shared")
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self.load = 1  # sessions that run
+        self._load = 1
         self._seen: dict[int, Latencies] = {}
+        self._known: Latencies | None = None  # of the present load, or of the next smaller one that was seen
 
     @property
-    def _known(self) -> Latencies | None:
-        return next((self._seen[level] for level in range(self._level, -1, -1) if level in self._seen), None)
+    def load(self) -> int:
+        """Sessions that run."""
+        return self._load
 
-    @property
-    def _level(self) -> int:
-        return self.load.bit_length() if self.shared else 0
+    @load.setter
+    def load(self, sessions: int) -> None:
+        self._load = sessions
+        self._look_up()
 
     @property
     def mean_s(self) -> float | None:
@@ -53,13 +56,22 @@ class DraftLatency:
         device of their own."""
         if not self.shared:
             return 0.0
-        return (self.load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
+        return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
 
     def observe(self, seconds: float) -> None:
-        self._seen.setdefault(self._level, Latencies()).observe(seconds)
+        self._seen.setdefault(self._level(), Latencies()).observe(seconds)
+        self._look_up()
 
     def forget(self) -> None:
         self._seen.clear()
+        self._known = None
+
+    def _level(self) -> int:
+        return self._load.bit_length() if self.shared else 0
+
+    def _look_up(self) -> None:
+        seen = [level for level in self._seen if level <= self._level()]
+        self._known = self._seen[max(seen)] if seen else None
 
 
 class Latencies:
