@@ -15,7 +15,7 @@ import pytest
 from draft_service.assembly import assemble
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.decision.policy import StepCosts
+from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
