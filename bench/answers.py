@@ -83,8 +83,9 @@ def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
         right, plain_rate = _asked(plain, subject.prompts, 0, Tally())
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
         for name, fields in subject.drafters:
-            section = DraftSection.model_validate({"dtype": dtype, "device": device, "slots": 2 * slots, **fields})
-            rounds, tally = Rounds(runner, create(section, model), subject.max_tokens, temperature), Tally()
+            section = DraftSection.model_validate({"dtype": dtype, "device": device, **fields})
+            drafter, tally = create(section, model, 2 * slots), Tally()
+            rounds = Rounds(runner, drafter, subject.max_tokens, temperature)
             nodes = section.growth.num_draft_tokens
             rounds.answer(subject.prompts[:1], nodes, Tally())
             _warm(runner)  # a drafter that reads states has graphs of its own

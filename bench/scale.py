@@ -73,12 +73,12 @@ async def deployed(targets: int, drafts: int, timing: Timing) -> AsyncIterator[R
     file = str(timing.save(LOGS / "scale.json"))
 
     def process(role: str, number: int, *own: str) -> Process:
-        return service(role, f"scale-{role}-{number}", LOGS, (f"{role}.max_sessions=512", f"{role}.slots=262144", *own),
+        return service(role, f"scale-{role}-{number}", LOGS, (f"{role}.max_sessions=512", *own),
                        "bench.timed_service", (role, file))
 
     pods = [process("draft", i) for i in range(drafts)]
     known = f"target.drafts={[pod.address for pod in pods]}"
-    fronts = [process("target", i, known) for i in range(targets)]
+    fronts = [process("target", i, known, "target.slots=262144") for i in range(targets)]
     rig = Rig(fronts, pods, [TargetClient(front.address) for front in fronts])
     try:
         for part in (*rig.drafts, *rig.targets):

@@ -29,10 +29,10 @@ WHOLE = load(None, WHOLE_TREES).target.policy
 
 @asynccontextmanager
 async def served(folder: Path, draft: Path, policy: PolicySection, shape: GrowthSection) -> AsyncIterator[Rig]:
-    section = DraftSection(drafter="standalone", model=str(draft), dtype="float64", slots=2048, growth=shape)
+    section = DraftSection(drafter="standalone", model=str(draft), dtype="float64", growth=shape)
     async with AsyncExitStack() as stack:
         rig = await stack.enter_async_context(target(folder, policy))
-        drafter = create(section, ModelSection(path=str(folder), dtype="float64"))
+        drafter = create(section, ModelSection(path=str(folder), dtype="float64"), 2048)
         await stack.enter_async_context(local_link(rig, await stack.enter_async_context(drafting(drafter))))
         yield rig
 

@@ -44,9 +44,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def drafter(kind: str, folders: dict[str, Path], with_compile: bool) -> Drafter:
-    section = DraftSection(drafter=kind, model=str(folders[kind]), dtype="float64", slots=512, compile=with_compile,
+    section = DraftSection(drafter=kind, model=str(folders[kind]), dtype="float64", compile=with_compile,
                            growth=GrowthSection(num_steps=3, topk=2, num_draft_tokens=6))
-    return create(section, ModelSection(path=str(folders["target"]), dtype="float64"))
+    return create(section, ModelSection(path=str(folders["target"]), dtype="float64"), 512)
 
 
 async def drafted(folders: dict[str, Path], kind: str, with_compile: bool) -> dict[str, list[int]]:
@@ -103,8 +103,8 @@ WITHOUT = """
 import sys
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.drafting import create
-drafter = create(DraftSection(drafter="standalone", model=sys.argv[1], dtype="float64", slots=64, compile=True),
-                 ModelSection(path=sys.argv[1]))
+drafter = create(DraftSection(drafter="standalone", model=sys.argv[1], dtype="float64", compile=True),
+                 ModelSection(path=sys.argv[1]), 64)
 print("drafter", drafter.name)
 """
 

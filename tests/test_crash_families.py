@@ -59,9 +59,9 @@ def halves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def drafter(heads: dict[str, Path], kind: str, target_folder: Path, dtype: str, slots: int = 2500) -> Drafter:
-    section = DraftSection(drafter=kind, model=str(heads[kind]), dtype=dtype, slots=slots,
+    section = DraftSection(drafter=kind, model=str(heads[kind]), dtype=dtype,
                            growth=GrowthSection(num_steps=3, topk=2, num_draft_tokens=5))
-    return create(section, ModelSection(path=str(target_folder)))
+    return create(section, ModelSection(path=str(target_folder)), slots)
 
 
 def tokens_of(pieces: list[Piece]) -> list[int]:

@@ -36,11 +36,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         made["standalone", window] = write_tiny_model(place / "draft", noise=0.1, **room)
         made["eagle3", window] = write_eagle_folder(place / "head", eagle_config(**room))
 
-    def make(knobs: dict[str, object], window: int = WINDOWS[0]) -> Drafter:
+    def make(knobs: dict[str, object], window: int = WINDOWS[0], num_slots: int = 0) -> Drafter:
         kind = str(knobs["drafter"])
         section = {"model": str(made.get((kind, window), "")), "dtype": "float32", **knobs}
         model = ModelSection(path=str(made["mimo", window])) if kind == "mtp" else target
-        return create(DraftSection.model_validate(section), model)
+        return create(DraftSection.model_validate(section), model, num_slots)
 
     return make
 
@@ -121,8 +121,8 @@ class Population:
 @pytest.mark.parametrize("kind", KINDS)
 def test_growth_is_valid_and_slots_come_back(make: Make, kind: str, slots: int, topk: int, window: int,
                                              seed: int) -> None:
-    drafter = make({"drafter": kind, "slots": slots, "max_sessions": 5,
-                    "growth": {"topk": topk, "num_steps": 3, "num_draft_tokens": 10}}, window)
+    drafter = make({"drafter": kind, "max_sessions": 5,
+                    "growth": {"topk": topk, "num_steps": 3, "num_draft_tokens": 10}}, window, slots)
     population = Population(drafter, seed)
     for _ in range(120):
         what = population.rng.choices([population.open, population.commit, population.grow, population.close],
@@ -136,7 +136,7 @@ def test_growth_is_valid_and_slots_come_back(make: Make, kind: str, slots: int, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_drafter_declares(make: Make, kind: str) -> None:
-    drafter = make({"drafter": kind, "max_sessions": 3, "slots": 100})
+    drafter = make({"drafter": kind, "max_sessions": 3}, num_slots=100)
     assert drafter.name == kind and drafter.max_sessions == 3 and drafter.max_context > 0
     assert 1 <= drafter.max_nodes <= 63
     assert drafter.vocab_size == (0 if kind == "ngram" else VOCAB)

@@ -131,10 +131,11 @@ def test_a_draft_in_fp8_grows_trees(tmp_path: Path, kind: str) -> None:
     model = ModelSection(path=str(target))
 
     def drafter(**settings: object) -> Drafter:
-        section = DraftSection.model_validate({"model": str(head), "quantize": "fp8", "slots": 400, "drafter": kind,
+        section = DraftSection.model_validate({"model": str(head), "quantize": "fp8", "drafter": kind,
                                                **settings})
-        return {"standalone": lambda: load_standalone(section, model), "eagle3": lambda: load_eagle(section, model),
-                "eagle2": lambda: load_eagle2(section, model)}[kind]()
+        return {"standalone": lambda: load_standalone(section, model, 400),
+                "eagle3": lambda: load_eagle(section, model, 400),
+                "eagle2": lambda: load_eagle2(section, model, 400)}[kind]()
 
     eight = drafter()
     eight.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])

@@ -269,9 +269,9 @@ def test_a_draft_of_whole_numbers_grows_trees(tmp_path: Path, kind: str) -> None
 
     def grown(quantize: str = "int8", kernels: str = "auto", **settings: Any) -> list[int]:
         model = ModelSection.model_validate({"path": str(target), "kernels": kernels})
-        section = DraftSection.model_validate({"model": str(head), "quantize": quantize, "slots": 400,
+        section = DraftSection.model_validate({"model": str(head), "quantize": quantize,
                                                "drafter": kind, **settings})
-        drafter = (load_standalone if kind == "standalone" else load_eagle)(section, model)
+        drafter = (load_standalone if kind == "standalone" else load_eagle)(section, model, 400)
         drafter.open([Open(1, np.array(TEXT, np.int32), len(TEXT), Sampling())])
         if drafter.features is not None:
             count = len(TEXT) - 1

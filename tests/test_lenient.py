@@ -108,9 +108,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def drafter(folder: Path, target_folder: Path) -> Drafter:
-    section = DraftSection(drafter="standalone", model=str(folder), dtype="float64", slots=2048,
+    section = DraftSection(drafter="standalone", model=str(folder), dtype="float64",
                            growth=GrowthSection(num_steps=3, topk=2, num_draft_tokens=6))
-    return SwitchableDrafter(create(section, ModelSection(path=str(target_folder), dtype="float64")), VOCAB)
+    return SwitchableDrafter(create(section, ModelSection(path=str(target_folder), dtype="float64"), 2048), VOCAB)
 
 
 async def answers(folders: tuple[Path, Path], sampling: Sampling, drafted: bool,

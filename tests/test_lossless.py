@@ -74,8 +74,8 @@ def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
     head = {"mapped": "eagle2"}.get(kind, kind)
     name = head if head in ("eagle2", "eagle3") else "standalone"
     made = create(DraftSection(drafter=name, model=str(folders[head]),
-                               token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64", slots=2048,
-                               growth=growth), model)
+                               token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64",
+                               growth=growth), model, 2048)
     return SwitchableDrafter(made, VOCAB) if kind == "noisy" else made
 
 

@@ -154,9 +154,9 @@ def test_the_order_of_concatenation(kind: str, half: int, tmp_path: Path) -> Non
 
 
 def make(kind: str, folders: dict[str, Path], token_map: str = "", **growth: int) -> Drafter:
-    section = DraftSection(drafter="mtp", dtype="float64", slots=600, token_map=token_map,
+    section = DraftSection(drafter="mtp", dtype="float64", token_map=token_map,
                            growth=GrowthSection.model_validate(growth))
-    return create(section, ModelSection(path=str(folders[kind])))
+    return create(section, ModelSection(path=str(folders[kind])), 600)
 
 
 def opening(tokens: Sequence[int], sampling: Sampling | None = None) -> Open:
@@ -203,8 +203,8 @@ def test_trees_follow_the_committed_states(kind: str, topk: int, steps: int, nod
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_heads_draft_from_other_dtypes(kind: str, folders: dict[str, Path]) -> None:
     """The head's dtype is its own; the wire's is what it asks the target for."""
-    section = DraftSection(drafter="mtp", dtype="bfloat16", slots=100)
-    drafter = create(section, ModelSection(path=str(folders[kind])))
+    section = DraftSection(drafter="mtp", dtype="bfloat16")
+    drafter = create(section, ModelSection(path=str(folders[kind])), 100)
     assert drafter.features is not None and drafter.features.dtype == "bfloat16"
     drafter.open([opening(range(6), Sampling(temperature=1.0, seed=3))])
     rows = states_of(5, 1).to(torch.bfloat16).view(torch.int16).numpy().tobytes()

@@ -69,9 +69,9 @@ def tokens_of(pieces: list[Piece]) -> list[int]:
 
 @asynccontextmanager
 async def joined(rig: Rig, pair: Pair, fate: str) -> AsyncIterator[None]:
-    section = DraftSection(drafter="mtp", dtype="float64", slots=1024,
+    section = DraftSection(drafter="mtp", dtype="float64",
                            growth=GrowthSection(num_steps=4, topk=2, num_draft_tokens=8))
-    async with drafting(create(section, ModelSection(path=str(pair.folder), dtype="float64"))) as peers:
+    async with drafting(create(section, ModelSection(path=str(pair.folder), dtype="float64"), 1024)) as peers:
         if fate == "grpc":
             async with grpc_link(rig, peers):
                 yield

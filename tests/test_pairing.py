@@ -37,8 +37,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafter(kind: str, folder: Path, model: Path) -> Drafter:
-    section = DraftSection(drafter=kind, model=str(model), dtype="float64", slots=2048, growth=GROWTH)
-    return create(section, ModelSection(path=str(folder), dtype="float64"))
+    section = DraftSection(drafter=kind, model=str(model), dtype="float64", growth=GROWTH)
+    return create(section, ModelSection(path=str(folder), dtype="float64"), 2048)
 
 
 @pytest.mark.parametrize(("agreed", "rounds"), [(0, 1), (0, 64), (3, 64), (5, 300), (150, 300), (64, 64)])

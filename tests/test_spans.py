@@ -74,7 +74,7 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
         "model": {"path": str(tiny_folder), "dtype": "float32", "threads": 1},
         "log": {"level": "warning", "spans": f"http://127.0.0.1:{collector}"},
         "draft": {"listen": f"127.0.0.1:{draft}", "metrics_listen": "127.0.0.1:0", "drafter": "standalone",
-                  "model": str(tiny_draft_folder), "dtype": "float32", "slots": 512},
+                  "model": str(tiny_draft_folder), "dtype": "float32"},
         "target": {"listen": f"127.0.0.1:{target}", "metrics_listen": "127.0.0.1:0", "slots": 2048,
                    "drafts": [f"127.0.0.1:{draft}"], "policy": STUBBORN.model_dump(), "prompt_lookup": False},
         "router": {"listen": f"127.0.0.1:{http}", "grpc_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0",

@@ -35,11 +35,11 @@ class Stack:
 @asynccontextmanager
 async def stack(folder: Path, draft_folder: Path) -> AsyncIterator[Stack]:
     """The services on free loopback ports; the drafter is the target with a little noise."""
-    section = DraftSection(drafter="standalone", model=str(draft_folder), dtype="float64", slots=4096,
+    section = DraftSection(drafter="standalone", model=str(draft_folder), dtype="float64",
                            growth=GrowthSection(num_steps=4, topk=2, num_draft_tokens=8))
     async with AsyncExitStack() as opened:
         rig = await opened.enter_async_context(target(folder, STUBBORN, slots=4096))
-        drafter = create(section, ModelSection(path=str(folder), dtype="float64"))
+        drafter = create(section, ModelSection(path=str(folder), dtype="float64"), 4096)
         peers = await opened.enter_async_context(drafting(drafter))
         await opened.enter_async_context(grpc_link(rig, peers))
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(rig.service)])

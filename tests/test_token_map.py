@@ -95,12 +95,12 @@ def test_a_mapped_model_has_the_columns_of_the_whole_one(tmp_path: Path, tied: b
 
 def section(folder: Path, kind: str, token_map: str = "") -> DraftSection:
     growth = GrowthSection(num_steps=2, topk=3, num_draft_tokens=6)
-    return DraftSection(drafter=kind, model=str(folder), dtype="float64", slots=64, growth=growth, token_map=token_map)
+    return DraftSection(drafter=kind, model=str(folder), dtype="float64", growth=growth, token_map=token_map)
 
 
 def children(folder: Path, token_map: str = "") -> dict[int, float]:
     """What a standalone drafter proposes below the root, with scores."""
-    drafter = create(section(folder, "standalone", token_map), ModelSection())
+    drafter = create(section(folder, "standalone", token_map), ModelSection(), 64)
     drafter.open([Open(1, np.array(list(b"the cat"), np.int32), 7, Sampling())])
     return {path[0]: score for path, score in scored_paths(drafter.grow([1], [6])[0]).items() if len(path) == 1}
 
@@ -129,14 +129,14 @@ def test_settings_reach_the_drafters(tmp_path: Path, tiny_folder: Path) -> None:
     path = str(as_json(tmp_path))
     model = ModelSection(path=str(tiny_folder))
     head = write_eagle2_folder(tmp_path / "head")
-    drafter = create(section(head, "eagle2", path), model)
+    drafter = create(section(head, "eagle2", path), model, 64)
     assert (drafter.name, drafter.vocab_size, drafter.hidden_size) == ("eagle2", VOCAB, 48)
     with pytest.raises(ModelError, match=r"draft.token_map: .*2 token ids, expected at least 3"):
-        create(section(head, "eagle2", str(as_json(tmp_path, [1, 2]))), model)
+        create(section(head, "eagle2", str(as_json(tmp_path, [1, 2]))), model, 64)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "ngram"])
 def test_a_map_that_would_be_ignored_is_an_error(tmp_path: Path, tiny_folder: Path, kind: str) -> None:
     head = write_eagle_folder(tmp_path / "head")
     with pytest.raises(ConfigError, match=r"draft\.token_map: an .*leave it out"):
-        create(section(head, kind, str(as_json(tmp_path))), ModelSection(path=str(tiny_folder)))
+        create(section(head, kind, str(as_json(tmp_path))), ModelSection(path=str(tiny_folder)), 64)

@@ -28,8 +28,8 @@ def runner(folder: Path) -> ModelRunner:
 
 
 def drafter(folder: Path, model: Path, growth: GrowthSection, kind: str = "standalone") -> NeuralDrafter:
-    section = DraftSection(drafter=kind, model=str(model), dtype="float64", slots=1024, growth=growth)
-    made = create(section, ModelSection(path=str(folder), dtype="float64"))
+    section = DraftSection(drafter=kind, model=str(model), dtype="float64", growth=growth)
+    made = create(section, ModelSection(path=str(folder), dtype="float64"), 1024)
     assert isinstance(made, NeuralDrafter)
     return made
 

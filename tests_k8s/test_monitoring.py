@@ -49,7 +49,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
     tls = issue(authority(folder / "ca"), "all", days=90)
     draft = write_tiny_model(folder / "draft", noise=0.05)
     settings = (f"model.path={write_tiny_model(folder / 'tiny')}", "router.model_name=tiny",
-                "draft.drafter=standalone", f"draft.model={draft}", "draft.dtype=float32", "draft.slots=2048",
+                "draft.drafter=standalone", f"draft.model={draft}", "draft.dtype=float32",
                 "draft.growth.num_steps=4", "draft.growth.topk=2", f"wire.tls.certificate={tls.certificate}",
                 f"wire.tls.key={tls.key}", f"wire.tls.authority={tls.authority}")
     async with AsyncExitStack() as opened:

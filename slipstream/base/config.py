@@ -74,7 +74,6 @@ class DraftSection(Section):
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     max_sessions: int = Field(256, ge=1)
-    slots: int = Field(0, ge=0, description="KV slots of the draft model; 0: sized from max_sessions and memory")
     run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
                                                        "verifies; 0: one growth a commit")
     growth: GrowthSection = GrowthSection()

@@ -220,7 +220,7 @@ def _pairing(config: Config) -> list[Check]:
         folder = resolve(model.path)
         prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
         slots = slots_needed(prompts, CHECK_TOKENS)
-        drafter = create(draft.model_copy(update={"slots": 2 * slots, "compile": False}), model)
+        drafter = create(draft.model_copy(update={"compile": False}), model, 2 * slots)
         runner = ModelRunner(load_model(folder, model), slots)
         tally = Tally()
         Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)

@@ -76,11 +76,11 @@ def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequenc
     section = config.model
     torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
-    draft = config.draft.model_copy(update={"growth": largest(all_), "slots": config.draft.slots or 2 * slots})
+    draft = config.draft.model_copy(update={"growth": largest(all_)})
     runner = ModelRunner(load_model(resolve(section.path), section), slots)
     if isinstance(runner.model, NativeDecoder):
         torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
-    drafter = create(draft, section)
+    drafter = create(draft, section, 2 * slots)
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

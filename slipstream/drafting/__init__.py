@@ -15,8 +15,9 @@ NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
                 "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}
 
 
-def create(section: DraftSection, model: ModelSection) -> Drafter:
+def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
     """The drafter that ``section`` asks for; ``model`` is the target's section (heads read its config and embedding).
+    num_slots: of its KV; 0: sized from ``max_sessions`` and memory.
 
     Raises ConfigError when no draft model is named, ModelError when it cannot be used or does not fit the target.
     """
@@ -28,17 +29,17 @@ def create(section: DraftSection, model: ModelSection) -> Drafter:
     if section.drafter == "mtp":
         from slipstream.drafting.loading import load_mtp
 
-        return load_mtp(section, model)
+        return load_mtp(section, model, num_slots)
     if not section.model:
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
     if section.drafter == "standalone":
         from slipstream.drafting.loading import load_standalone
 
-        return load_standalone(section, model)
+        return load_standalone(section, model, num_slots)
     if section.drafter == "eagle2":
         from slipstream.drafting.loading import load_eagle2
 
-        return load_eagle2(section, model)
+        return load_eagle2(section, model, num_slots)
     from slipstream.drafting.loading import load_eagle
 
-    return load_eagle(section, model)
+    return load_eagle(section, model, num_slots)

@@ -43,7 +43,7 @@ from slipstream.observe.log import logger
 N = TypeVar("N", bound=Network)
 
 
-def load_standalone(section: DraftSection, target: ModelSection) -> Drafter:
+def load_standalone(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
     """A drafter over the model folder or name in ``section.model``; of ``target`` only ``kernels`` counts. Raises
     ModelError."""
     folder = resolve(section.model)
@@ -56,13 +56,14 @@ def load_standalone(section: DraftSection, target: ModelSection) -> Drafter:
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
-    return _drafter(section, StandaloneNetwork(ModelRunner(model, _num_slots(section, config)), vocabulary))
+    runner = ModelRunner(model, num_slots or _num_slots(section, config))
+    return _drafter(section, StandaloneNetwork(runner, vocabulary))
 
 
-def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
+def load_eagle(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
     """A drafter over the EAGLE-3 head in ``section.model`` for the target in ``model.path``. Raises ModelError."""
     head = read_head(resolve(section.model), resolve(model.path))
-    device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
     _check_int8(section, model)
     ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
             else _kernels(model))
@@ -76,7 +77,7 @@ def load_eagle(section: DraftSection, model: ModelSection) -> Drafter:
                     else _graphs(section, network) if spare else None)
 
 
-def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
+def load_eagle2(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
     """A drafter over the EAGLE-1 or EAGLE-2 head in ``section.model`` for the target in ``model.path``. Raises
     ModelError."""
     if section.quantize == "int8":
@@ -84,14 +85,14 @@ def load_eagle2(section: DraftSection, model: ModelSection) -> Drafter:
     target = resolve(model.path)
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
-    device, num_slots = device_of(section.device), _num_slots(section, head.config)
+    device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, ops=ops), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
 
-def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
+def load_mtp(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
     """A drafter over the multi-token prediction head in ``section.model``, or (empty) in the target's own folder, for
     the target in ``model.path``. Raises ModelError."""
     if section.quantize not in ("auto", "none"):
@@ -102,7 +103,7 @@ def load_mtp(section: DraftSection, model: ModelSection) -> Drafter:
 
     def build(ops: LayerOps) -> Network:
         blocks = mtp_blocks(head, section.dtype, section.device, ops)
-        return MtpNetwork(head, blocks, section.dtype, _num_slots(section, blocks.config), vocabulary)
+        return MtpNetwork(head, blocks, section.dtype, num_slots or _num_slots(section, blocks.config), vocabulary)
 
     if head.layout.own_kind:
         if section.compile:
@@ -157,7 +158,7 @@ def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
 
 
 def _num_slots(section: DraftSection, config: ModelConfig) -> int:
-    return section.slots or default_slots(config, dtype_of(section.dtype), section.max_sessions, device=section.device)
+    return default_slots(config, dtype_of(section.dtype), section.max_sessions, device=section.device)
 
 
 def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:

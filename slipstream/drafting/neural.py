@@ -238,8 +238,7 @@ class NeuralDrafter:
         try:
             return self._network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
         except torch.OutOfMemoryError as error:
-            raise DeviceFull("the draft's device has no memory for this step; lower draft.slots or "
-                             "draft.max_sessions") from error
+            raise DeviceFull("the draft's device has no memory for this step; lower draft.max_sessions") from error
 
     def _alloc(self, count: int) -> Indices | None:
         try:

@@ -57,10 +57,10 @@ def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tok
     model = ModelSection(path=str(target), dtype=dtype, device=device)
     worth = []
     for shape, growth in SHAPES.items():
-        section = DraftSection(drafter="eagle3", model=str(head), dtype=dtype, device=device,
-                               slots=max(SLOTS, slots), growth=growth)
+        section = DraftSection(drafter="eagle3", model=str(head), dtype=dtype, device=device, growth=growth)
         tally = Tally()
-        Rounds(runner, create(section, model), max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
+        drafter = create(section, model, max(SLOTS, slots))
+        Rounds(runner, drafter, max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
         found = tally.acceptance
         worth.append(Worth(shape, found.length, tuple(found.by_depth), found.rounds))
     return worth
