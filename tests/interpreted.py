@@ -72,26 +72,26 @@ def against_float64() -> None:
     operations, base = triton_operations(), config_of(TINY)
     dice = torch.Generator().manual_seed(SEED)
     for dtype in DTYPES:
-        step = torch.finfo(dtype).eps
+        eps = torch.finfo(dtype).eps
         x, added = (torch.randn(7, 777, generator=dice).to(dtype) for _ in range(2))
         weight = torch.randn(777, generator=dice).to(dtype)
         total, normed = operations.add_norm(x, added, weight, 1e-5)
-        assert bool(((total.double() - x.double() - added.double()).abs() <= step / 2 * total.double().abs()).all())
+        assert bool(((total.double() - x.double() - added.double()).abs() <= eps / 2 * total.double().abs()).all())
         right = rms_norm(total.double(), weight.double(), 1e-5)
-        assert bool(((normed.double() - right).abs() <= 0.51 * step * right.abs() + 1e-30).all()), SEED
+        assert bool(((normed.double() - right).abs() <= 0.51 * eps * right.abs() + 1e-30).all()), SEED
         gate_up = 4 * torch.randn(7, 2 * 555, generator=dice).to(dtype)
         gate, up = gate_up.double().chunk(2, -1)
         right, found = torch.nn.functional.silu(gate) * up, operations.silu_mul(gate_up).double()
-        assert bool(((found - right).abs() <= 1.05 * step * right.abs() + torch.finfo(dtype).tiny).all()), SEED
+        assert bool(((found - right).abs() <= 1.05 * eps * right.abs() + torch.finfo(dtype).tiny).all()), SEED
         config = replace(base, head_dim=96)
         rows, slots = torch.randn(7, 5, 96, generator=dice).to(dtype), torch.arange(7)
         step = Step(slots * 31, slots, Rope(config, dtype, CPU), lambda q, _kv: q)
         kv = torch.zeros(7, 2, 1, 96, dtype=dtype)
         found = operations.place(rows, Heads(3, 1, 96, None, None, 1e-5), step, kv).double()
         right = rows.double() * step.cos.double() + rows.double().roll(48, -1) * step.sin.double()
-        near = 1.01 * step * rows[:, :3].double().abs().amax(-1, keepdim=True)
+        near = 1.01 * eps * rows[:, :3].double().abs().amax(-1, keepdim=True)
         assert bool(((found - right[:, :3]).abs() <= near).all()), SEED
-        near = 1.01 * step * rows[:, 3:4].double().abs().amax(-1, keepdim=True)
+        near = 1.01 * eps * rows[:, 3:4].double().abs().amax(-1, keepdim=True)
         assert bool(((kv[:, 0].double() - right[:, 3:4]).abs() <= near).all()), SEED
         assert torch.equal(kv[:, 1], rows[:, 4:])
 
