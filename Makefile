@@ -92,13 +92,13 @@ bench-network: setup  ## schedules against round trips, on timed devices between
 # On a machine without .venv: its own python3, and what gpu-bundle brought.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=build/gpu-bundle/site python3)
 
-gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode" ARGS="--out folder --model folder"; no network)
+gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode" ARGS="--out folder --model smollm2-135m"; no network)
 	@if [ -f build/gpu-bundle/flashinfer.tar.gz ] && [ ! -d build/gpu-bundle/site/flashinfer ]; then \
 		tar xzf build/gpu-bundle/flashinfer.tar.gz -C build/gpu-bundle/site; fi
 	$(GPU_PYTHON) -m bench.gpu $(if $(STAGES),--stages "$(STAGES)") $(ARGS)
 
 gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, into build/gpu-bundle (ARGS="--model --flashinfer": the model and prebuilt kernels too)
-	$(BIN)/python -m bench.gpu_bundle $(ARGS)
+	$(BIN)/python -m bench.gpu.bundle $(ARGS)
 
 walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
 	$(BIN)/python -m bench.walk $(ARGS)

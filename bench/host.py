@@ -21,6 +21,7 @@ import torch
 from rich.progress import track
 
 from bench.exchange import Echo, exchanges, serve
+from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
@@ -29,7 +30,7 @@ from slipstream.decision.policy import SpeculationPolicy
 from slipstream.decision.record import Round, Seen
 from slipstream.drafting.tree import Children, GrowingTree
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.sampling import ChoiceRows, choose, rank
+from slipstream.engine.sampling import choose, rank
 from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.verify import walk
@@ -44,28 +45,13 @@ from slipstream.wire.codec import (
 VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT = 49_152, 12_288, 576, 256
 LEVELS, TOPK, NODES = 3, 4, 8
 ACCEPTED = 2
-STEEPNESS = 1.3  # of the fall from the likeliest token to the next
 MAX_BYTES = 1 << 22
 FEATURES = FeatureSpec((1,), HIDDEN, "bfloat16")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", HIDDEN, 30, 8192)
 ECHO = (sys.executable, "-m", "bench.host", "--echo")
 LIMITS = FrameLimits(VOCAB, 8192, feature_width=HIDDEN, feature_dtype="bfloat16")
-SAMPLINGS = {"greedy": Sampling(), "T = 1": Sampling(temperature=1.0, seed=7),
-             "T = 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=7)}
 
 Part = Callable[[], object]
-
-
-def zipf_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
-    """float32 [rows, vocab]"""
-    dice = torch.Generator().manual_seed(seed)
-    ranks = torch.stack([torch.randperm(vocab, generator=dice) for _ in range(rows)])
-    return -STEEPNESS * torch.log1p(ranks.float()) + 0.1 * torch.randn(rows, vocab, generator=dice)
-
-
-def choice_rows(sampling: Sampling, rows: int) -> ChoiceRows:
-    positions = range(CONTEXT, CONTEXT + rows)
-    return ChoiceRows(sampling, range(rows), positions, range(rows), None, [()] * rows)
 
 
 def children(count: int, seed: int) -> list[Children]:

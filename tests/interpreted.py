@@ -11,8 +11,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from bench.exactness import Subject, random_words
-from bench.shapes import TINY, config_of, decoder_shapes, random_tensors
+from bench.gpu.exactness import Subject, random_words
+from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from bench.exactness import Subject, random_words
-from bench.shapes import TINY, config_of, decoder_shapes, random_tensors
+from bench.gpu.exactness import Subject, random_words
+from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_attention

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu
-from bench.exactness import Subject, Weights, scripted, sweep
-from bench.gpu import STAGES, main, run
-from bench.shapes import LLAMA_8B, TINY, config_of, decoder_shapes, head_bytes, random_tensors, read_bytes
-from bench.stage import Finding, Given
+import bench.gpu.__main__ as gpu
+from bench.gpu.__main__ import STAGES, main, run
+from bench.gpu.exactness import Subject, Weights, scripted, sweep
+from bench.gpu.shapes import LLAMA_8B, TINY, config_of, decoder_shapes, head_bytes, random_tensors, read_bytes
+from bench.gpu.stage import Finding, Given
 from slipstream.engine.decoder import Decoder
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
@@ -44,7 +44,7 @@ def test_a_stage_that_fails_loses_only_itself(tmp_path: Path, monkeypatch: pytes
 
 
 def test_stages_that_come_too_late_are_named(tmp_path: Path) -> None:
-    assert [row["what"] for row in run(["info", "head"], GIVEN, tmp_path, -1.0)] == ["not run", "not run"]
+    assert [row["what"] for row in run(["info", "tree"], GIVEN, tmp_path, -1.0)] == ["not run", "not run"]
 
 
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_bundle import PACKAGES, join, pinned, split
-from bench.gpu_kernels import FLASHINFER, wanted
+from bench.gpu.bundle import FLASHINFER, PACKAGES, pinned, wanted
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
 
@@ -20,19 +19,6 @@ def test_every_package_is_pinned_by_the_lock_file() -> None:
 
 def test_names_are_compared_as_pip_does() -> None:
     assert pinned("Typing_Extensions==4.1\n", ["typing-extensions"]) == ["typing-extensions==4.1"]
-
-
-def test_parts_make_the_file_again(tmp_path: Path) -> None:
-    source = tmp_path / "model.gguf"
-    source.write_bytes(bytes(range(256)) * 11)
-    parts = split(source, tmp_path / "parts", 1000)
-    assert [part.stat().st_size for part in parts] == [1000, 1000, 816]
-    assert join(tmp_path / "parts", "model.gguf", tmp_path / "site" / "again").read_bytes() == source.read_bytes()
-
-
-def test_missing_parts_say_how_to_make_them(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="make gpu-bundle"):
-        join(tmp_path, "model.gguf", tmp_path / "again")
 
 
 def test_of_flashinfer_go_python_and_the_templates_of_one_kernel(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.shapes import LLAMA_8B, config_of
+from bench.gpu.shapes import LLAMA_8B, config_of
 from slipstream.base.errors import ConfigError
 from slipstream.engine.memory import Memory, slot_bytes, step_bytes
 from slipstream.observe.log import refuse_private

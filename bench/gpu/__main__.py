@@ -1,4 +1,4 @@
-"""``make gpu``: is a device's engine right, and how far is it from what the device's memory allows?
+"""``make gpu``: the stages, one after the other, and a table of what they found.
 
 Stages run one after the other, each by itself: one that fails loses nothing of the others. All of it takes minutes on a
 GPU and needs no network. Numbers come as they are found; a table of all stands at the end, and ``gpu.json`` in the
@@ -21,16 +21,13 @@ from pathlib import Path
 
 import torch
 
-from bench.answers import answers_stage
-from bench.exactness import logits_stage, padding_stage
-from bench.fused import fused_stage
-from bench.pace import choose_stage, decode_stage, fp8_stage, head_stage
-from bench.paged import graphs_stage, kernel_stage
-from bench.ranks import ranks_stage
+from bench.gpu.answers import answers_stage
+from bench.gpu.exactness import graphs_stage, kernel_stage, logits_stage, padding_stage, ranks_stage
+from bench.gpu.pace import choose_stage, decode_stage, fp8_stage, fused_stage, tree_stage
+from bench.gpu.stage import Finding, Given, copy_rate, free, seconds
 from bench.report import Row, save, write
-from bench.stage import Finding, Given, copy_rate, free, seconds
-from bench.trees import tree_stage
 from slipstream.engine.model import device_of
+from slipstream.models.folder import KNOWN, prepare
 
 Stage = Callable[[Given], Iterator[Finding]]
 
@@ -78,7 +75,7 @@ def suite_stage(given: Given) -> Iterator[Finding]:
 STAGES: dict[str, Stage] = {
     "info": info_stage, "logits": logits_stage, "padding": padding_stage, "kernel": kernel_stage,
     "fused": fused_stage, "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "fp8": fp8_stage,
-    "head": head_stage, "tree": tree_stage, "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
+    "tree": tree_stage, "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
 }
 
 
@@ -115,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default=" ".join(STAGES), help="names with spaces between; else all")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", type=Path, help="a prepared folder for logits, padding and answers; else random")
+    parser.add_argument("--model", help="a folder or a known name for logits, padding, answers; else random")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="no stage begins later than this")
@@ -124,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.stages.split()
     if unknown := [name for name in names if name not in STAGES]:
         parser.error(f"no stage {unknown[0]}; there are {', '.join(STAGES)}")
-    given = Given(device_of(options.device), not options.rehearse, options.model, options.repeats)
+    model = prepare(options.model) if options.model in KNOWN else Path(options.model) if options.model else None
+    given = Given(device_of(options.device), not options.rehearse, model, options.repeats)
     rows = run(names, given, options.out, options.limit_s)
     title = "a rehearsal: these numbers mean nothing" if options.rehearse else "the engine on one device"
     write("gpu", rows, title, options.out)

@@ -19,8 +19,8 @@ from time import perf_counter
 
 import numpy as np
 
-from bench.shapes import SMALL, TINY, write_folder
-from bench.stage import Finding, Given, free
+from bench.gpu.shapes import SMALL, TINY, write_folder
+from bench.gpu.stage import Finding, Given, free
 from router_service.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, ModelSection
 from slipstream.cli.questions import QUESTIONS
@@ -36,60 +36,55 @@ TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A model folder, what it is asked, and who drafts: (name, fields of ``DraftSection``)."""
+class Asked:
+    """A model folder, what it is asked, and who drafts: fields of ``DraftSection`` by name."""
 
     folder: Path
     prompts: list[list[int]]
-    drafters: list[tuple[str, Mapping[str, object]]]
+    drafters: Mapping[str, Mapping[str, object]]
     max_tokens: int
 
-    @staticmethod
-    def real(folder: Path) -> Subject:
-        codec, head = TextCodec(folder), head_for(str(folder))
-        prompts = [codec.chat([{"role": "user", "content": question}]) for question in QUESTIONS]
-        drafters: list[tuple[str, Mapping[str, object]]] = [("ngram", {"drafter": "ngram"})]
-        if head is not None:
-            drafters.append(("head", {"drafter": "eagle3", "model": head.name}))
-        return Subject(folder, prompts, drafters, 128)
 
-    @staticmethod
-    def random(folder: Path, full: bool) -> Subject:
-        write_folder(folder, SMALL if full else TINY)
-        dice = np.random.default_rng(0)
-        prompts = [dice.integers(2, 100, size=24).tolist() for _ in range(4 if full else 2)]
-        drafters: list[tuple[str, Mapping[str, object]]] = [
-            ("ngram", {"drafter": "ngram"}), ("itself", {"drafter": "standalone", "model": str(folder)})]
-        return Subject(folder, prompts, drafters, 64 if full else 12)
+def real(folder: Path) -> Asked:
+    codec, head = TextCodec(folder), head_for(str(folder))
+    drafters = {"ngram": {"drafter": "ngram"}} | (
+        {"head": {"drafter": "eagle3", "model": head.name}} if head is not None else {})
+    return Asked(folder, [codec.chat([{"role": "user", "content": text}]) for text in QUESTIONS], drafters, 128)
+
+
+def random(folder: Path, full: bool) -> Asked:
+    dice = np.random.default_rng(0)
+    prompts = [dice.integers(2, 100, size=24).tolist() for _ in range(4 if full else 2)]
+    drafters = {"ngram": {"drafter": "ngram"}, "itself": {"drafter": "standalone", "model": str(folder)}}
+    return Asked(write_folder(folder, SMALL if full else TINY), prompts, drafters, 64 if full else 12)
 
 
 def answers_stage(given: Given) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as scratch:
-        subject = (Subject.random(Path(scratch) / "random", given.full) if given.model is None
-                   else Subject.real(given.model))
+        asked = random(Path(scratch) / "random", given.full) if given.model is None else real(given.model)
         for dtype in DTYPES:
-            yield from _in(dtype, subject, str(given.device))
+            yield from _in(dtype, asked, str(given.device))
             free()
 
 
-def _in(dtype: Dtype, subject: Subject, device: str) -> Iterator[Finding]:
-    slots = max(slots_needed([prompt], subject.max_tokens) for prompt in subject.prompts)
-    runner = _runner(subject.folder, dtype, device, slots)
-    model = ModelSection(path=str(subject.folder), dtype=dtype, device=device)
+def _in(dtype: Dtype, asked: Asked, device: str) -> Iterator[Finding]:
+    slots = max(slots_needed([prompt], asked.max_tokens) for prompt in asked.prompts)
+    runner = _runner(asked.folder, dtype, device, slots)
+    model = ModelSection(path=str(asked.folder), dtype=dtype, device=device)
     for mode, temperature in TEMPERATURES.items():
-        plain = Rounds(runner, None, subject.max_tokens, temperature)
-        plain.answer(subject.prompts[:1], 0, Tally())
+        plain = Rounds(runner, None, asked.max_tokens, temperature)
+        plain.answer(asked.prompts[:1], 0, Tally())
         _warm(runner)
-        right, plain_rate = _asked(plain, subject.prompts, 0, Tally())
+        right, plain_rate = _answers(plain, asked.prompts, 0, Tally())
         yield Finding(f"{dtype} {mode}: plain", plain_rate, "tokens/s")
-        for name, fields in subject.drafters:
+        for name, fields in asked.drafters.items():
             section = DraftSection.model_validate({"dtype": dtype, "device": device, **fields})
             drafter, tally = create(section, model, 2 * slots), Tally()
-            rounds = Rounds(runner, drafter, subject.max_tokens, temperature)
+            rounds = Rounds(runner, drafter, asked.max_tokens, temperature)
             nodes = section.growth.num_draft_tokens
-            rounds.answer(subject.prompts[:1], nodes, Tally())
+            rounds.answer(asked.prompts[:1], nodes, Tally())
             _warm(runner)  # a drafter that reads states has graphs of its own
-            found, rate = _asked(rounds, subject.prompts, nodes, tally)
+            found, rate = _answers(rounds, asked.prompts, nodes, tally)
             what = f"{dtype} {mode}, {name}"
             same = sum(_alike(a, b) for a, b in zip(right, found, strict=True))
             yield Finding(f"{what}: same as plain", same, f"of {len(right)}",
@@ -115,7 +110,7 @@ def _alike(a: Sequence[int], b: Sequence[int]) -> bool:
     return list(a[:len(b)]) == list(b[:len(a)])
 
 
-def _asked(rounds: Rounds, prompts: Sequence[Sequence[int]], nodes: int,
+def _answers(rounds: Rounds, prompts: Sequence[Sequence[int]], nodes: int,
            tally: Tally) -> tuple[list[list[int]], float]:
     """The answers, one at a time, and tokens a second, prefill included."""
     began = perf_counter()

@@ -1,4 +1,5 @@
-"""What the stages of ``make gpu`` share: what they are given, what they find, and a clock for devices that run apart.
+"""What the stages of ``make gpu`` share: what they are given, what they find, a clock for devices that run apart, and
+what such a device attends and captures with.
 
 It knows nothing about any one stage.
 """
@@ -15,6 +16,11 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from slipstream.engine.backend import PagedAttention, TorchAttention
+from slipstream.engine.flashinfer import FlashInferAttention, missing
+from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
+from slipstream.engine.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,19 @@ class Finding:
     value: float | str
     unit: str = ""
     expected: str = ""
+
+
+def paged(given: Given, config: ModelConfig) -> PagedAttention:
+    """FlashInfer on a GPU, torch's pages elsewhere. Raises RuntimeError where a GPU has no FlashInfer."""
+    if given.device.type != "cuda":
+        return TorchAttention(config, torch.bfloat16)
+    if reason := missing(config, torch.bfloat16, given.device):
+        raise RuntimeError(f"FlashInfer: {reason}")
+    return FlashInferAttention(config, torch.bfloat16, given.device)
+
+
+def capture_of(given: Given) -> Capture:
+    return CudaCapture(given.device) if given.device.type == "cuda" else capture_eager
 
 
 def wait(device: torch.device) -> None:

@@ -1,0 +1,175 @@
+"""``make gpu-bundle``: what a machine with torch but without a network lacks to run ``make gpu``, in one folder.
+
+Rules:
+1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
+   are unpacked below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``.
+2. Everything else is expected there: torch, numpy 2, safetensors, tokenizers, psutil, PyYAML, rich, jinja2, pytest,
+   scipy.
+3. ``--model`` puts the default model's file (98 MB) where its package has it, and ``make gpu ARGS="--model NAME"``
+   prepares it there.
+4. ``--flashinfer`` adds FlashInfer as small as it runs, an archive that ``make gpu`` unpacks: Python, and the templates
+   from which it would make the kernels' sources; no headers. Its kernels are compiled here for sm_90a, without a GPU:
+   ``nvcc`` (CUDA 13, on PATH) and ``ninja``, minutes. A module in ``flashinfer/data/aot`` is loaded as it is; with
+   FLASHINFER_DISABLE_JIT=1 nothing is compiled where it runs.
+5. The kernels need ``libcudart.so.13`` alone, which a torch for CUDA 13 has loaded before. What was packed is unpacked
+   elsewhere and loaded, with no compiler to be found; what is not for sm_90a is an error.
+
+It knows nothing about how the folder travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from slipstream.base.config import ModelSection
+from slipstream.engine.flashinfer import prebuild, specified
+from slipstream.models.folder import KNOWN, packaged_file
+
+PACKAGES = ("annotated-types", "gguf", "pydantic", "pydantic_core", "structlog", "typing_extensions",
+            "typing_inspection")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+FOLDER = Path("build/gpu-bundle")
+FLASHINFER, TVM = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"
+NVML = "nvidia-ml-py==13.615.71"  # asked for at import, and no part of torch
+RUNTIME = "nvidia-cuda-runtime==13.0.*"
+# What it imports, but for torch and numpy; without its dependencies on kernels that are not used here.
+IMPORTED = (NVML, "filelock", "jinja2", "markupsafe", "packaging", "requests", "tqdm", "urllib3", "idna",
+            "certifi", "charset-normalizer")
+HEAD_DIMS = (64, 128)
+ARCHITECTURE, TARGET = "9.0a", "sm_90a"
+
+
+def pinned(lock: str, packages: Sequence[str]) -> list[str]:
+    """``NAME==VERSION`` of each package. Raises KeyError for one that the lock file does not have."""
+    versions = {_plain(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", lock, re.MULTILINE)}
+    return [f"{name}=={versions[_plain(name)]}" for name in packages]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def fetch(requirements: Sequence[str], site: Path) -> None:
+    """Wheels for the other machine, unpacked into ``site``."""
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    with tempfile.TemporaryDirectory() as wheels:
+        subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
+                        "--python-version", "3.12", "--implementation", "cp", *platforms, "-d", wheels,
+                        *requirements], check=True)
+        for wheel in sorted(Path(wheels).glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(site)
+
+
+def build(folder: Path) -> Path:
+    """The archive ``flashinfer.tar.gz`` in ``folder``: a slim package with prebuilt kernels."""
+    if shutil.which("nvcc") is None or shutil.which("ninja") is None:
+        raise SystemExit("nvcc of CUDA 13 and ninja must be on PATH: kernels are compiled here for a GPU elsewhere")
+    builder = folder.with_name("gpu-kernels").resolve()  # what travels is in the folder, and this is not
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target",
+                    str(builder), FLASHINFER, TVM, RUNTIME, *IMPORTED], check=True)
+    runtime = next(builder.rglob("libcudart.so.13"))
+    # The linker looks for names without a version; nothing of the driver is called, so an empty library stands for it.
+    names = builder / "link"
+    names.mkdir(exist_ok=True)
+    (names / "libcudart.so").unlink(missing_ok=True)
+    (names / "libcudart.so").symlink_to(runtime)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "/dev/null", "-o", str(names / "libcuda.so")], check=True)
+    # FlashInfer is told by its environment; "env" adds these to what is there.
+    world = [f"PYTHONPATH={Path.cwd()}:{builder}", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
+             f"FLASHINFER_WORKSPACE_BASE={builder / 'cache'}",
+             f"FLASHINFER_EXTRA_LDFLAGS=-L{names} -Wl,--no-as-needed -lcudart"]
+    for head_dim in HEAD_DIMS:
+        subprocess.run(["env", *world, sys.executable, "-m", "bench.gpu.bundle", "--compile", str(head_dim),
+                        str(builder / "aot")], check=True)
+    archive = _pack(builder, folder / "flashinfer.tar.gz")
+    with tempfile.TemporaryDirectory() as place, tarfile.open(archive) as packed:
+        packed.extractall(place, filter="data")
+        bare = ["PATH=/nowhere", "FLASHINFER_DISABLE_JIT=1", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
+                f"FLASHINFER_WORKSPACE_BASE={place}", f"PYTHONPATH={Path.cwd()}:{place}:{builder}"]
+        for head_dim in HEAD_DIMS:
+            subprocess.run(["env", *bare, sys.executable, "-m", "bench.gpu.bundle", "--load", str(head_dim),
+                            str(runtime)], check=True)
+    return archive
+
+
+def wanted(package: Path) -> Iterator[Path]:
+    """The files of an installed ``flashinfer`` that go along, relative to it (rule 4)."""
+    for file in sorted(package.rglob("*")):
+        path = file.relative_to(package)
+        if not file.is_file() or "__pycache__" in path.parts:
+            continue
+        is_data = path.parts[0] == "data"
+        if path.suffix in (".py", ".json") if not is_data else path.match("data/csrc/batch_prefill*"):
+            yield path
+
+
+def _pack(builder: Path, archive: Path) -> Path:
+    package = builder / "flashinfer"
+    with tarfile.open(archive, "w:gz") as out:
+        for path in wanted(package):
+            out.add(package / path, Path("flashinfer") / path)
+        for library in sorted((builder / "aot").glob("*.so")):
+            out.add(library, Path("flashinfer/data/aot") / library.stem / library.name)
+    return archive
+
+
+def _compiled(head_dim: int, into: Path) -> None:
+    """One kernel, in an environment that ``build`` has made."""
+    into.mkdir(exist_ok=True)
+    library = prebuild(torch.bfloat16, head_dim)
+    if f"-arch {TARGET} ".encode() not in library.read_bytes():
+        raise SystemExit(f"{library}: nothing in it is for {TARGET}")
+    shutil.copy(library, into)
+    print(f"{library.name}: compiled for {TARGET}, {library.stat().st_size / 2**20:.1f} MiB")
+
+
+def _loaded(head_dim: int, runtime: Path) -> None:
+    """One kernel, as a torch for CUDA would have it. ``runtime``: its libcudart."""
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    kernel = specified(torch.bfloat16, head_dim)
+    found = kernel.build_and_load()
+    functions = [name for name in ("plan", "paged_run") if getattr(found, name)]
+    print(f"{kernel.name}: loads without a compiler ({', '.join(functions)})")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.bundle", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="store_true", help="the default model too")
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, its kernels compiled here with nvcc")
+    parser.add_argument("--compile", nargs=2, metavar=("SIZE", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--load", nargs=2, metavar=("SIZE", "RUNTIME"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.compile or options.load:
+        size, path = options.compile or options.load
+        (_compiled if options.compile else _loaded)(int(size), Path(path))
+        return
+    site = FOLDER / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    fetch(pinned(Path("requirements.lock").read_text(encoding="utf-8"), PACKAGES), site)
+    if options.flashinfer:
+        fetch([TVM, NVML], site)
+        build(FOLDER)
+    if options.model:
+        known = KNOWN[ModelSection().path]
+        (site / known.package).mkdir(exist_ok=True)
+        shutil.copy(packaged_file(known), site / known.package / known.file)
+    files = [*(file for file in site.rglob("*") if file.is_file()), *FOLDER.glob("*.tar.gz")]
+    print(f"{FOLDER}: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Stages ``choose``, ``decode``, ``fp8``, ``tree`` and ``fused`` of ``make gpu``: how long does choosing take, a step
+of an 8B model, a tree of its head, a layer?
+
+Rules:
+1. A time is what a service would see: from the host's lists to numbers on the host again.
+2. Beside it stands the time in which the device computed: the difference is what the device waits for the host.
+3. The roof of a step is the time of a copy of the bytes that it must read.
+4. What stands beside a specification is compared with it: choices and products in 8 bits with the CPU's, fused
+   operations with torch's.
+5. Without FlashInfer or Triton on a GPU their stages fail, and say why; in a rehearsal torch stands in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from bench.gpu.shapes import (
+    LLAMA_8B,
+    SMALL,
+    TINY,
+    Fields,
+    config_of,
+    decoder_shapes,
+    head_bytes,
+    random_head,
+    random_tensors,
+    read_bytes,
+)
+from bench.gpu.stage import Finding, Given, capture_of, copy_rate, device_work, free, paged, seconds
+from bench.logits import SAMPLINGS, choice_rows, zipf_logits
+from slipstream.base.config import GrowthSection
+from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.engine.backend import Attention
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.fp8 import multiplied, rounded, specified, with_fp8
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel, ModelConfig
+from slipstream.engine.ops.fused import ROUNDINGS, compared, missing, operations_for, triton_operations
+from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.specification import TORCH, Operations
+from slipstream.engine.sampling import choose
+from slipstream.protocol.messages import Commit, Features, Open, Sampling
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+SESSIONS = (8, 32, 64)
+CONTEXT, LONG, DEEP = 256, 4096, 1024
+RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
+RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
+PRODUCTS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # of an 8B Llama
+FP8_LIMIT = 5e-2  # sums of a GPU's fp8 are rounded on the way
+TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
+LAYERS, MANY_ROWS = 16, 4096  # layers of one graph: what its start takes is shared among them
+FUSED_ROWS = (1, 9, 64)
+FUSED_SHAPES: dict[str, Fields] = {
+    "8B": LLAMA_8B,
+    "8B with norms of q and k": LLAMA_8B | {"model_type": "qwen3"},
+    "heads of 64": SMALL,
+    "heads of 96": SMALL | {"hidden_size": 480, "intermediate_size": 1000, "head_dim": 96, "num_attention_heads": 5,
+                            "num_key_value_heads": 1},
+}
+
+Run = Callable[[], object]
+
+
+class Stepper:
+    """A model with random KV, and steps behind it."""
+
+    __slots__ = ("_model", "_pool")
+
+    def __init__(self, model: CausalModel, slots: int) -> None:
+        config = model.config
+        self._model = model
+        self._pool = KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, model.dtype, model.device)
+        self._pool.kv.normal_()
+
+    def tree(self, rows: int, context: int) -> Run:
+        """A chain of so many rows behind a context; one row is a plain step."""
+        own = range(context, context + rows)
+        words = [(2 << i) - 1 for i in range(rows)] if rows > 1 else None
+        return partial(self._run, [(own, np.arange(context), words)])
+
+    def sessions(self, count: int, context: int) -> Run:
+        """A plain step of so many sessions."""
+        first = count * context
+        return partial(self._run, [(range(first + i, first + i + 1), np.arange(i * context, (i + 1) * context), None)
+                                   for i in range(count)])
+
+    @torch.inference_mode()
+    def _run(self, segments: list[tuple[range, np.ndarray, list[int] | None]]) -> list[int]:
+        builder = BatchBuilder()
+        for own, context, words in segments:
+            builder.add([1] * len(own), range(len(context), len(context) + len(own)), list(own), context, words,
+                        len(own) if words else 0)
+        hidden, _ = self._model.forward(builder.build(self._model.device), self._pool)
+        best: list[int] = self._model.logits(hidden).argmax(-1).tolist()
+        return best
+
+
+def decoder(given: Given, attention: Attention | None = None) -> Decoder:
+    """An 8B Llama's, with random weights."""
+    config = config_of(LLAMA_8B if given.full else TINY)
+    return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
+                   operations_for("auto", config, torch.bfloat16, given.device), attention)
+
+
+def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_itemsize: int = 0,
+             spare_slots: int = 0) -> Iterator[Finding]:
+    """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
+    deep, rate = DEEP if given.full else 32, copy_rate(given)
+    stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG + spare_slots)
+    for context in (CONTEXT, LONG):
+        roof_s = read_bytes(model.config, 2, context, layer_itemsize) / rate
+        yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given, roof_s, expected)
+    plain_s = seconds(stepper.tree(1, CONTEXT), given.device, given.repeats)
+    for rows in ROWS[1:]:
+        taken_s = seconds(stepper.tree(rows, CONTEXT), given.device, given.repeats)
+        yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", RATIOS.get(rows, ""))
+    yield from _work("64 rows", stepper.tree(64, CONTEXT), given)
+    for count in SESSIONS:
+        taken_s = seconds(stepper.sessions(count, deep), given.device, given.repeats)
+        yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
+    free()
+
+
+def decode_stage(given: Given) -> Iterator[Finding]:
+    yield from steps_of(decoder(given), given)
+
+
+def fp8_stage(given: Given) -> Iterator[Finding]:
+    """Products in 8 bits against their specification, and steps of a model whose layers have them."""
+    for name, rows, columns in PRODUCTS if given.full else (("all", 48, 32),):
+        dice = torch.Generator(given.device).manual_seed(0)
+        weight = rounded(torch.randn(rows, columns, dtype=torch.bfloat16, device=given.device, generator=dice))
+        for count in (1, 64):
+            x = rounded(torch.randn(count, columns, dtype=torch.bfloat16, device=given.device, generator=dice))
+            right = specified(*(part.cpu() for part in (*x, *weight))).float()
+            off = (multiplied(*x, *weight).cpu().float() - right).abs() / right.square().mean(1, keepdim=True).sqrt()
+            yield Finding(f"{name}, {count} rows: largest error", float(off.nan_to_num_(nan=torch.inf).max()), "rms",
+                          f"<= {FP8_LIMIT:g}")
+    model = decoder(given)
+    with_fp8(model)
+    free()
+    yield from steps_of(model, given, ">= 0.70", layer_itemsize=1)
+
+
+def step_findings(what: str, step: Run, given: Given, roof_s: float, expected: str) -> Iterator[Finding]:
+    taken_s = seconds(step, given.device, given.repeats)
+    yield Finding(what, 1e3 * taken_s, "ms")
+    yield Finding(f"{what}: of the copy roof", roof_s / taken_s, "share", expected)
+    yield from _work(what, step, given, roof_s)
+
+
+def _work(what: str, step: Run, given: Given, roof_s: float = 0.0) -> Iterator[Finding]:
+    busy_s, launches = device_work(step, given.device)
+    if launches:
+        yield Finding(f"{what}: device computes", 1e3 * busy_s, "ms")
+        yield Finding(f"{what}: kernels and copies", launches)
+        if roof_s:
+            yield Finding(f"{what}: of the copy roof without the host", roof_s / busy_s, "share")
+
+
+def choose_stage(given: Given) -> Iterator[Finding]:
+    vocab = LLAMA_8B["vocab_size"] if given.full else 4096
+    assert isinstance(vocab, int)
+    logits = zipf_logits(max(ROWS), vocab)
+    placed = logits.to(given.device)
+    for name, sampling in SAMPLINGS.items():
+        for rows in (1, 9, 64):
+            choices = [choice_rows(sampling, rows)]
+            taken_s = seconds(partial(choose, placed[:rows], choices), given.device, given.repeats)
+            yield Finding(f"{name}, {rows} rows of {vocab} tokens", 1e6 * taken_s, "us")
+        right, found = choose(logits, choices), choose(placed, choices)
+        yield Finding(f"{name}: same choice as on a CPU", sum(a == b for a, b in zip(right, found, strict=True)),
+                      f"of {len(right)}", str(len(right)))
+
+
+def tree_stage(given: Given) -> Iterator[Finding]:
+    config = config_of(LLAMA_8B if given.full else TINY)
+    draft_vocab, steps = (32_000, STEPS) if given.full else (64, 4)
+    head = random_head(config, draft_vocab, torch.bfloat16, given.device)
+    growth = GrowthSection(num_steps=steps, topk=TOPK, num_draft_tokens=NODES)
+    spare = spare_slots(TOPK, steps - 1)
+    network = EagleNetwork(head, "bfloat16", given.device, 2 * CONTEXT + 2 * spare, spare_slots=spare)
+    at_once = GraphLevels(network, paged(given, config), TOPK, steps - 1, capture_of(given))
+    roof_s = (steps - 1) * head_bytes(config, draft_vocab, 2) / copy_rate(given)
+    yield Finding("roof of the levels", 1e3 * roof_s, "ms")
+    trees = []
+    for name, loop in (("at once", at_once), ("level by level", None)):
+        grower = Grower(NeuralDrafter("eagle3", network, growth, 4, levels=loop), config.hidden_size)
+        trees.append(grower())
+        taken_s = seconds(grower, given.device, given.repeats)
+        yield Finding(f"{name}: {steps} levels of {TOPK} rows", 1e3 * taken_s, "ms",
+                      "<= 3.0 on H100, 2.2 on H200" if loop else "")
+        busy_s, launches = device_work(grower, given.device)
+        if launches:
+            yield Finding(f"{name}: device computes", 1e3 * busy_s, "ms")
+        grower.drafter.close([1])
+    yield Finding("nodes in both trees", len(set(trees[0]) & set(trees[1])), f"of {len(set(trees[1]))}",
+                  "all but for equal scores")
+    free()
+
+
+class Grower:
+    """Grows a tree, again and again below the same text."""
+
+    def __init__(self, drafter: NeuralDrafter, width: int) -> None:
+        self.drafter = drafter
+        tokens = np.arange(CONTEXT, dtype=np.int32)
+        drafter.open([Open(1, tokens, 1, Sampling())])
+        drafter.absorb([self._states(0, CONTEXT - 1, width)])
+        self._width, self._base = width, CONTEXT
+
+    def __call__(self) -> list[tuple[int, float]]:
+        """Tokens and scores of a new tree."""
+        states = self._states(self._base - 1, 1, self._width)
+        self.drafter.commit([Commit(1, self._base, np.array([5], np.int32), states)])
+        self._base += 1
+        (growth,) = self.drafter.grow([1], [NODES])
+        return list(zip(growth.tokens.tolist(), np.round(growth.scores, 2).tolist(), strict=True))
+
+    def _states(self, start: int, count: int, width: int) -> Features:
+        spec = self.drafter.features
+        assert spec is not None
+        rows = torch.ones(count, spec.width, dtype=torch.bfloat16)
+        return Features(1, start, rows.view(torch.uint8).numpy().tobytes(), count, "bfloat16")
+
+
+def fused_stage(given: Given) -> Iterator[Finding]:
+    operations = _operations(given)
+    for name, fields in FUSED_SHAPES.items() if given.full else (("tiny", TINY),):
+        for rows in (*FUSED_ROWS, MANY_ROWS) if given.full else (1, 9):
+            yield from _differences(f"{name}, {rows} rows", operations, config_of(fields), given, rows)
+        free()
+    config = config_of(LLAMA_8B if given.full else TINY)
+    for rows in FUSED_ROWS:
+        took = {}
+        for name, ops in (("torch's", TORCH), ("fused", operations)):
+            run, what = layers_in_graph(config, ops, given, rows), f"a layer of {rows} rows, {name} operations"
+            took[name] = seconds(run, given.device, given.repeats) / LAYERS
+            yield Finding(what, 1e6 * took[name], "us")
+            busy_s, kernels = device_work(run, given.device)
+            if kernels:
+                yield Finding(f"{what}: device computes", 1e6 * busy_s / LAYERS, "us")
+                yield Finding(f"{what}: kernels", kernels / LAYERS)
+            free()
+        yield Finding(f"a layer of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
+
+
+def _operations(given: Given) -> Operations:
+    if given.device.type != "cuda":
+        return TORCH
+    if reason := missing(config_of(LLAMA_8B), torch.bfloat16, given.device):
+        raise RuntimeError(f"fused operations: {reason}")
+    return triton_operations()
+
+
+@torch.inference_mode()
+def _differences(what: str, operations: Operations, config: ModelConfig, given: Given,
+                 rows: int) -> Iterator[Finding]:
+    """Of a row's largest number, in steps of bfloat16 there; what is not written where torch writes is infinite."""
+    largest, different, count = 0.0, 0, 0
+    for _, found, right in compared(operations, config, torch.bfloat16, given.device, rows):
+        wide = right.float().nan_to_num(0.0)
+        roof = torch.finfo(torch.bfloat16).eps * wide.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        off = (found.float().nan_to_num(0.0) - wide).abs() / roof
+        off = off.masked_fill(found.isnan() != right.isnan(), torch.inf)
+        largest = max(largest, float(off.max()))
+        different += int((off != 0).sum())
+        count += off.numel()
+    yield Finding(f"{what}: largest difference", largest, "roundings", f"<= {ROUNDINGS}")
+    yield Finding(f"{what}: numbers that differ", different, f"of {count}")
+
+
+def layers_in_graph(config: ModelConfig, ops: LayerOps, given: Given, rows: int) -> Run:
+    """``LAYERS`` layers of random weights on random rows; each reads weights that no cache holds."""
+    single = replace(config, num_layers=1)
+    tensors = random_tensors({name: shape for name, shape in decoder_shapes(single).items() if ".layers." in name},
+                             torch.bfloat16, given.device)
+    layer = DecoderLayer(LayerWeights.read(single, tensors, "model.layers.0", linear), ops)
+    kv = torch.zeros(rows, 2, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=given.device)
+    states = torch.randn(rows, config.hidden_size, dtype=torch.bfloat16, device=given.device)
+    places = torch.arange(rows, device=given.device)
+    step = Step(places, places, Rope(config, torch.bfloat16, given.device), lambda q, kv: q.reshape(rows, -1))
+
+    @torch.inference_mode()
+    def run() -> None:
+        x = states
+        for _ in range(LAYERS):
+            x = layer(x, step, kv)
+
+    kept = (run, capture_of(given)(run))  # a graph holds none of the tensors that it reads
+    return lambda: kept[1]()
