@@ -16,8 +16,8 @@ from slipstream.wire.target_client import TargetClient
 
 NODES = 16  # draft nodes that the measuring target verifies at most
 WAIT_S = 10.0  # and how long it waits for a drafter
-WHOLE_TREES = (f"target.policy.max_nodes={NODES}", f"target.policy.min_nodes={NODES}",
-               "target.policy.always=true", f"target.policy.deadline_max_s={WAIT_S}", "target.prompt_lookup=false")
+WHOLE_TREES = (f"target.policy.max_nodes={NODES}", "target.policy.always=true",
+               f"target.policy.deadline_max_s={WAIT_S}", "target.prompt_lookup=false")
 SLOTS = ("target.slots=8192", "target.max_sessions=2", "draft.max_sessions=8")
 NAMES = ("ngram", "eagle3-chain5", "eagle3-tree16", "default", "standalone")
 

@@ -32,7 +32,7 @@ START_S = 180.0
 PIPE_LIMIT = 1 << 20
 SHARED = "target.shared_cores=true"  # as `slipstream run` says
 SLIPSTREAM: Mapping[str, tuple[str, ...]] = {
-    "plain": ("target.policy.enabled=false",),
+    "plain": ("target.policy.max_nodes=0",),
     "alone": (),
     "ngram": (SHARED, "draft.drafter=ngram"),
     "standalone": (SHARED, "draft.drafter=standalone", "draft.model={model}"),

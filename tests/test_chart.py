@@ -67,7 +67,6 @@ WRONG = {
     "too few drafts": (("draft.pools[0].name=a", "draft.pools[1].name=b", "draft.pools[1].share=10"),
                        'which leaves none for the pool "a"'),
     "no way to roll": (("target.strategy.maxSurge=0",), "target.strategy: maxSurge and maxUnavailable are both 0"),
-    "fewest nodes above most": (("config.target.policy.min_nodes=20",), "min_nodes is 20 but max_nodes is 16"),
     "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),

@@ -15,6 +15,9 @@ from slipstream.cli.manual import config_yaml
 @pytest.mark.parametrize(("override", "told"), [
     ("router.max_in_fligh=3", "router.max_in_fligh: unknown key; did you mean 'max_in_flight'?"),
     ("nothing=3", "nothing: unknown key; known: model, target, draft, router, wire, log"),
+    ("target.policy.min_nodes=16", "target.policy.min_nodes: unknown key; did you mean 'max_nodes'?"),
+    ("target.policy.enabled=false",
+     "target.policy.enabled: unknown key; known: max_nodes, always, deadline_max_s"),
     ("target.max_sessions=three", "target.max_sessions: 'three' is not a whole number"),
     ("target.max_sessions=1.5", "target.max_sessions: '1.5' is not a whole number"),
     ("target.max_sessions=", "target.max_sessions: '' is not a whole number"),

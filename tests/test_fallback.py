@@ -191,8 +191,8 @@ async def test_the_prompt_s_step_is_no_round() -> None:
     assert world.fallback.mode is Mode.SPECULATE
 
 
-async def test_disabled_is_plain_from_the_start() -> None:
-    fallback = PoolFallback(PolicySection(enabled=False), RouterMetrics("tiny"))
+async def test_switched_off_is_plain_from_the_start() -> None:
+    fallback = PoolFallback(PolicySection(max_nodes=0), RouterMetrics("tiny"))
     assert not fallback.admits()
 
 

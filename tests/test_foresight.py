@@ -67,11 +67,11 @@ def test_what_went_wrong_is_doubted_and_forgiven() -> None:
     assert doubted > first > foresight.doubt
 
 
-def policy_of(exchange_s: float | None = None, enabled: bool = True) -> SpeculationPolicy:
+def policy_of(exchange_s: float | None = None, most: int = 16) -> SpeculationPolicy:
     beliefs = Beliefs(StepCosts(COSTS))
     if exchange_s is not None:
         beliefs.latency.observe(exchange_s)
-    return SpeculationPolicy(PolicySection(enabled=enabled), beliefs)
+    return SpeculationPolicy(PolicySection(max_nodes=most), beliefs)
 
 
 def looked_up(policy: SpeculationPolicy, chances: list[float], followed: bool = False, others: int = 0) -> int:
@@ -107,7 +107,7 @@ def test_not_where_speculation_is_forbidden_or_a_drafter_is_on_probe() -> None:
     assert looked_up(policy, [0.9]) == 0
     policy.allow(2.0)
     assert policy.probing and looked_up(policy, [0.9]) == 0
-    assert looked_up(policy_of(enabled=False), [0.9]) == 0
+    assert looked_up(policy_of(most=0), [0.9]) == 0
 
 
 def test_its_rounds_say_nothing_about_the_drafter() -> None:

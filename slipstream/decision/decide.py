@@ -31,8 +31,7 @@ class Standing:
 
     mode: Mode
     acceptance: Acceptance
-    least: int  # nodes of a tree that is verified
-    most: int
+    most: int  # nodes of a tree that is verified
     allowed: bool = True
     probe_left_s: float | None = None  # what the probe that runs may still lose; None: none runs
     trying: bool = False  # the wait that was paid for goes on
@@ -72,15 +71,14 @@ class Prices:
         """Rule 1; ``beside_s``: waits and what they take from others."""
         return self.steps[0] + self.worth * (self.rows * (self.steps[nodes] - self.steps[0]) + beside_s)
 
-    def best(self, expected: Sequence[float], least: int, floor: float, beside_s: float = 0.0) -> int:
+    def best(self, expected: Sequence[float], floor: float, beside_s: float = 0.0) -> int:
         """How many draft nodes gain most, where the best n give ``expected[n]`` tokens; 0: none gains more than
         ``floor``."""
         plain_s, base_s = self.steps[0], self.steps[0] + self.worth * beside_s
         step, best, most = self.worth * self.rows, 0, len(expected) - 1
-        if most < least or (1 + expected[most]) * plain_s <= floor * (
-                base_s + step * (self.steps[least] - plain_s)):
+        if not most or (1 + expected[most]) * plain_s <= floor * (base_s + step * (self.steps[1] - plain_s)):
             return 0  # quickly, as a full house asks often
-        for nodes in range(least, most + 1):
+        for nodes in range(1, most + 1):
             gain = (1 + expected[nodes]) * plain_s / (base_s + step * (self.steps[nodes] - plain_s))
             if gain > floor:
                 best, floor = nodes, gain
@@ -90,10 +88,12 @@ class Prices:
 def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules,
                acceptance: Acceptance | None = None) -> int:
     """Of a tree that is there: what was waited for it is spent. 0: a plain step is better."""
+    if rules.whole_trees:
+        return standing.most
     wait_s = standing.recent_wait_s
     floor = rules.leave_gain * prices.plain_s / prices.seconds(0, wait_s)
     expected = (acceptance or standing.acceptance).expected(standing.most)
-    return prices.best(expected, standing.least, floor, wait_s + beliefs.latency.toll_s(prices.plain_s))
+    return prices.best(expected, floor, wait_s + beliefs.latency.toll_s(prices.plain_s))
 
 
 def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
@@ -130,7 +130,7 @@ def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, se
         floor = max(floor, tokens * prices.plain_s / prices.seconds(nodes, beside_s))
     for chance in seen.chances[: standing.most]:
         reach.append(reach[-1] + chance)
-    return prices.best(reach, 1, floor)
+    return prices.best(reach, floor)
 
 
 @dataclass(frozen=True, slots=True)

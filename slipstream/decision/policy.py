@@ -40,14 +40,13 @@ class SpeculationPolicy:
                  rules: Rules | None = None) -> None:
         """``beliefs`` are shared by the sessions of a target; ``sampled``: the text is drawn, not the likeliest."""
         self.num_probes = 0
-        self._able = config.enabled and config.max_nodes > 0
+        self._able = config.max_nodes > 0
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
         self._sampled = sampled
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
         self._at = Standing(Mode.SPECULATE if self._able else Mode.PLAIN,
-                            beliefs.begin(sampled, rules.patience * self._plain_s), config.min_nodes, config.max_nodes,
-                            self._able)
+                            beliefs.begin(sampled, rules.patience * self._plain_s), config.max_nodes, self._able)
         self._others: int | None = None  # as the decision that stands has seen them
         self._stands: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s

@@ -32,11 +32,13 @@ class Rules:
     crowd: int = 16  # sessions drafted for, above which none does: others' steps hide an exchange
     deadline_min_s: float = 0.005  # a wait is at least so long: beliefs of less are noise of the host
     deadline_max_s: float = 0.25
+    whole_trees: bool = False  # are verified, whatever part of them pays
 
     @staticmethod
     def of(config: PolicySection) -> Rules:
-        """As configured. ``always``: whatever it costs, and each tree has the whole time that it may take."""
+        """As configured. ``always``: whole trees, whatever they cost, and each has the whole time that it may take."""
         rules = Rules(deadline_max_s=config.deadline_max_s)
         if config.always:
-            return replace(rules, leave_gain=0.0, enter_gain=0.0, deadline_min_s=config.deadline_max_s)
+            return replace(rules, leave_gain=0.0, enter_gain=0.0, deadline_min_s=config.deadline_max_s,
+                           whole_trees=True)
         return replace(rules, deadline_min_s=min(rules.deadline_min_s, config.deadline_max_s))

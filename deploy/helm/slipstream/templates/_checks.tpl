@@ -6,7 +6,6 @@
 {{- include "slipstream.checks.scaling" . -}}
 {{- include "slipstream.checks.pools" . -}}
 {{- include "slipstream.checks.drain" . -}}
-{{- include "slipstream.checks.policy" . -}}
 {{- end -}}
 
 {{- define "slipstream.checks.tls" -}}
@@ -137,15 +136,5 @@
 {{- $needed := addf (float64 .pod.preStopSeconds) (float64 .drain) 5 -}}
 {{- if le (float64 .pod.terminationGracePeriodSeconds) $needed -}}
 {{- fail (printf "%s.terminationGracePeriodSeconds is %d, but preStopSeconds (%d) and %s (%v) and 5 s to close need more than %v: running answers would be killed" .role (int .pod.terminationGracePeriodSeconds) (int .pod.preStopSeconds) .where .drain $needed) -}}
-{{- end -}}
-{{- end -}}
-
-{{- define "slipstream.checks.policy" -}}
-{{- $defaults := (include "slipstream.defaults" . | fromYaml).target.policy -}}
-{{- $policy := default dict (default dict .Values.config.target).policy -}}
-{{- $least := default $defaults.min_nodes $policy.min_nodes | int -}}
-{{- $most := ternary $policy.max_nodes $defaults.max_nodes (hasKey $policy "max_nodes") | int -}}
-{{- if gt $least (max 1 $most | int) -}}
-{{- fail (printf "config.target.policy.min_nodes is %d but max_nodes is %d: nothing would ever be verified" $least $most) -}}
 {{- end -}}
 {{- end -}}
