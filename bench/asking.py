@@ -1,13 +1,54 @@
-"""One answer of a target, reduced to what benchmarks compare."""
+"""What benchmarks ask (questions of our own, or sets from a folder of JSONL files), and an answer of a target, reduced
+to what they compare.
+
+Set files hold one object a line with ``turns``, a list of user turns; the first turn is asked. Sets of others are read,
+never shipped.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from slipstream.base.errors import ConfigError
+from slipstream.cli.questions import QUESTIONS
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Backend, Piece, Request
+
+SETS = Path(__file__).parent / "sets"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    set: str
+    text: str
+
+
+def own() -> list[Question]:
+    """Six chat questions and six in which the answer repeats the prompt or itself."""
+    return [*(Question("chat", text) for text in QUESTIONS), *read(SETS, "copy", 99)[:6]]
+
+
+def read(folder: str | Path, name: str, count: int) -> list[Question]:
+    """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError
+    naming the file and line.
+    """
+    path = Path(folder) / f"{name}.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error}; PROMPTS=folder names a folder of JSONL sets") from error
+    questions = []
+    chosen = [place * len(lines) // count for place in range(count)] if count < len(lines) else range(len(lines))
+    for number, line in ((place + 1, lines[place]) for place in chosen):
+        try:
+            questions.append(Question(name, str(json.loads(line)["turns"][0])))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: expected an object with a list 'turns'") from error
+    return questions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,41 +1,33 @@
 """``make demo-fallback``: a drafter turns bad in mid-answer and recovers; the policy goes plain, probes, comes back.
 
-Real processes and the default model. An answer is generated plain; then it is asked for again, with a draft service
-that has read it and is switched from good to bad and back. What is shown is the policy; no real drafter is so good.
+Real processes on timed devices: a step takes 20 ms, and of one answer's positions the drafter knows those of the first
+third and of the last, and is wrong at each in between. What is shown is the policy, not what a drafter gains.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from bench.asking import Measured, ask
-from bench.fleet import Pair
-from router_service.tokens import TextCodec
-from slipstream.base.config import ModelSection
-from slipstream.models.folder import resolve
+from bench.timed import deployed, text
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece
+from slipstream.simulate.timed import Timing
 
-PROMPT = "Write a long story about a river, a boat and the people of a small town."
-SETTINGS = ("draft.drafter=ngram", "model.dtype=float32", "target.prompt_lookup=false")
 TOKENS = 900  # the drafter is good for the first third of them, bad for the second, good for the last
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The state of the answer from ``at_s`` on, and what it had cost and brought until then."""
+    """The state of the answer from ``at_s`` on."""
 
     at_s: float
     state: str
-    tokens: int
 
 
 @dataclass(slots=True)
@@ -61,39 +53,21 @@ class Story:
                      if c.state == "speculate" and c.at_s >= self.good_from_s), None)
 
 
-async def tell(folder: Path, say: Callable[[str], None], tokens: int = TOKENS) -> Story:
+async def tell(say: Callable[[str], None], tokens: int = TOKENS) -> Story:
     """Let it happen; ``say`` is told as it does."""
-    codec = TextCodec(resolve(ModelSection().path))
-    prompt = codec.chat([{"role": "user", "content": PROMPT}])
-    say("the answer without speculation, to rehearse and to compare …")
-    plain = await rehearse(folder, prompt, tokens)
-    answer = folder / "answer.json"
-    answer.write_text(json.dumps(plain.tokens))
-    pair = Pair("fallback", folder, (*SETTINGS, f"draft.model={answer}"), draft_module="bench.switchable")
-    try:
-        await pair.start()
-        teller = Teller(pair, say, tokens)
-        speculated = await ask(pair.client, prompt, Sampling(), tokens, True, on_piece=teller.heard)
-        return Story(teller.changes, teller.bad_from_s, teller.good_from_s, speculated, plain)
-    finally:
-        await pair.stop()
-
-
-async def rehearse(folder: Path, prompt: list[int], tokens: int) -> Measured:
-    """The plain answer."""
-    pair = Pair("rehearsal", folder, SETTINGS)
-    try:
-        await pair.start()
-        return await ask(pair.client, prompt, Sampling(), tokens, False)
-    finally:
-        await pair.stop()
+    prompt, teller = list(text(1)), Teller(say, tokens)
+    timing = Timing(wrong=(len(prompt) + tokens // 3, len(prompt) + 2 * tokens // 3))
+    async with deployed(timing) as rig:
+        say("the answer without speculation, to compare …")
+        plain = await ask(rig.clients[0], prompt, Sampling(), tokens, False)
+        speculated = await ask(rig.clients[0], prompt, Sampling(), tokens, True, on_piece=teller.heard)
+    return Story(teller.changes, teller.bad_from_s, teller.good_from_s, speculated, plain)
 
 
 class Teller:
-    """Switches the drafter in mid-answer, and notes how the answer is treated."""
+    """Notes how the answer is treated, and where in it the drafter turns."""
 
-    def __init__(self, pair: Pair, say: Callable[[str], None], tokens: int) -> None:
-        self._pair = pair
+    def __init__(self, say: Callable[[str], None], tokens: int) -> None:
         self._say = say
         self._third = tokens // 3
         self._first_s: float | None = None
@@ -107,7 +81,7 @@ class Teller:
             self._first_s = now_s
         at_s = now_s - self._first_s
         if not self.changes or self.changes[-1].state != piece.state:
-            self.changes.append(Change(at_s, piece.state, self._tokens))
+            self.changes.append(Change(at_s, piece.state))
             self._say(f"{at_s:6.1f} s  [bold]{piece.state}[/bold]")
         if int(at_s) > self._second:
             self._say(f"{at_s:6.1f} s  {self._in_second:4d} tokens a second, {self._accepted} of them from drafts")
@@ -116,19 +90,18 @@ class Teller:
         self._in_second += len(piece.tokens)
         self._accepted += piece.accepted
         if self._tokens >= self._third and self.bad_from_s > at_s:
-            self.bad_from_s = self._switch(at_s, "[red]the drafter turns bad[/red]")
+            self.bad_from_s = self._turns(at_s, "[red]the drafter turns bad[/red]")
         if self._tokens >= 2 * self._third and self.good_from_s > at_s:
-            self.good_from_s = self._switch(at_s, "[green]the drafter recovers[/green]")
+            self.good_from_s = self._turns(at_s, "[green]the drafter recovers[/green]")
 
-    def _switch(self, at_s: float, what: str) -> float:
-        self._pair.draft.signal(signal.SIGUSR1)
+    def _turns(self, at_s: float, what: str) -> float:
         self._say(f"{at_s:6.1f} s  {what}")
         return at_s
 
 
 def main() -> None:
     console = Console(highlight=False)
-    story = asyncio.run(tell(Path("build/bench/logs"), console.print))
+    story = asyncio.run(tell(console.print))
     left, back = story.left_after_s, story.back_after_s
     console.print(f"left speculation {left:.1f} s after the drafter turned bad" if left is not None else
                   "[red]never left speculation[/red]")

@@ -30,9 +30,8 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.asking import Measured, ask
+from bench.asking import Measured, Question, ask, read
 from bench.entrants import NAMES, Entrant, Served, draft_settings
-from bench.prompts import Question, read
 from bench.report import Row, save, write
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection

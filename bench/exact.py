@@ -15,9 +15,8 @@ from pathlib import Path
 
 from rich.progress import track
 
-from bench.asking import Measured, ask
+from bench.asking import Measured, Question, ask, own, read
 from bench.fleet import Pair
-from bench.prompts import Question, own, read
 from bench.report import Row, write
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection

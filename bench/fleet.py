@@ -1,4 +1,4 @@
-"""Targets and drafts as real processes on free loopback ports, for benchmarks and demonstrations.
+"""Services as real processes on free loopback ports, and what they took: for benchmarks and demonstrations.
 
 It knows nothing about what is asked of them.
 """
@@ -23,8 +23,10 @@ from slipstream.base.errors import Unavailable
 from slipstream.cli.launch import SHARED_CORES, answers
 from slipstream.wire.target_client import TargetClient
 
+LOGS = Path("build/bench/logs")
 READY_S = 120.0
 LISTENING = (10_000, 32_000)
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -38,6 +40,24 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time of all threads of ``pid``; 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def resident(pid: int) -> float:
+    """MiB of memory of ``pid``, what it shares of mapped files included; 0 when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
 
 
 def surroundings() -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.progress import track
 
-from bench.prompts import own, read
+from bench.asking import SETS, own, read
 from bench.report import Row, write
 from bench.systems import Slipstream
 from slipstream.base.config import ModelSection
@@ -27,7 +27,6 @@ from slipstream.cli.terminal import complain
 from slipstream.models.folder import resolve
 
 LOGS = Path("build/bench/logs/load")
-SETS = Path(__file__).parent / "sets"
 KINDS = ("plain", "default")
 MODEL = ModelSection().path
 FIGURES = {"first_p50_ms": ("time_to_first_token", "p50"), "first_p99_ms": ("time_to_first_token", "p99"),

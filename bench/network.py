@@ -3,11 +3,13 @@
 Each row is one target (20 ms a step) with a drafter, over a relay with a set round trip: serial (one growth a
 commit), run-ahead (growth is streamed while the target verifies), colocated (drafter and target on one device, no
 network) and plain. The policy is the default one and chooses within each. Nothing is computed, so the figures are
-those of the schedule, the wire and the host's work, not of a model.
+those of the schedule, the wire and the host's work, not of a model. ``ARGS=--full`` is the whole sweep, half an hour.
 
-``ARGS=--full`` is the whole sweep; it ends after ``--minutes`` and goes on where it stopped with ``--resume``. The
-claims that the rows bear out, or do not, are printed below them (``bench.claims``). One row scatters by a few per cent,
-so those that are close to a bound, on either side, are measured again beside what they are compared with.
+What the rows say of the claims that are made of schedules is printed below them:
+1. A claim about rows that are not there is not judged, and says so. The worst row decides, and is named.
+2. Two rows scatter against each other by some 3 %. A case within ``CLOSE`` of its bound, be it above or below, is
+   therefore measured again: both deployments stand while turns are taken, and the first to be measured changes from
+   turn to turn. The first turn is not counted: policies begin with nothing learned. The median of the ratios decides.
 """
 
 from __future__ import annotations
@@ -15,41 +17,62 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
+from statistics import median
 
-from bench.claims import KEYS, close, verdicts
-from bench.repeats import Repeats
-from bench.report import FOLDER as REPORTS
 from bench.report import Row, save, write
-from bench.rig import FOLDER, GOOD, USUAL, Cell, deployed, measure, timing_of
-from slipstream.simulate.simulation import SCHEDULES
+from bench.timed import Reader, Timed, deployed
+from slipstream.cli.process import kept_up
+from slipstream.simulate.simulation import RUN_AHEAD, SCHEDULES
+from slipstream.simulate.timed import Timing
+
+STEP_MS = 20.0
+USUAL, GOOD = (0.75, 0.12, 0.05), (0.95, 0.03, 0.015)  # chances of a node's children
+KEPT, WON, NEVER_WORSE, OVERLAP = 0.95, 1.10, 0.95, 1.10
+DEAR, HITS, NEAR_MS = 0.15, 0.70, 1.0  # drafting's share of a round; rounds whose tree was there; a short round trip
+CLOSE = 0.05  # of the bound
+KEYS = ("schedule", "rtt_ms", "draft_ms", "batch", "acceptance")
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    """How cells are measured."""
+class Cell:
+    """One row to measure."""
 
-    seconds: float
-    step_ms: float
-    until_s: float  # no deployment is begun later
+    schedule: str
+    rtt_ms: float
+    draft_ms: float
+    batch: int
+    acceptance: tuple[float, ...] = USUAL
 
-    async def run(self, cells: Sequence[Cell], rows: list[Row]) -> None:
-        """Add a row for each cell; those that differ in the batch alone share a deployment."""
-        for (schedule, rtt_ms, draft_ms, acceptance), group in itertools.groupby(
-                cells, lambda c: (c.schedule, c.rtt_ms, c.draft_ms, c.acceptance)):
-            if time.monotonic() > self.until_s:
-                return
-            timing = timing_of(self.step_ms, draft_ms, acceptance)
-            async with deployed(schedule, rtt_ms, timing) as rig:
-                for cell in group:
-                    rows.append(await measure(rig, cell, self.seconds))
-                    save("network", rows)
-                    print({key: round(value, 3) if isinstance(value, float) else value
-                           for key, value in rows[-1].items()}, file=sys.stderr)
+    @property
+    def key(self) -> Row:
+        return dict(zip(KEYS, (self.schedule, self.rtt_ms, self.draft_ms, self.batch,
+                               " ".join(f"{chance:g}" for chance in self.acceptance)), strict=True))
+
+    @staticmethod
+    def of(row: Row) -> Cell:
+        """Where ``row`` was measured."""
+        schedule, rtt_ms, draft_ms, batch, acceptance = (row[key] for key in KEYS)
+        assert isinstance(rtt_ms, float) and isinstance(draft_ms, float) and isinstance(batch, int)
+        return Cell(str(schedule), rtt_ms, draft_ms, batch, tuple(float(part) for part in str(acceptance).split()))
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of each stream: those that are not counted, while the policy learns what an exchange takes; and the rest.
+        Every schedule answers the same text, so it meets the same luck."""
+        return 20 if self.schedule == "plain" else 150, max(150, 800 // self.batch)
+
+    def deployed(self) -> AbstractAsyncContextManager[Timed]:
+        """Its processes, which do not depend on the batch."""
+        timing = Timing(STEP_MS / 1e3, draft_s=self.draft_ms / 1e3, acceptance=self.acceptance,
+                        width=len(self.acceptance))
+        drafts, role = {"plain": (0, "target"), "colocated": (0, "colocated")}.get(self.schedule, (1, "target"))
+        return deployed(timing, drafts=drafts, rtt_ms=self.rtt_ms, role=role, settings=(
+            f"draft.run_ahead={RUN_AHEAD if self.schedule == 'run-ahead' else 0}",))
 
 
 def cells_of(schedules: Sequence[str], rtts_ms: Sequence[float], drafts_ms: Sequence[float],
@@ -69,55 +92,210 @@ def full() -> list[Cell]:
             *cells_of(SCHEDULES, (0.0, 0.1, 1.0, 5.0, 20.0), (2.0, 5.0, 10.0), (1, 2, 8, 32))]
 
 
+async def measure(rig: Timed, cell: Cell, seconds: float) -> Row:
+    """Answer ``batch`` streams side by side, for ``seconds`` at most."""
+    begin, count = cell.tokens
+    target, client = rig.targets[0], rig.clients[0]
+    readers = [Reader(number, begin, begin + count) for number in range(cell.batch)]
+    async with kept_up(*(reader.read(client, cell.schedule != "plain") for reader in readers)):
+        began_s = time.perf_counter()
+        while not all(reader.began for reader in readers) and time.perf_counter() < began_s + seconds:
+            await asyncio.sleep(0.01)
+        opened_s, busy_s = time.perf_counter(), await target.metric("step_seconds_sum", phase="verify")
+        while not all(reader.ended for reader in readers) and time.perf_counter() < began_s + seconds:
+            await asyncio.sleep(0.01)
+        busy_s = await target.metric("step_seconds_sum", phase="verify") - busy_s
+        took_s = time.perf_counter() - opened_s
+    pieces = [piece for reader in readers for piece in reader.counted]
+    rounds = max(1, len(pieces))
+    hits = [ms for reader in readers for ms in reader.hits_ms]
+    return {**cell.key, "tokens_per_s": sum(reader.tokens_per_s for reader in readers), "hit_rate": len(hits) / rounds,
+            "waiting_share": max(0.0, 1.0 - busy_s / took_s), "hit_round_ms": sum(hits) / max(1, len(hits)),
+            "acceptance_length": sum(len(piece.tokens) for piece in pieces) / rounds,
+            "drafted": sum(piece.drafted for piece in pieces) / rounds,
+            "wait_ms": 1e3 * sum(piece.wait_s for piece in pieces) / rounds,
+            "verify_ms": 1e3 * sum(piece.verify_s for piece in pieces) / rounds,
+            "speculating": sum(piece.state == "speculate" for piece in pieces) / rounds}
+
+
+async def swept(cells: Sequence[Cell], seconds: float) -> list[Row]:
+    """A row for each cell; those that differ in the batch alone share a deployment."""
+    rows: list[Row] = []
+    for _, group in itertools.groupby(cells, lambda cell: replace(cell, batch=0)):
+        alike = list(group)
+        async with alike[0].deployed() as rig:
+            for cell in alike:
+                rows.append(await measure(rig, cell, seconds))
+                save("network", rows)
+                print({key: round(value, 3) if isinstance(value, float) else value
+                       for key, value in rows[-1].items()}, file=sys.stderr)
+    return rows
+
+
+async def again(case: Case, turns: int, seconds: float) -> Row:
+    """The speeds of a row and of its rival, in so many turns."""
+    assert case.rival is not None
+    cells, speeds = (Cell.of(case.row), Cell.of(case.rival)), (list[float](), list[float]())
+    async with AsyncExitStack() as stack:
+        rigs = [await stack.enter_async_context(cell.deployed()) for cell in cells]
+        for turn in range(turns + 1):
+            for place in (0, 1) if turn % 2 else (1, 0):
+                speeds[place].append(_speed(await measure(rigs[place], cells[place], seconds)))
+    return {**case.key, "speeds": speeds[0][1:], "rival_speeds": speeds[1][1:]}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row, and its figure against what it is compared with: its speed by that of ``rival``, if it has one."""
+
+    figure: float
+    row: Row
+    rival: Row | None = None
+    ratios: tuple[float, ...] = ()  # of the repeats; ``figure`` is their median then
+
+    @property
+    def key(self) -> Row:
+        """What it is about."""
+        rival = {} if self.rival is None else {f"rival_{name}": self.rival[name] for name in ("schedule", "rtt_ms")}
+        return {name: self.row[name] for name in KEYS} | rival
+
+    def is_of(self, repeats: Row) -> bool:
+        """Whether ``repeats`` are of this case."""
+        return all(name in repeats and repeats[name] == value for name, value in self.key.items())
+
+    def settled(self, repeats: Sequence[Row]) -> Case:
+        """With its repeats, if it has some."""
+        found = next((row for row in repeats if self.rival is not None and self.is_of(row)), None)
+        if found is None:
+            return self
+        ratios = tuple(one / other for one, other in zip(_numbers(found, "speeds"), _numbers(found, "rival_speeds"),
+                                                         strict=True))
+        return replace(self, figure=median(ratios), ratios=ratios)
+
+    def __str__(self) -> str:
+        row, ratios = self.row, self.ratios
+        spread = f", median of {len(ratios)} from {min(ratios):.3f} to {max(ratios):.3f}" if ratios else ""
+        return (f"{self.figure:.3f} ({row['schedule']}, round trip {row['rtt_ms']:g} ms, tree {row['draft_ms']:g} ms, "
+                f"batch {row['batch']}, acceptance {row['acceptance']}{spread})")
+
+
+def close(rows: Sequence[Row]) -> list[Case]:
+    """The cases that are to be repeated, of claims that compare two rows. Each once."""
+    found: list[Case] = []
+    for case in (*_kept(rows), *_never_worse(rows)):
+        if case.rival is not None and abs(case.figure / NEVER_WORSE - 1) <= CLOSE and case not in found:
+            found.append(case)
+    return found
+
+
+def verdicts(rows: Sequence[Row], repeats: Sequence[Row] = ()) -> list[str]:
+    """One line a claim."""
+    kept, never_worse = ([case.settled(repeats) for case in cases] for cases in (_kept(rows), _never_worse(rows)))
+    return [
+        _line("run-ahead at 1 ms keeps >= 95 % of its own speed at 0, batch 1", kept, lambda f: f >= KEPT, min),
+        _line("run-ahead is >= 10 % faster than colocated where drafting is >= 15 % of a round, hits >= 70 %, batch 1",
+              _won(rows), lambda f: f >= WON, min),
+        _line("what the policy chose is never > 5 % below the best of plain and serial", never_worse,
+              lambda f: f >= NEVER_WORSE, min),
+        _line("rounds whose tree was there take <= 1.1 of max(verify, draft) as measured, batch 1", _overlap(rows),
+              lambda f: f <= OVERLAP, max),
+    ]
+
+
+def _line(claim: str, cases: Iterable[Case], holds: Callable[[float], bool],
+          worst: Callable[..., Case]) -> str:
+    found = list(cases)
+    if not found:
+        return f"not judged: {claim}: no such rows"
+    failed = [case for case in found if not holds(case.figure)]
+    repeated = sum(bool(case.ratios) for case in found)
+    first = (f"{'FAILS' if failed else 'holds'}: {claim}: worst of {len(found)} rows"
+             f"{f', {repeated} of them repeated,' if repeated else ''} {worst(found, key=lambda case: case.figure)}")
+    return "\n".join([first, *(f"  also {case}" for case in failed[:12])] if len(failed) > 1 else [first])
+
+
+def _numbers(row: Row, name: str) -> Sequence[float]:
+    value = row[name]
+    assert isinstance(value, Sequence) and not isinstance(value, str)
+    return value
+
+
+def _number(row: Row, name: str) -> float:
+    value = row[name]
+    assert isinstance(value, float | int)
+    return float(value)
+
+
+def _speed(row: Row) -> float:
+    return _number(row, "tokens_per_s")
+
+
+def _like(rows: Sequence[Row], row: Row, **other: str | float) -> Row | None:
+    """The row that differs from ``row`` in nothing but ``other``."""
+    wanted = {key: row[key] for key in KEYS} | other
+    if wanted["schedule"] in ("plain", "colocated"):
+        del wanted["rtt_ms"]
+    if wanted["schedule"] == "plain":
+        del wanted["draft_ms"]
+    return next((r for r in rows if all(r[key] == value for key, value in wanted.items())), None)
+
+
+def _of(rows: Sequence[Row], schedule: str, batch: int | None = None) -> list[Row]:
+    return [row for row in rows if row["schedule"] == schedule and batch in (None, row["batch"])]
+
+
+def _kept(rows: Sequence[Row]) -> Iterable[Case]:
+    for row in _of(rows, "run-ahead", 1):
+        near = _like(rows, row, rtt_ms=0.0)
+        if row["rtt_ms"] == NEAR_MS and near is not None:
+            yield Case(_speed(row) / _speed(near), row, near)
+
+
+def _won(rows: Sequence[Row]) -> Iterable[Case]:
+    for row in _of(rows, "run-ahead", 1):
+        beside, draft_ms = _like(rows, row, schedule="colocated"), _number(row, "draft_ms")
+        dear = draft_ms / (STEP_MS + draft_ms) >= DEAR
+        if beside is not None and dear and _number(row, "hit_rate") >= HITS and _number(row, "rtt_ms") <= NEAR_MS:
+            yield Case(_speed(row) / _speed(beside), row, beside)
+
+
+def _never_worse(rows: Sequence[Row]) -> Iterable[Case]:
+    for row in (*_of(rows, "serial"), *_of(rows, "run-ahead")):
+        plain, serial = _like(rows, row, schedule="plain"), _like(rows, row, schedule="serial")
+        if plain is not None and serial is not None:
+            best = max(plain, serial, key=_speed)
+            yield Case(_speed(row) / _speed(best), row, None if best is row else best)
+
+
+def _overlap(rows: Sequence[Row]) -> Iterable[Case]:
+    for row in _of(rows, "run-ahead", 1):
+        if _number(row, "hit_rate") > 0:
+            yield Case(_number(row, "hit_round_ms") / max(_number(row, "verify_ms"), _number(row, "draft_ms")), row)
+
+
 def numbers(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(","))
 
 
-def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--rtts-ms", type=numbers, default=(0.0, 1.0, 5.0))
-    parser.add_argument("--drafts-ms", type=numbers, default=(5.0,))
     parser.add_argument("--batches", type=numbers, default=(1.0, 8.0))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a row at most")
-    parser.add_argument("--minutes", type=float, default=8.0, help="no deployment is begun after so many")
     parser.add_argument("--repeats", type=int, default=9, help="of each row that is close to a bound")
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--acceptance", type=numbers, default=USUAL,
-                        help="chance that a node's first, second, ... child is right")
-    parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there, measure those that miss")
-    return parser.parse_args()
+    given = parser.parse_args()
+    cells = full() if given.full else cells_of(given.schedules.split(","), given.rtts_ms, (5.0,),
+                                               [int(batch) for batch in given.batches])
 
+    async def measured() -> tuple[list[Row], list[Row]]:
+        rows = await swept(cells, given.seconds)
+        return rows, [await again(case, given.repeats, given.seconds) for case in close(rows) if given.repeats]
 
-def known(name: str) -> list[Row]:
-    """Rows of an earlier run; none if there was none."""
-    try:
-        return list(json.loads((REPORTS / f"{name}.json").read_text())["rows"])
-    except (OSError, ValueError, KeyError):
-        return []
-
-
-def main() -> None:
-    arguments = arguments_of(argparse.ArgumentParser(description=__doc__))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    cells = full() if arguments.full else cells_of(
-        arguments.schedules.split(","), arguments.rtts_ms, arguments.drafts_ms,
-        [int(batch) for batch in arguments.batches], arguments.acceptance)
-    rows, again = (known("network"), known("network-repeats")) if arguments.resume else ([], [])
-    done = [{key: row[key] for key in KEYS} for row in rows]
-    missing = [cell for cell in cells if cell.key not in done]
-    until_s = time.monotonic() + 60 * arguments.minutes
-    sweep = Sweep(arguments.seconds, arguments.step_ms, until_s)
-    asyncio.run(sweep.run(missing, rows))
-    left = len(missing) + len(done) - len(rows)
-    repeats = Repeats(again, arguments.step_ms, arguments.seconds, until_s)
-    if not left:
-        asyncio.run(repeats.run(close(rows), arguments.repeats))
-    write("network", rows, f"bench-network: timed devices, a target step takes {arguments.step_ms:g} ms")
-    for verdict in verdicts(rows, arguments.step_ms, repeats.rows):
-        print(verdict)
-    if left or repeats.left:
-        print(f"{left} rows and {repeats.left} repeats are missing: go on with --resume")
+    rows, repeats = asyncio.run(measured())
+    write("network", rows, f"bench-network: timed devices, a target step takes {STEP_MS:g} ms")
+    print("\n".join(verdicts(rows, repeats)))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
 from bench.gguf_copy import write_bfloat16
-from bench.prompts import Question, own, read
 from bench.report import FOLDER, Row, save, write
 from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server
 from bench.verdicts import Results, ratio, speed, verdicts
@@ -38,7 +38,7 @@ from slipstream.base.errors import SlipstreamError
 from slipstream.cli.terminal import complain
 from slipstream.models.folder import KNOWN, packaged_file, resolve
 
-LOGS, COPY = Path("build/bench/logs/peers"), Path(__file__).parent / "sets"
+LOGS = Path("build/bench/logs/peers")
 WARM_UP = "Name three rivers."
 BATCHES = (4, 16)
 NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream-standalone", "slipstream-default",
@@ -147,7 +147,7 @@ def row_of(key: tuple[str, int, str], results: Results, dtype: str) -> Row:
 def questions_of(folder: str | None) -> dict[str, list[Question]]:
     """By set: those of the folder and ours, or our own dozen."""
     if folder is not None:
-        return {"mt_bench": read(folder, "mt_bench", 99), "copy": read(COPY, "copy", 99)}
+        return {"mt_bench": read(folder, "mt_bench", 99), "copy": read(SETS, "copy", 99)}
     return {set_: [question for question in own() if question.set == set_] for set_ in ("chat", "copy")}
 
 

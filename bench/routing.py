@@ -3,12 +3,12 @@
 Behind it is a target that computes nothing: each step takes a set time (``simulate.timed``). What is measured:
 1. ``first_ms``: from the request to the first token, one request at a time while the other streams run; the router's
    share is the difference of the medians. Lone requests go all ways in turn. Connections are open before, as clients
-   keep them, unless a line says otherwise.
+   keep them.
 2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run, the ways in turn:
    each piece brings one token, the dearest case.
 3. Direct is gRPC to the target, a call for each answer; the router, whose answers share a call with the target, is
    asked over HTTP with server-sent events, as most would, and over gRPC.
-Prompts are token ids: what tokenizing a text takes is a row of its own. Client and services share the cores.
+Prompts are token ids, or one word: what tokenizing a text takes is not here. Client and services share the cores.
 """
 
 from __future__ import annotations
@@ -18,30 +18,22 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from bench.completions import Server
-from bench.fleet import Process, free_port, service
+from bench.fleet import LOGS, Process, cpu_s, free_port, resident, service
 from bench.report import Row, write
-from bench.work import cpu_s, resident
-from router_service.tokens import TextCodec
-from slipstream.base.config import ModelSection
-from slipstream.models.folder import resolve
+from bench.timed import deployed, text
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
-from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
+from slipstream.simulate.timed import Timing
 from slipstream.wire.client import AsyncClient
-from slipstream.wire.target_client import TargetClient
 
-FOLDER = Path("build/bench/logs")
-CHAT = "Explain in two sentences why the sky is blue, and name three rivers that flow to the north. " * 8
 LONG = 60_000  # tokens of an answer that never ends here
 FIRST = 36  # stream of the timed target: from here on the default tokenizer has whole characters for its tokens
 TEXT = " to"  # one token of that stream
-NEW = "router, HTTP, connecting"
 ROUNDS = 4  # parts of each load
 WARM, APART_S = 3, 0.015  # lone requests that are not counted, and the pause after each
 
@@ -55,59 +47,38 @@ class Rig:
     target: Process
     router: Process
     ways: dict[str, Ask]
-    connecting: Ask  # over HTTP to the router, on a connection of its own
 
 
 @asynccontextmanager
-async def deployed(timing: Timing) -> AsyncIterator[Rig]:
+async def routed(timing: Timing) -> AsyncIterator[Rig]:
     """Raises Unavailable."""
-    target = service("target", "routing-target", FOLDER, ("target.drafts=[]", "target.slots=262144",
-                     "target.max_sessions=128"), "bench.timed_service",
-                     ("target", str(timing.save(FOLDER / "routing.json"))))
-    grpc = free_port()
-    router = service("router", "routing-router", FOLDER, (f"router.grpc_listen=127.0.0.1:{grpc}",
-                     f"router.targets=['{target.address}']"))
-    client = TargetClient(target.address)
-    http = Server(int(router.address.rpartition(":")[2]), "timed", kept=[])
+    async with deployed(timing, drafts=0, settings=("target.max_sessions=128",)) as timed:
+        (target,), (client,), grpc = timed.targets, timed.clients, free_port()
+        router = service("router", "routing-router", LOGS, (f"router.grpc_listen=127.0.0.1:{grpc}",
+                         f"router.targets=['{target.address}']"))
+        http = Server(int(router.address.rpartition(":")[2]), "timed", kept=[])
 
-    async def direct(stream: int, tokens: int, came: list[float]) -> None:
-        first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
-        async for _ in client.submit(Request(f"direct-{stream}", (first, first), Sampling(), tokens)):
-            came.append(time.perf_counter())
-
-    async def over_http(stream: int, tokens: int, came: list[float]) -> None:
-        first = (FIRST + stream % (STREAMS - FIRST)) * SYMBOLS
-        await http.ask([first, first], tokens, {"ignore_eos": True}, came)
-
-    async def connecting(stream: int, tokens: int, came: list[float]) -> None:
-        await replace(http, kept=None).ask([FIRST * SYMBOLS] * 2, tokens, {"ignore_eos": True}, came)
-
-    try:
-        for process in (target, router):
-            process.start()
-            await process.ready()
-        async with calling(grpc) as over_grpc:
-            yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc},
-                      connecting)
-    finally:
-        await client.aclose()
-        router.stop()
-        target.stop()
-
-
-@asynccontextmanager
-async def calling(port: int) -> AsyncIterator[Ask]:
-    """The public gRPC service on ``port``."""
-    async with AsyncClient(f"127.0.0.1:{port}") as client:
-
-        async def ask(stream: int, tokens: int, came: list[float]) -> None:
-            async for _ in client.complete(TEXT, model="timed", max_tokens=tokens, temperature=0.0, ignore_eos=True):
+        async def direct(stream: int, tokens: int, came: list[float]) -> None:
+            async for _ in client.submit(Request(f"direct-{stream}", text(stream, FIRST), Sampling(), tokens)):
                 came.append(time.perf_counter())
 
-        yield ask
+        async def over_http(stream: int, tokens: int, came: list[float]) -> None:
+            await http.ask(text(stream, FIRST), tokens, {"ignore_eos": True}, came)
+
+        async def over_grpc(stream: int, tokens: int, came: list[float]) -> None:
+            async for _ in caller.complete(TEXT, model="timed", max_tokens=tokens, temperature=0.0, ignore_eos=True):
+                came.append(time.perf_counter())
+
+        try:
+            router.start()
+            await router.ready()
+            async with AsyncClient(f"127.0.0.1:{grpc}") as caller:
+                yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc})
+        finally:
+            router.stop()
 
 
-async def alone(ways: Mapping[str, Ask], times: int) -> dict[str, list[float]]:
+async def alone(ways: dict[str, Ask], times: int) -> dict[str, list[float]]:
     """Seconds to the first token of ``times`` requests each way, in turn, with nobody else there."""
     firsts: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(-WARM, times):
@@ -182,10 +153,8 @@ async def loads(rig: Rig, streams: int, seconds: float) -> dict[str, Load]:
 
 async def measure(streams: int, seconds: float, times: int, timing: Timing) -> list[Row]:
     rows: list[Row] = []
-    async with deployed(timing) as rig:
-        lone = await alone({**rig.ways, NEW: rig.connecting}, times)
-        added = statistics.median(lone[NEW]) - statistics.median(lone["router, HTTP"])
-        print(f"a connection opened for the request: {1e3 * added:+.2f} ms to the first token over HTTP")
+    async with routed(timing) as rig:
+        lone = await alone(rig.ways, times)
         loaded = {number: await loads(rig, number, seconds) for number in (1, streams)}
         for name, ask in rig.ways.items():
             for number in (1, streams):
@@ -209,17 +178,6 @@ def verdict(rows: list[Row]) -> list[str]:
     return lines
 
 
-def tokenizing() -> float:
-    """Microseconds for a chat of some 150 tokens."""
-    codec = TextCodec(resolve(ModelSection().path))
-    times = []
-    for _ in range(50):
-        began_s = time.perf_counter()
-        codec.chat([{"role": "user", "content": CHAT}])
-        times.append(time.perf_counter() - began_s)
-    return 1e6 * statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
@@ -227,11 +185,10 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=60, help="requests for the time to the first token")
     parser.add_argument("--step-ms", type=float, default=25.0)
     arguments = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = asyncio.run(measure(arguments.streams, arguments.seconds, arguments.times, timing))
     write("router", rows, f"bench-router: a timed target, {arguments.step_ms:g} ms a step")
-    print("\n".join([*verdict(rows), f"a chat of 8 sentences as tokens: {tokenizing():.0f} µs (in both)"]))
+    print("\n".join(verdict(rows)))
 
 
 if __name__ == "__main__":

@@ -21,39 +21,27 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from bench.fleet import Process, joined, service
-from bench.readers import Reader
+from bench.fleet import cpu_s
 from bench.report import Row, write
-from bench.work import cpu_s
+from bench.timed import Reader, Timed, deployed
 from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import Timing
-from slipstream.wire.target_client import TargetClient
 
-LOGS = Path("build/bench/logs")
 CELLS = ((1, 1, 1), (1, 1, 8), (1, 1, 32), (1, 1, 128), (2, 2, 32), (2, 2, 128), (4, 4, 32), (4, 4, 128), (4, 4, 512))
 PARTS = ("target", "draft", "client")
 SETTLE_S = 2.0
+SETTINGS = ("target.max_sessions=512", "draft.max_sessions=512")
 
 
-@dataclass(slots=True)
-class Rig:
-    """Targets and drafts as processes, a client for each target."""
-
-    targets: list[Process]
-    drafts: list[Process]
-    clients: list[TargetClient]
-
-    def spent(self) -> dict[str, float]:
-        """Processor seconds of each part so far."""
-        return {"target": sum(cpu_s(p.pid) for p in self.targets), "draft": sum(cpu_s(p.pid) for p in self.drafts),
-                "client": cpu_s(os.getpid())}
+def spent(rig: Timed) -> dict[str, float]:
+    """Processor seconds of each part so far."""
+    return {"target": sum(cpu_s(p.pid) for p in rig.targets), "draft": sum(cpu_s(p.pid) for p in rig.drafts),
+            "client": cpu_s(os.getpid())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,43 +55,15 @@ class Cost:
         return self.round_us + self.stream_us * streams
 
 
-@asynccontextmanager
-async def deployed(targets: int, drafts: int, timing: Timing) -> AsyncIterator[Rig]:
-    """Every target knows every draft. Raises Unavailable."""
-    file = str(timing.save(LOGS / "scale.json"))
-
-    def process(role: str, number: int, *own: str) -> Process:
-        return service(role, f"scale-{role}-{number}", LOGS, (f"{role}.max_sessions=512", *own),
-                       "bench.timed_service", (role, file))
-
-    pods = [process("draft", i) for i in range(drafts)]
-    known = f"target.drafts={[pod.address for pod in pods]}"
-    fronts = [process("target", i, known, "target.slots=262144") for i in range(targets)]
-    rig = Rig(fronts, pods, [TargetClient(front.address) for front in fronts])
-    try:
-        for part in (*rig.drafts, *rig.targets):
-            part.start()
-        for part in (*rig.drafts, *rig.targets):
-            await part.ready()
-        for client in rig.clients:
-            await joined(client, LOGS)
-        yield rig
-    finally:
-        for client in rig.clients:
-            await client.aclose()
-        for part in (*rig.targets, *rig.drafts):
-            part.stop()
-
-
-async def measure(rig: Rig, streams: int, seconds: float) -> Row:
+async def measure(rig: Timed, streams: int, seconds: float) -> Row:
     """``streams`` endless readers, evenly over the targets."""
     readers = [Reader(number, 0, sys.maxsize) for number in range(streams)]
     async with kept_up(*(reader.read(rig.clients[reader.number % len(rig.clients)], True) for reader in readers)):
         await asyncio.sleep(SETTLE_S + streams / 100)
-        before, opened_s = rig.spent(), time.perf_counter()
+        before, opened_s = spent(rig), time.perf_counter()
         await asyncio.sleep(seconds)
         took_s = time.perf_counter() - opened_s
-        spent = {part: after - before[part] for part, after in rig.spent().items()}
+        took = {part: after - before[part] for part, after in spent(rig).items()}
         each = [[piece for at_s, piece in reader.pieces if at_s >= opened_s] for reader in readers]
     pieces = list(itertools.chain(*each))
     pieces_a_stream = statistics.median(map(len, each)) or 1
@@ -112,8 +72,8 @@ async def measure(rig: Rig, streams: int, seconds: float) -> Row:
             "tokens_per_s": tokens / took_s, "round_ms": 1e3 * took_s / pieces_a_stream,
             "acceptance_length": tokens / max(1, len(pieces)),
             "drafted": sum(piece.drafted for piece in pieces) / max(1, len(pieces)),
-            "cores": sum(spent.values()) / took_s,
-            **{f"{part}_us_a_round": 1e6 * spent[part] / max(1, len(pieces)) for part in PARTS}}
+            "cores": sum(took.values()) / took_s,
+            **{f"{part}_us_a_round": 1e6 * took[part] / max(1, len(pieces)) for part in PARTS}}
 
 
 def fit(rows: Sequence[Row]) -> dict[str, Cost]:
@@ -169,7 +129,7 @@ def _number(row: Row, name: str) -> float:
 async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: Timing) -> list[Row]:
     rows: list[Row] = []
     for shape in dict.fromkeys(cell[:2] for cell in cells):
-        async with deployed(*shape, timing) as rig:
+        async with deployed(timing, *shape, settings=SETTINGS) as rig:
             for streams in (cell[2] for cell in cells if cell[:2] == shape):
                 rows.append(await measure(rig, streams, seconds))
                 print(f"{shape[0]} × {shape[1]}, {streams} streams: {rows[-1]['tokens_per_s']:.0f} tokens/s",
@@ -183,7 +143,6 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--pods", type=int, default=100, help="targets to predict for")
     arguments = parser.parse_args()
-    LOGS.mkdir(parents=True, exist_ok=True)
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = asyncio.run(sweep(CELLS, arguments.seconds, timing))
     write("scale", rows, f"bench-scale: timed devices, {arguments.step_ms:g} ms a step")

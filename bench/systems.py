@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.completions import Answered, Server
-from bench.fleet import Process, free_port
-from bench.work import resident
+from bench.fleet import Process, free_port, resident
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.launch import answers
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.claims import close, verdicts
-from bench.network import cells_of, full
-from bench.readers import Reader
+from bench.network import cells_of, close, full, verdicts
 from bench.report import Row
+from bench.timed import Reader
 from slipstream.protocol.requests import Piece
 
 
@@ -22,7 +21,7 @@ GOOD = [row("plain", 50), row("colocated", 150), row("serial", 145), row("serial
 
 
 def states(rows: list[Row]) -> list[str]:
-    return [verdict.split(":")[0] for verdict in verdicts(rows, 20.0)]
+    return [verdict.split(":")[0] for verdict in verdicts(rows)]
 
 
 def test_good_rows_bear_out_all_claims() -> None:
@@ -33,7 +32,7 @@ def test_good_rows_bear_out_all_claims() -> None:
     (0, row("run-ahead", 180, 1.0, 0.8)), (1, row("run-ahead", 160, 1.0, 0.8)), (2, row("run-ahead", 130, 1.0, 0.8)),
     (3, row("run-ahead", 195, 1.0, 0.8, round_ms=23.0))])
 def test_a_row_that_is_worse_fails_its_claim_and_is_named(claim: int, worse: Row) -> None:
-    found = verdicts([*GOOD[:-1], worse], 20.0)
+    found = verdicts([*GOOD[:-1], worse])
     assert found[claim].startswith("FAILS") and "round trip 1 ms" in found[claim]
 
 
@@ -56,7 +55,7 @@ def again(row_: Row, rival: Row, *ratios: float) -> Row:
 def test_the_median_of_its_repeats_decides_a_row_close_to_a_bound(speed: float, ratios: tuple[float, ...],
                                                                   state: str) -> None:
     near = row("run-ahead", speed, 1.0, 0.8)
-    (found,) = [line for line in verdicts([*GOOD[:4], near], 20.0, [again(near, GOOD[3], *ratios)])
+    (found,) = [line for line in verdicts([*GOOD[:4], near], [again(near, GOOD[3], *ratios)])
                 if "best of plain" in line]
     assert found.startswith(state) and "median of 5 from 0.910 to 0.990" in found
 

@@ -47,7 +47,7 @@ class Fleet:
             settings = (f"{role}.listen=127.0.0.1:{listen}", f"{role}.metrics_listen=127.0.0.1:{metrics}",
                         f"target.drafts=[{known}]", "target.slots=32768", "draft.run_ahead=40")
             (self.drafts if role == "draft" else self.targets).append(
-                Process("bench.timed_service", settings, metrics, self.folder / f"{number}.log", (role, str(timing))))
+                Process("bench.timed", settings, metrics, self.folder / f"{number}.log", (role, str(timing))))
         self.clients = [TargetClient(f"127.0.0.1:{listen}") for listen, _ in ports[DRAFTS:]]
 
     async def total(self, name: str, **labels: str) -> float:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy import stats
 
-from bench.switchable import SwitchableDrafter
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError
 from slipstream.cli.doctor import checks
@@ -25,7 +24,7 @@ from slipstream.wire.answers import decode_info, decode_told, encode_info, encod
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target
 from tests.routing import CHAT, HELLO, routing
-from tests.tiny import VOCAB, write_tiny_model
+from tests.tiny import write_tiny_model
 
 PROMPTS = (b"the cat sat on the mat. the cat", b"one two three one two")
 
@@ -110,7 +109,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def drafter(folder: Path, target_folder: Path) -> Drafter:
     section = DraftSection(drafter="standalone", model=str(folder), dtype="float64",
                            growth=GrowthSection(num_steps=3, topk=2, num_draft_tokens=6))
-    return SwitchableDrafter(create(section, ModelSection(path=str(target_folder), dtype="float64"), 2048), VOCAB)
+    return create(section, ModelSection(path=str(target_folder), dtype="float64"), 2048)
 
 
 async def answers(folders: tuple[Path, Path], sampling: Sampling, drafted: bool,

@@ -17,7 +17,6 @@ import pytest
 import torch
 from scipy import stats
 
-from bench.switchable import SwitchableDrafter
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
@@ -31,7 +30,7 @@ from slipstream.wire.local import LocalLink
 from tests.eagle_folder import eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.hostile import HostileDraft
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
-from tests.tiny import VOCAB, write_tiny_model
+from tests.tiny import write_tiny_model
 
 MAX_TOKENS = 40
 DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "noisy",
@@ -73,10 +72,9 @@ def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
         return NgramDrafter(256, NgramShape(min_match=1))
     head = {"mapped": "eagle2"}.get(kind, kind)
     name = head if head in ("eagle2", "eagle3") else "standalone"
-    made = create(DraftSection(drafter=name, model=str(folders[head]),
+    return create(DraftSection(drafter=name, model=str(folders[head]),
                                token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64",
                                growth=growth), model, 2048)
-    return SwitchableDrafter(made, VOCAB) if kind == "noisy" else made
 
 
 def requests(sampling: Sampling) -> list[Request]:

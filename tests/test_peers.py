@@ -14,13 +14,13 @@ import gguf
 import numpy as np
 import pytest
 
+from bench.asking import read
 from bench.completions import Answered, Server
+from bench.fleet import cpu_s, resident
 from bench.gguf_copy import write_bfloat16
 from bench.peers import NAMES, in_batches, one_by_one, row_of
-from bench.prompts import read
 from bench.systems import llama_server
 from bench.verdicts import GOALS, Results, ratio, verdicts
-from bench.work import cpu_s, resident
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.gguf import GgufFile
 from tests.small_gguf import small_metadata, small_tensors, write_gguf

@@ -47,8 +47,8 @@ def test_the_prediction_names_each_row_the_pods_and_the_limit() -> None:
 
 @pytest.mark.long
 async def test_two_targets_with_two_drafts_answer_four_streams(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.scale.LOGS", tmp_path)
-    async with deployed(2, 2, TIMING) as rig:
+    monkeypatch.setattr("bench.timed.LOGS", tmp_path)
+    async with deployed(TIMING, 2, 2) as rig:
         row = await measure(rig, 4, 1.0)
     assert row["tokens_per_s"] > 0
     assert row["target_us_a_round"] > 0

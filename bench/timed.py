@@ -1,0 +1,192 @@
+"""Timed devices as processes, a network between them, and readers of what they say.
+
+``python -m bench.timed ROLE TIMING.json --set …`` is one of them, a composition root. ROLE is target, draft, or
+colocated: a target whose drafter is in the same process and on the same device. ``deployed`` starts as many as a
+benchmark needs. It knows nothing about what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.fleet import LOGS, Process, free_port, joined, service
+from draft_service.__main__ import host as host_draft
+from draft_service.assembly import Draft
+from draft_service.assembly import assemble as assemble_draft
+from slipstream.base.config import Config, load
+from slipstream.cli.process import until_signalled
+from slipstream.observe.log import configure
+from slipstream.observe.trace import Trace
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.session import LEASE_S
+from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
+from slipstream.wire.local import LocalLink
+from slipstream.wire.target_client import TargetClient
+from target_service.__main__ import host as host_target
+from target_service.assembly import assemble as assemble_target
+from target_service.drafts import Drafts
+
+
+@dataclass(slots=True)
+class Reader:
+    """One stream. What it reads after token ``begin`` and up to token ``end`` counts; it reads on, so that the others
+    are not alone. Windows are counted in tokens and not in seconds, so that all are measured on the same text."""
+
+    number: int
+    begin: int
+    end: int
+    tokens: int = 0
+    pieces: list[tuple[float, Piece]] = field(default_factory=list)  # counted ones, and the one before; when they came
+
+    @property
+    def began(self) -> bool:
+        return self.tokens >= self.begin
+
+    @property
+    def ended(self) -> bool:
+        return self.tokens >= self.end
+
+    def take(self, now_s: float, piece: Piece) -> None:
+        self.tokens += len(piece.tokens)
+        if self.began and self.tokens - len(piece.tokens) < self.end:
+            self.pieces.append((now_s, piece))
+
+    @property
+    def counted(self) -> list[Piece]:
+        return [piece for _, piece in self.pieces[1:]]
+
+    @property
+    def tokens_per_s(self) -> float:
+        if len(self.pieces) < 2:
+            return 0.0
+        return sum(len(piece.tokens) for piece in self.counted) / (self.pieces[-1][0] - self.pieces[0][0])
+
+    @property
+    def hits_ms(self) -> list[float]:
+        """What rounds took whose tree was there and for which nobody waited."""
+        return [1e3 * (now_s - before_s) for (before_s, _), (now_s, piece) in itertools.pairwise(self.pieces)
+                if piece.drafted and not piece.wait_s]
+
+    async def read(self, client: TargetClient, speculate: bool) -> None:
+        """An answer after the other, each of another text, until cancelled."""
+        for turn in itertools.count():
+            request = Request(f"{self.number}-{turn}", text(self.number + 37 * turn), Sampling(), 4000, None, speculate)
+            async for piece in client.submit(request):
+                self.take(time.perf_counter(), piece)
+
+
+def text(stream: int, first: int = 0) -> tuple[int, int]:
+    """The prompt of a stream, of those from ``first`` on: what follows depends on it alone."""
+    token = (first + stream % (STREAMS - first)) * SYMBOLS
+    return token, token
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What runs: targets and drafts, and a client for each target."""
+
+    targets: list[Process]
+    drafts: list[Process]
+    clients: list[TargetClient]
+
+
+@asynccontextmanager
+async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
+                   settings: Sequence[str] = (), role: str = "target") -> AsyncIterator[Timed]:
+    """Every target knows every draft, through a relay where there is an ``rtt_ms``. Raises Unavailable."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    file = str(timing.save(LOGS / "timing.json"))
+    relays: list[Process] = []
+
+    def process(role: str, number: int, *own: str) -> Process:
+        return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS, (*settings, *own),
+                       "bench.timed", (role, file))
+
+    def reached(draft: Process) -> str:
+        if rtt_ms is None:
+            return draft.address
+        at = f"127.0.0.1:{free_port()}"
+        relays.append(Process("bench.delayed", (), 0, LOGS / "relay.log",
+                              (at, draft.address, "--delay-ms", str(rtt_ms / 2))))
+        return at
+
+    pods = [process("draft", number) for number in range(drafts)]
+    known = f"target.drafts={[reached(pod) for pod in pods]}"
+    fronts = [process(role, number, known, "target.slots=262144") for number in range(targets)]
+    clients = [TargetClient(front.address) for front in fronts]
+    try:
+        for part in (*pods, *relays, *fronts):
+            part.start()
+        for part in (*pods, *fronts):
+            await part.ready()
+        for front, client in zip(fronts, clients, strict=True):
+            await joined(client, front.log)
+        yield Timed(fronts, pods, clients)
+    finally:
+        for client in clients:
+            await client.aclose()
+        for part in (*fronts, *relays, *pods):
+            part.stop()
+
+
+async def serve_draft(config: Config, timing: Timing, stop: asyncio.Event) -> None:
+    await host_draft(config, draft(config, timing, Device()), stop)
+
+
+def draft(config: Config, timing: Timing, device: Device) -> Draft:
+    """A draft on ``device``."""
+    section = config.draft
+    drafter = TimedDrafter(timing, device, section.run_ahead > 0, section.max_sessions)
+    return assemble_draft(drafter, "", LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"))
+
+
+async def serve_target(config: Config, timing: Timing, stop: asyncio.Event, colocated: bool = False) -> None:
+    """``colocated``: its drafter is here, and ``target.drafts`` are left alone."""
+    known: list[Drafts] = []
+    local: list[LocalLink] = []
+    device, loop = Device(), asyncio.get_running_loop()
+    target = await asyncio.to_thread(assemble_target, config, TimedModel(timing, device), "timed", "", loop,
+                                     lambda: [*(status for drafts in known for status in drafts.statuses()),
+                                              *(link.status() for link in local)])
+    if not colocated:
+        await host_target(config, target, known, stop)
+        return
+    beside = draft(config, timing, device)
+    beside.worker.start()
+    local.append(LocalLink("local", target.hello, target.worker.following, beside.worker, check_pair))
+    alone = config.model_copy(update={"target": config.target.model_copy(update={"drafts": ()})})
+    await host_target(alone, target, known, stop, ready=local[0].restore)
+    await asyncio.to_thread(beside.worker.stop)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("role", choices=("target", "draft", "colocated"))
+    parser.add_argument("timing", type=Path)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    arguments = parser.parse_args()
+    # A timed device's text is no text: what it repeats says nothing.
+    config = load(None, ("target.prompt_lookup=false", *arguments.overrides))
+    timing = Timing.load(arguments.timing)
+    configure(config.log)
+
+    async def serve(config: Config, stop: asyncio.Event) -> None:
+        if arguments.role == "draft":
+            await serve_draft(config, timing, stop)
+        else:
+            await serve_target(config, timing, stop, arguments.role == "colocated")
+
+    asyncio.run(until_signalled(config, serve))
+
+
+if __name__ == "__main__":
+    main()
