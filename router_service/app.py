@@ -1,8 +1,15 @@
-"""The HTTP surface: routes of the OpenAI API, health and version.
+"""The HTTP surface: what every request passes, the routes of the OpenAI API, health and version.
 
 Rules:
-1. A body is capped before it is read, and read before anything is done for it.
-2. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
+1. Every path but ``/live`` and ``/health`` needs a key where keys are set, also paths that do not exist. Keys come from
+   a file, one a line; empty lines and lines that begin with # do not count.
+2. Only digests of keys are kept, and all of them are compared in constant time on every question.
+3. Their file is read again when it changes. One that cannot be read or holds no key changes nothing: keys never go, and
+   the door never opens, by a mistake. No key is ever logged, nor a line of the file.
+4. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
+5. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
+6. A body is capped before it is read, and read before anything is done for it.
+7. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
 
 It knows nothing about targets or how a request is answered.
@@ -10,9 +17,15 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
 import time
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,19 +33,28 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
-from router_service.completion import Numbered, TextDelta
-from router_service.gate import REQUEST_ID, ApiKeys, Gate, problem_response
+from router_service.connection import DONE, EventStream, Presence, connection_of, event, framed
 from router_service.gateway import Gateway, Job, Run
-from router_service.outlet import DONE, EventStream, Presence, event, framed, outlet_of
-from router_service.problems import http_problem, problem_of
-from router_service.replies import ChatReply, Reply, TextReply
-from router_service.schemas import Body, ChatBody, CompletionBody, parse
+from router_service.openai import (
+    Body,
+    ChatBody,
+    ChatReply,
+    Chunks,
+    CompletionBody,
+    Problem,
+    Reply,
+    TextReply,
+    http_problem,
+    parse,
+    problem_of,
+)
+from router_service.tokens import TextDelta
 from slipstream import __version__
-from slipstream.base.config import RouterSection
-from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
+from slipstream.base.errors import ConfigError, InvalidRequest, NotFound, SlipstreamError, TooLarge
+from slipstream.base.stamp import stamp
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
 
@@ -44,35 +66,54 @@ ADVICE = {
     404: f"no such page; here are POST {CHAT}, POST {COMPLETIONS}, GET /v1/models and GET /health",
     405: f"this page does not take that method; {CHAT} and {COMPLETIONS} take POST, all others GET",
 }
+OPEN_PATHS = frozenset({"/live", "/health"})
+REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
+LOOK_S = 2.0  # between looks at the file of keys
+DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(gateway: Gateway, keys: ApiKeys, section: RouterSection) -> ASGIApp:
+def create_app(gateway: Gateway, keys: ApiKeys) -> ASGIApp:
     """The ASGI application around ``gateway``."""
-    app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
-    surface = Surface(gateway, section)
-    app.add_exception_handler(SlipstreamError, surface.refused)
-    app.add_exception_handler(HTTPException, surface.no_route)
-    app.add_exception_handler(ClientDisconnect, surface.gone)
-    app.add_exception_handler(Exception, surface.broken)
-    app.add_api_route(CHAT, surface.chat, methods=["POST"], openapi_extra=_schema(ChatBody))
-    app.add_api_route(COMPLETIONS, surface.complete, methods=["POST"], openapi_extra=_schema(CompletionBody))
-    app.add_api_route("/v1/models", surface.models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", surface.model, methods=["GET"])
-    app.add_api_route("/health", surface.health, methods=["GET"])
-    app.add_api_route("/live", surface.live, methods=["GET"])
-    app.add_api_route("/version", surface.version, methods=["GET"])
-    return Gate(Endpoints(app, surface), keys, lambda: gateway.leaving)
+    return Gate(Surface(gateway), keys, lambda: gateway.leaving)
 
 
 class Surface:
-    """The handlers of all routes."""
+    """All routes. Requests for tokens go past FastAPI, whose layers every further token would have to pass as well; it
+    has the same routes, for its schema and for other methods, and answers the rest."""
 
-    def __init__(self, gateway: Gateway, section: RouterSection) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._started_at = int(time.time())
         self._log = logger("http")
+        self._answers: dict[str, Handler] = {CHAT: self.chat, COMPLETIONS: self.complete}
+        self._rest = app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
+        app.add_exception_handler(SlipstreamError, self.refused)
+        app.add_exception_handler(HTTPException, self.no_route)
+        app.add_exception_handler(ClientDisconnect, self.gone)
+        app.add_exception_handler(Exception, self.broken)
+        app.add_api_route(CHAT, self.chat, methods=["POST"], openapi_extra=_schema(ChatBody))
+        app.add_api_route(COMPLETIONS, self.complete, methods=["POST"], openapi_extra=_schema(CompletionBody))
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/live", self.live, methods=["GET"])
+        app.add_api_route("/version", self.version, methods=["GET"])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._answers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if answer is None:
+            await self._rest(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await answer(request)
+        except SlipstreamError as error:
+            response = await self.refused(request, error)
+        except ClientDisconnect as error:
+            response = await self.gone(request, error)
+        await response(scope, receive, send)
 
     async def chat(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
@@ -143,73 +184,50 @@ class Surface:
 
     async def _answer(self, request: Request, job: Job, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody) -> Response:
-        job = replace(job, trace=well_formed(request.headers.get(HEADER, "")))
-        client = Presence(request.receive, outlet_of(request.scope))
+        client = Presence(connection_of(request.scope))
         try:
             with client:
-                run, deltas, first = await _begun(self._gateway, job)
+                run = await self._gateway.start(job, well_formed(request.headers.get(HEADER, "")))
         except BaseException:
             client.close()
             raise
         reply = kind(run.id, run.created, job.model, self._gateway.codec, job.options.top_logprobs is not None)
         headers = {"x-slipstream-mode": run.mode}
         if body.stream:
-            events = self._events(run, reply, deltas, first, body.include_usage, request.scope[REQUEST_ID])
+            events = self._events(run, reply, body.include_usage, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
+        answers: list[list[TextDelta]] = [[] for _ in run.completions]
         try:
             with client:
-                answers = await _collected(run, deltas, first)
+                async for number, delta in run:
+                    answers[number].append(delta)
         finally:
             client.close()
+            await run.aclose()
         return json_response(reply.whole(answers, run.usage()), headers=headers)
 
-    async def _events(self, run: Run, reply: Reply, deltas: Deltas, first: Numbered,
-                      include_usage: bool, request_id: str) -> AsyncGenerator[bytes, None]:
+    async def _events(self, run: Run, reply: Reply, include_usage: bool,
+                      request_id: str) -> AsyncGenerator[bytes, None]:
+        written = Chunks(reply).written
+        beginning = b"".join([event(opening) for number in range(run.job.num_answers)
+                              if (opening := reply.opening(number))])
         try:
-            openings = [event(opening) for number in range(run.job.num_answers) if (opening := reply.opening(number))]
-            data = reply.written(*first)
-            if beginning := b"".join([*openings, framed(data) if data else b""]):
-                yield beginning
-            async for number, delta in deltas:
-                if data := reply.written(number, delta):
-                    yield framed(data)
+            async for number, delta in run:
+                data = written(number, delta)
+                if data or beginning:
+                    yield beginning + framed(data) if data else beginning
+                    beginning = b""
             if include_usage:
                 yield event(reply.usage_chunk(run.usage()))
         except Exception as error:
             self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
             self._gateway.failed(run.job.endpoint, error)
             yield event(problem_of(error).body())
-        finally:
-            await deltas.aclose()
         yield DONE
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
                 "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
-
-
-class Endpoints:
-    """Takes the requests for tokens past FastAPI, whose layers every further token would have to pass as well. It has
-    the same routes, for its schema and for other methods; ``app`` answers the rest."""
-
-    def __init__(self, app: ASGIApp, surface: Surface) -> None:
-        self._app = app
-        self._surface = surface
-        self._handlers: dict[str, Handler] = {CHAT: surface.chat, COMPLETIONS: surface.complete}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if handler is None:
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive)
-        try:
-            response = await handler(request)
-        except SlipstreamError as error:
-            response = await self._surface.refused(request, error)
-        except ClientDisconnect as error:
-            response = await self._surface.gone(request, error)
-        await response(scope, receive, send)
 
 
 def _late_body() -> InvalidRequest:
@@ -220,33 +238,119 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-Deltas = AsyncGenerator[Numbered, None]
-
-
-async def _begun(gateway: Gateway, job: Job) -> tuple[Run, Deltas, Numbered]:
-    """A run with its first delta; everything that can fail before the first token has failed by then."""
-    run = await gateway.start(job)
-    deltas = run.deltas()
-    try:
-        return run, deltas, await anext(deltas)
-    except BaseException:
-        await deltas.aclose()
-        await run.aclose()
-        raise
-
-
-async def _collected(run: Run, deltas: Deltas, first: Numbered) -> list[list[TextDelta]]:
-    """All deltas of each answer; frees the run."""
-    answers: list[list[TextDelta]] = [[] for _ in run.completions]
-    try:
-        answers[first[0]].append(first[1])
-        async for number, delta in deltas:
-            answers[number].append(delta)
-        return answers
-    finally:
-        await deltas.aclose()
-        await run.aclose()
+def problem_response(problem: Problem) -> Response:
+    return json_response(problem.body(), problem.status, dict(problem.headers))
 
 
 def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+class Gate:
+    """Wraps ``app``; ``keys`` say who may pass. Once ``leaving`` says so, each answer ends its connection."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, leaving: Callable[[], bool] = lambda: False) -> None:
+        self._app = app
+        self._keys = keys
+        self._leaving = leaving
+        self._log = logger("http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers.get(b"x-request-id", b""))
+        scope[REQUEST_ID] = request_id.decode()
+        started = False
+
+        async def answer(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                ours = [(b"x-request-id", request_id), *([(b"connection", b"close")] if self._leaving() else [])]
+                message = {**message, "headers": [*message.get("headers", ()), *ours]}
+            await send(message)
+
+        if scope["path"] not in OPEN_PATHS and not self._keys.open(_bearer(headers)):
+            refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
+            await problem_response(refusal)(scope, receive, answer)
+            return
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:
+            self._log.error("request failed", request_id=request_id.decode(), error=type(error).__name__,
+                            at=_places(error))
+            if not started:
+                await problem_response(problem_of(error))(scope, receive, answer)
+
+
+def _request_id(shown: bytes) -> bytes:
+    return shown if DECENT_ID.fullmatch(shown) else secrets.token_hex(16).encode()
+
+
+def _bearer(headers: dict[Any, Any]) -> str:
+    scheme, _, key = bytes(headers.get(b"authorization", b"")).decode("latin-1").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _places(error: BaseException) -> list[str]:
+    return [f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]]
+
+
+class ApiKeys:
+    """The keys that open the door; none at all leave it open."""
+
+    def __init__(self, keys: tuple[str, ...] = (), file: Path | None = None) -> None:
+        self._digests = tuple(_digest(key) for key in keys)
+        self._file = file
+        self._stamp = stamp(file) if file is not None else None
+        self._log = logger("keys")
+
+    @staticmethod
+    def load(path: str) -> ApiKeys:
+        """The keys of a file, "" for none. Raises ConfigError for a file that cannot be read or holds no key."""
+        return ApiKeys(_read(Path(path)), Path(path)) if path else ApiKeys()
+
+    async def follow(self, look_s: float = LOOK_S) -> None:
+        """Take the keys of the file again whenever it changes, until cancelled."""
+        while self._file is not None:
+            await asyncio.sleep(look_s)
+            found = stamp(self._file)
+            if found == self._stamp:
+                continue
+            self._stamp = found
+            try:
+                self._digests = tuple(_digest(key) for key in _read(self._file))
+                self._log.info("keys read again", count=len(self._digests))
+            except ConfigError as error:
+                self._log.error("keys not read again; the old ones stay", problem=str(error))
+
+    @property
+    def required(self) -> bool:
+        return bool(self._digests)
+
+    def open(self, key: str) -> bool:
+        """Whether ``key`` opens the door."""
+        if not self._digests:
+            return True
+        shown = _digest(key)
+        matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
+        return any(matches)
+
+
+def _read(file: Path) -> tuple[str, ...]:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ConfigError(f"router.api_keys_file: cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"router.api_keys_file: {file} is not UTF-8 text") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"router.api_keys_file: {file} holds no key; write one a line or leave the setting empty")
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

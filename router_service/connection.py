@@ -1,36 +1,52 @@
-"""A connection: uvicorn's protocol with an intake of ours before it, and an outlet beside it.
+"""Connections: uvicorn's HTTP on a socket of ours, with an intake before it and an outlet beside it.
 
-The intake is llhttp's parser, and bounds what it and uvicorn leave unbounded.
+The intake is llhttp's parser, and bounds what it and uvicorn leave unbounded. The outlet takes server-sent events
+straight to the socket: between a handler and the socket lie calls, messages and a state machine for each piece, and an
+answer has hundreds. A body's head and end go that way; what comes between is framed here.
 
 Rules:
 1. Nothing that a client sends grows without a bound: a head, trailers, what stands between chunks
    (``MAX_HEADER_BYTES`` each), requests that wait for their turn (``MAX_WAITING``), and the time for all of a head
-   (``HEAD_S``).
+   (``HEAD_S``). Connections are bounded too; the application bounds bodies and answers.
 2. What is no request gets a typed answer and the end of the connection. Answers that run or wait are not touched: they
    go out first, and nothing is said about what came behind them.
 3. Of two readings of a request none is taken: it has one host, at most one length, and no coding but chunked.
 4. Trailers are dropped, for nobody looks at them where headers are checked. Nobody offers another protocol here, so an
    upgrade that is asked for is not heard, and its request is answered like any other.
+5. Events take the outlet where their body goes out in chunks (HTTP/1.1). ``Connection.write`` does not wait: whoever
+   writes looks whether ``flow`` is paused, and waits then. What is written to a connection that has ended is dropped;
+   who watches it hears of its end.
+6. A client that goes away ends the work for it at once, also while it waits for its first byte. One that reads nothing
+   of what waits for it for ``STALL_S`` counts as gone, and its connection ends, also when all is answered.
+7. Beyond loopback HTTP needs API keys, or leave in so many words.
 
-Format: HTTP/1.1, RFC 9112. It knows nothing about routes, nor how answers go out.
+Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events, data lines alone. It knows nothing about routes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
 import httptools
 import orjson
-from uvicorn.config import Config
+import uvicorn
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from router_service.outlet import STATE, Outlet, Unchunked
-from router_service.problems import Problem, http_problem
+from router_service.admission import WAITING, Limit
+from router_service.openai import Problem, http_problem
+from slipstream.base.address import host_port
+from slipstream.base.config import RouterSection, WireSection
+from slipstream.base.errors import ConfigError
+from slipstream.wire.server import bind_guard
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_WAITING = 16
@@ -38,6 +54,15 @@ HEAD_S = 30.0
 LINGER_S = 2.0  # what a refused client still sends is read and dropped for so long
 LINE_BYTES = 4  # of a header's line beside its name and value
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})
+STATE = "connection"  # its name in the state of its scopes
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"  # how uvicorn ends the head of a body in chunks
+STALL_S = 60.0
+DONE = b"data: [DONE]\n\n"
+HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+           (b"x-accel-buffering", b"no"))
+KEEP_ALIVE_S = 75
+SPARE_CONNECTIONS = 256  # beside the requests that run and wait: health checks, keep-alive, refusals
+CLOSE_S = 2
 
 
 class Refused(Exception):
@@ -237,37 +262,197 @@ def _refusal(problem: Problem) -> bytes:
                                              secrets.token_hex(16).encode(), body))
 
 
-class TappedProtocol(asyncio.Protocol):
-    """uvicorn's HTTP, with an intake and an outlet of ours on the same connection."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP behind an intake of ours. Requests find it in their scope: it is the outlet of their answers."""
 
-    def __init__(self, config: Config, server_state: ServerState, app_state: Mapping[str, Any],
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
                  _loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._outlet = Outlet()
-        self._http = HttpToolsProtocol(config, server_state, {**app_state, STATE: self._outlet}, _loop)
-        self._intake = Intake(self._http)
-        self._http.parser = self._intake  # type: ignore[assignment]
+        super().__init__(config, server_state, {**app_state, STATE: self}, _loop)
+        self._over = False
+        self._watcher: Callable[[], None] | None = None
+        self._intake = Intake(self)
+        self.parser = self._intake  # type: ignore[assignment]
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._outlet.opened(transport)
-        self._http.connection_made(transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
         self._intake.wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._outlet.lost()
+        self._over = True
         self._intake.close()
-        self._http.connection_lost(exc)
+        super().connection_lost(exc)
+        if self._watcher is not None:
+            self._watcher()
 
-    def data_received(self, data: bytes) -> None:
-        self._http.data_received(data)
+    def watch(self, watcher: Callable[[], None] | None) -> None:
+        """Call ``watcher`` when the connection is over, which it may be already; None: nobody any more."""
+        self._watcher = watcher
+        if self._over and watcher is not None:
+            watcher()
 
-    def eof_received(self) -> None:
-        self._http.eof_received()
+    def write(self, data: bytes) -> None:
+        """Send ``data``, which is not empty, as one chunk of the body that runs. Who writes looks at ``flow``."""
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def pause_writing(self) -> None:
-        self._outlet.fill(True)
-        self._http.pause_writing()
 
-    def resume_writing(self) -> None:
-        self._outlet.fill(False)
-        self._http.resume_writing()
+def connection_of(scope: Scope) -> Connection | None:
+    """The one that a request came on; None behind another server."""
+    found = scope.get("state", {}).get(STATE)
+    return found if isinstance(found, Connection) else None
+
+
+class Unchunked:
+    """``transport`` for an answer to a client of HTTP/1.0, which knows no chunks: the body ends with the connection."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._begun = False
+        self._chunked = False
+
+    def write(self, data: bytes) -> None:
+        """A whole head, later any number of whole chunks."""
+        if not self._begun:
+            self._begun, self._chunked = True, data.endswith(CHUNKED)
+            data = data.removesuffix(CHUNKED) + b"\r\n" if self._chunked else data
+        elif self._chunked:
+            data = b"".join(_bodies(data))
+        self._transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _bodies(chunks: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(chunks):
+        body = chunks.index(b"\r\n", start) + 2
+        end = body + int(chunks[start:body], 16)
+        yield chunks[body:end]
+        start = end + 2
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    return framed(orjson.dumps(content))
+
+
+def framed(data: bytes) -> bytes:
+    """An event of JSON that is written already."""
+    return b"data: " + data + b"\n\n"
+
+
+class Presence(Limit):
+    """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
+    body has been read, and ``close`` it."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection | None) -> None:
+        super().__init__(ClientDisconnect)
+        self._connection = connection
+        if connection is not None:
+            connection.watch(self.fire)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.watch(None)
+
+
+class EventStream(Response):
+    """Sends ``events`` until they end or ``client`` goes away, which it closes; ``close`` is awaited in any case."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], client: Presence, close: Callable[[], Awaitable[None]],
+                 headers: Mapping[str, str], stall_s: float = STALL_S) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
+        self._events = events
+        self._client = client
+        self._close = close
+        self._stall_s = stall_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = connection_of(scope)
+        try:
+            with self._client:
+                await self._pump(connection if scope["http_version"] == "1.1" else None, send)
+        except ClientDisconnect:
+            return
+        except TimeoutError:
+            if connection is not None:  # closed, it would wait for the client to read
+                connection.transport.abort()
+        finally:
+            self._client.close()
+            await self._events.aclose()
+            await self._close()
+
+    async def _pump(self, outlet: Connection | None, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._events:
+            if outlet is None:
+                async with asyncio.timeout(self._stall_s):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                continue
+            outlet.write(chunk)
+            if outlet.flow.write_paused:
+                async with asyncio.timeout(self._stall_s):
+                    await outlet.flow.drain()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class HttpListener:
+    """Serves ``app`` on ``section.listen`` (port 0 takes a free one). Raises ConfigError if the port cannot be had."""
+
+    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, stall_s: float = STALL_S) -> None:
+        if not section.api_keys_file:
+            bind_guard(section.listen, wire)
+        self._socket = _listening(section.listen, stall_s)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,  # nobody asks for a client's address
+            timeout_keep_alive=KEEP_ALIVE_S,
+            limit_concurrency=(1 + WAITING) * section.max_in_flight + SPARE_CONNECTIONS,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+        config.load()
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        # Not ``Server.serve``: that one takes the process's signals, which belong to the composition root.
+        await self._server.startup(sockets=[self._socket])
+        self._loop = asyncio.create_task(self._server.main_loop())
+
+    def refuse(self) -> None:
+        """Take no new connection; open ones go on."""
+        for listening in self._server.servers:
+            listening.close()
+
+    async def close(self) -> None:
+        """Stop listening and end what is left."""
+        if self._loop is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        await self._loop
+        await self._server.shutdown(sockets=[self._socket])
+
+
+def _listening(listen: str, stall_s: float) -> socket.socket:
+    host, port = host_port(listen)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"router.listen: cannot listen on {listen} ({error}); is the port taken?") from error
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without
+    # it the second write of every answer waits 40 ms for the client's delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(stall_s * 1000))
+    return listener

@@ -1,7 +1,7 @@
 """The public gRPC service's answers: the same bodies, checks and runs as over HTTP, other clothes.
 
 Rules:
-1. Options become a body and pass through ``schemas.parse``: both surfaces have the same defaults and limits.
+1. Options become a body and pass through ``openai.parse``: both surfaces have the same defaults and limits.
 2. An empty model name means the one that is here.
 
 It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
@@ -10,13 +10,12 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import fields
 from typing import Any
 
-from router_service.completion import TextDelta
 from router_service.gateway import Gateway, Job
-from router_service.schemas import ChatBody, CompletionBody, parse
+from router_service.openai import ChatBody, CompletionBody, parse
+from router_service.tokens import TextDelta
 from slipstream.base.errors import SlipstreamError
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 
@@ -61,10 +60,9 @@ class GatewayFront:
         try:
             run = await self._gateway.start(await plan())
             try:
-                async with aclosing(run.deltas()) as deltas:
-                    async for _, delta in deltas:
-                        if delta.text or delta.tokens or delta.finish:
-                            yield _delta(delta, run.usage() if delta.finish else None)
+                async for _, delta in run:
+                    if delta.text or delta.tokens or delta.finish:
+                        yield _delta(delta, run.usage() if delta.finish else None)
             finally:
                 await run.aclose()
         except SlipstreamError as error:

@@ -14,32 +14,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from router_service.admission import Admission, Limit
+from router_service.admission import Admission, Limit, PoolFallback
 from router_service.balance import Balancer
-from router_service.completion import Completion, TextDelta, merged
-from router_service.schemas import SEEDS, ChatBody, CompletionBody, Options
-from router_service.tokens import TextCodec
+from router_service.openai import SEEDS, ChatBody, CompletionBody, Options
+from router_service.tokens import Completion, Numbered, TextCodec, merged
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import DeadlineExceeded, Draining, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import NoSpans, Spans
 from slipstream.protocol.chat import Usage
-from slipstream.protocol.requests import Answer, Request, TargetInfo
+from slipstream.protocol.requests import Request, TargetInfo
 
 MAX_N = 8  # answers that one request may ask for
 LONG_TEXT = 16_384  # characters that are tokenized in a thread, so that others are not held up
-
-
-class Fallback(Protocol):
-    """Whether new answers speculate, and who listens to how they fare."""
-
-    def admits(self) -> bool: ...
-
-    def follow(self, answer: Answer, wanted: bool, allowed: bool) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,6 @@ class Job:
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
-    trace: str = ""  # the client's traceparent
 
     @property
     def num_answers(self) -> int:
@@ -62,7 +52,7 @@ class Job:
 class Gateway:
     """Plans and starts requests for one model."""
 
-    def __init__(self, codec: TextCodec, balancer: Balancer, fallback: Fallback, metrics: RouterMetrics,
+    def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
                  section: RouterSection, clock: Callable[[], float] = time.monotonic,
                  spans: Spans | None = None) -> None:
         self.codec = codec
@@ -123,16 +113,23 @@ class Gateway:
                 prompts.append(prompt)
         return self._job("completions", body.model, "prompt", prompts, options)
 
-    async def start(self, job: Job) -> Run:
-        """Wait for room, then start all answers. Raises CapacityError, Draining or InvalidRequest."""
+    async def start(self, job: Job, trace: str = "") -> Run:
+        """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
+        ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         arrived_s = self.clock()
         await self.admission.enter(job.num_answers)
         self.metrics.admitted(self.clock() - arrived_s, sum(map(len, job.prompts)) * job.options.n)
         try:
-            return Run(self, job, arrived_s, arrived_s + self._section.request_timeout_s)
+            run = Run(self, job, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
             self.admission.leave(job.num_answers)
             raise
+        try:
+            await run.begin()
+        except BaseException:
+            await run.aclose()
+            raise
+        return run
 
     def completion(self, job: Job, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
@@ -198,66 +195,64 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
 
 
 class Run:
-    """The answers of one admitted job."""
+    """The answers of one admitted job: iterate for (answer number, delta) as they come. Raises what an answer raises,
+    and DeadlineExceeded."""
 
-    def __init__(self, gateway: Gateway, job: Job, arrived_s: float, deadline_s: float) -> None:
+    def __init__(self, gateway: Gateway, job: Job, arrived_s: float, deadline_s: float, trace: str) -> None:
         self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
+        self.mode = "plain"  # how the first answer began: speculative when its target meant to and a draft is there
         self._gateway = gateway
         self._arrived_s = arrived_s
-        self._mode = ""
+        self._first: Numbered | None = None  # which ``begin`` has waited for
+        self._came: tuple[float, int, int] | None = None  # the latest delta: when, of which answer, how many tokens
         self._commits_s: dict[int, float] = {}
         self._closed = False
         self._failed = False
         self._limit = Limit(_too_long, max(deadline_s - gateway.clock(), 0.0))
-        self._span = gateway.spans.begin("router.request", job.trace, endpoint=job.endpoint, answers=job.num_answers)
+        self._span = gateway.spans.begin("router.request", trace, endpoint=job.endpoint, answers=job.num_answers)
         self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
+        # No queue between a single answer and its reader.
+        self._many = merged(self.completions) if job.num_answers > 1 else None
 
-    @property
-    def mode(self) -> str:
-        """How the first answer began: speculative when its target meant to and a draft is there."""
-        return self._mode or self._present_mode()
+    async def begin(self) -> None:
+        """Wait for the first delta; call it once, before iterating."""
+        self._first = await anext(self)
 
-    def _present_mode(self) -> str:
-        meant = self.completions[0].tally.first_state == "speculate"
-        return "speculative" if meant and self._gateway.drafted else "plain"
+    def __aiter__(self) -> Run:
+        return self
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """(answer number, delta) as they come. Raises what an answer raises, and DeadlineExceeded."""
-        many = merged(self.completions) if len(self.completions) > 1 else None
-        alone, limit = self.completions[0], self._limit  # no queue between a single answer and its reader
+    async def __anext__(self) -> Numbered:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        self._time()  # the delta before is on its way by now
         try:
-            while True:
-                with limit:
-                    number, delta = (0, await anext(alone)) if many is None else await anext(many)
-                now_s = self._gateway.clock()
-                self._mode = self._mode or self._present_mode()
-                try:
-                    yield number, delta
-                finally:
-                    self._time(now_s, number, delta)  # when it is on its way
+            with self._limit:
+                found = (0, await anext(self.completions[0])) if self._many is None else await anext(self._many)
         except StopAsyncIteration:
-            return
+            raise
         except Exception:
             self._failed = True
             raise
-        finally:
-            if many is not None:
-                await many.aclose()
+        if not self._commits_s:
+            meant = self.completions[found[0]].tally.first_state == "speculate"
+            self.mode = "speculative" if meant and self._gateway.drafted else "plain"
+        self._came = self._gateway.clock(), found[0], found[1].num_tokens
+        return found
 
     def usage(self) -> Usage:
         """Of all answers together; a prompt counts once, however many choices it has."""
         tallies = [completion.tally for completion in self.completions]
-        used = [tally.usage() for tally in tallies]
         return Usage(
             prompt_tokens=sum(map(len, self.job.prompts)),
-            completion_tokens=sum(u.completion_tokens for u in used),
-            accepted_prediction_tokens=sum(u.accepted_prediction_tokens for u in used),
-            rejected_prediction_tokens=sum(u.rejected_prediction_tokens for u in used),
-            cached_tokens=sum(u.cached_tokens for u in used[:: self.job.options.n]),
-            rounds=sum(u.rounds for u in used),
-            lossy=any(u.lossy for u in used),
+            completion_tokens=sum(tally.tokens for tally in tallies),
+            accepted_prediction_tokens=sum(tally.accepted for tally in tallies),
+            rejected_prediction_tokens=sum(max(tally.drafted - tally.accepted, 0) for tally in tallies),
+            cached_tokens=sum(tally.cached_tokens for tally in tallies[:: self.job.options.n]),
+            rounds=sum(tally.rounds for tally in tallies),
+            lossy=any(tally.lossy for tally in tallies),
         )
 
     async def aclose(self) -> None:
@@ -266,7 +261,10 @@ class Run:
             return
         self._closed = True
         self._limit.close()
+        self._time()
         try:
+            if self._many is not None:
+                await self._many.aclose()
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
             self._gateway.admission.leave(self.job.num_answers)
@@ -274,19 +272,21 @@ class Run:
             used = self.usage()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
-    def _time(self, now_s: float, number: int, delta: TextDelta) -> None:
-        metrics = self._gateway.metrics
+    def _time(self) -> None:
+        if self._came is None:
+            return
+        (now_s, number, num_tokens), self._came = self._came, None
         before_s = self._commits_s.get(number)
         if before_s is None:
-            metrics.first_token(now_s - self._arrived_s, self._mode)
+            self._gateway.metrics.first_token(now_s - self._arrived_s, self.mode)
         else:
-            metrics.commit(now_s - before_s, delta.num_tokens, self._mode)
+            self._gateway.metrics.commit(now_s - before_s, num_tokens, self.mode)
         self._commits_s[number] = now_s
 
     def _count(self) -> None:
         metrics = self._gateway.metrics
         for tally in (completion.tally for completion in self.completions):
-            metrics.answered(tally.completion_tokens, tally.drafted, tally.accepted, self.mode)
+            metrics.answered(tally.tokens, tally.drafted, tally.accepted, self.mode)
         if self._failed:
             return
         done = all(completion.finished for completion in self.completions)

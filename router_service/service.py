@@ -9,14 +9,12 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-from router_service.app import create_app
-from router_service.balance import Balancer
-from router_service.fallback import PoolFallback
+from router_service.admission import PoolFallback
+from router_service.app import ApiKeys, create_app
+from router_service.balance import Balancer, Connect, Targets
+from router_service.connection import HttpListener
 from router_service.front import GatewayFront
-from router_service.gate import ApiKeys
 from router_service.gateway import Gateway
-from router_service.listener import HttpListener
-from router_service.targets import Connect, Targets
 from router_service.tokens import TextCodec
 from slipstream.base.config import Config
 from slipstream.models.folder import resolve, tokenizer_hash
@@ -48,7 +46,7 @@ class RouterService:
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans=spans_of(config.log, "router"))
-        self._http = HttpListener(create_app(self.gateway, keys, section), section, config.wire)
+        self._http = HttpListener(create_app(self.gateway, keys), section, config.wire)
         front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [front])
         self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)

@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from router_service.balance import Balancer, BalanceRules
-from router_service.targets import Targets
+from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.messages import Sampling

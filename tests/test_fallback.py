@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from router_service.fallback import FollowedAnswer, PoolFallback
+from router_service.admission import FollowedAnswer, PoolFallback
 from slipstream.base.config import PolicySection
 from slipstream.decision.record import Mode
 from slipstream.decision.rules import Rules

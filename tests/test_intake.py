@@ -11,9 +11,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router_service import connection
-from router_service.connection import MAX_HEADER_BYTES, MAX_WAITING
-from router_service.listener import HttpListener
-from router_service.outlet import outlet_of
+from router_service.connection import MAX_HEADER_BYTES, MAX_WAITING, HttpListener, connection_of
 from slipstream.base.config import RouterSection, WireSection
 
 HOST = b"Host: x\r\n"
@@ -127,9 +125,9 @@ class Listener:
         while (await receive())["more_body"]:
             pass
         self.heard.set()
-        outlet = outlet_of(scope)
-        assert outlet is not None
-        outlet.watch(self.left.set)
+        found = connection_of(scope)
+        assert found is not None
+        found.watch(self.left.set)
         await self.left.wait()
 
 

@@ -18,8 +18,7 @@ from draft_service.__main__ import host
 from draft_service.__main__ import serve as serve_draft
 from draft_service.assembly import build
 from router_service.__main__ import serve as serve_router
-from router_service.balance import Balancer
-from router_service.targets import Targets
+from router_service.balance import Balancer, Targets
 from slipstream.base.config import Config
 from slipstream.base.errors import Draining
 from slipstream.observe.metrics import RouterMetrics

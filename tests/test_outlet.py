@@ -13,8 +13,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router_service.listener import HttpListener
-from router_service.outlet import STALL_S, STATE, EventStream, Presence
+from router_service.connection import STALL_S, STATE, EventStream, HttpListener, Presence, connection_of
 from slipstream.base.config import RouterSection, WireSection
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, events, routing
@@ -32,8 +31,9 @@ class Source:
         self.ended, self.lost = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = Presence(connection_of(scope))
+        await EventStream(self._events(), client, self._close, {}, stall_s=0.3)(scope, receive, send)
         scope["state"][STATE].watch(self.lost.set)
-        await EventStream(self._events(), Presence(receive), self._close, {}, stall_s=0.3)(scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         while self.made < self.blocks:

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router_service.balance import Balancer, BalanceRules
-from router_service.targets import Targets
+from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
 from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics

@@ -11,11 +11,9 @@ import openai
 import pytest
 
 from router_service.admission import WAITING
-from router_service.app import create_app
-from router_service.gate import ApiKeys
+from router_service.app import ApiKeys, create_app
 from router_service.gateway import Job
-from router_service.schemas import ChatBody
-from slipstream.base.config import RouterSection
+from router_service.openai import ChatBody
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
@@ -214,7 +212,7 @@ class BrokenGateway:
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", CHAT)])
 async def test_what_nobody_foresaw_is_a_plain_500(method: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     gateway: Any = BrokenGateway()
-    app = create_app(gateway, ApiKeys(), RouterSection())
+    app = create_app(gateway, ApiKeys())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False),
                                  base_url="http://router") as client:
         asked = {"model": "tiny", "messages": HELLO} if method == "POST" else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router_service.schemas import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
+from router_service.openai import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
 from slipstream.base.errors import InvalidRequest
 
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 5, 1 << 62, 1 << 80, 0.5, -3.5, 1e308, float("nan"), float("inf"), "",
@@ -52,6 +52,8 @@ def test_the_nearest_field_is_named() -> None:
     ({"temperature": "hot"}, "temperature: must be a number"),
     ({"stream": 1}, "stream: must be true or false"),
     ({"stop": ["a"] * 5}, "stop: must have at most 4 items"),
+    ({"stop": ["a", ""]}, "stop[1]: must have 1 to 64 characters"),
+    ({"stop": "a" * 65}, "stop[0]: must have 1 to 64 characters"),
     ({"logit_bias": []}, "logit_bias: must be an object"),
     ({"model": None}, "model: must be a string"),
     ({"model": "m" * 300}, "model: must have at most 256 characters"),

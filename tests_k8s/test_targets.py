@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from router_service.balance import Balancer
-from router_service.targets import Targets
+from router_service.balance import Balancer, Targets
 from slipstream.base.config import WireSection
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.messages import Sampling
