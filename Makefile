@@ -74,7 +74,7 @@ bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and st
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
-# gRPC's core as services have it (slipstream/cli/launch.py).
+# gRPC's core as services have it (slipstream/cli/process.py).
 bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
 	GRPC_EXPERIMENTS=-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints \
 		$(BIN)/python -m bench.host $(ARGS)

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 
 from slipstream.base.errors import Unavailable
-from slipstream.cli.launch import SHARED_CORES, answers
+from slipstream.cli.process import SHARED_CORES, answers
 from slipstream.wire.target_client import TargetClient
 
 LOGS = Path("build/bench/logs")

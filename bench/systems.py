@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from bench.completions import Answered, Server
 from bench.fleet import Process, free_port, resident
 from slipstream.base.errors import ConfigError, Unavailable
-from slipstream.cli.launch import answers
+from slipstream.cli.process import answers
 
 START_S = 180.0
 PIPE_LIMIT = 1 << 20

@@ -37,7 +37,7 @@ from draft_service.assembly import build as build_draft
 from router_service.service import RouterService
 from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import SlipstreamError, Unavailable
-from slipstream.cli.questions import QUESTIONS
+from slipstream.cli.host import QUESTIONS
 from slipstream.models.shipped import settled
 from slipstream.observe.log import configure
 from slipstream.protocol import verify

@@ -22,9 +22,8 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
-from slipstream.cli.conversation import Conversation
-from slipstream.cli.launch import SHARED_CORES, Launch, joined, places, require_free
-from slipstream.cli.terminal import Told, complain, show_answer, summary
+from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require_free
+from slipstream.cli.terminal import Conversation, Told, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
 

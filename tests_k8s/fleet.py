@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet import Process, free_port
-from slipstream.cli.launch import answers
+from slipstream.cli.process import answers
 
 START_S = 600.0  # seconds on an idle machine
 # The policy shall not give up, and nobody drafts but the drafts: whether that pays is not the question here.

@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from bench.fleet import Process, free_port
-from slipstream.cli.launch import answers
+from slipstream.cli.process import answers
 from slipstream.wire.tls import TlsFiles
 from tests.certificates import authority, issue, needs_openssl, replace_files
 from tests.tiny import write_tiny_model

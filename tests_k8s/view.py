@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from slipstream.cli.launch import SHARED_CORES
+from slipstream.cli.process import SHARED_CORES
 from tests.kube import ROOT
 
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"

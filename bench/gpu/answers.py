@@ -23,7 +23,7 @@ from bench.gpu.shapes import SMALL, TINY, write_folder
 from bench.gpu.stage import Finding, Given, free
 from router_service.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, ModelSection
-from slipstream.cli.questions import QUESTIONS
+from slipstream.cli.host import QUESTIONS
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder

@@ -11,17 +11,21 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from slipstream import __version__
-from slipstream.base.config import Config, load
+from slipstream.base.config import Config, Dtype, load
 from slipstream.base.errors import InvalidRequest, SlipstreamError, Unavailable
-from slipstream.cli.options import ConfigFile, Overrides, key_in
-from slipstream.cli.terminal import ask, checks_table, complain, plain_table
-from slipstream.cli.train_head import train_head
-from slipstream.cli.tune import tune
+from slipstream.cli.terminal import Conversation, ask, complain, plain_table
 from slipstream.models.shipped import settled
 
+ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
+Overrides = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="SECTION.KEY=VALUE", help="Change one setting; may be repeated. `slipstream config` lists them.")]
+Prompts = Annotated[Path | None, typer.Option(
+    metavar="FILE", help="JSONL with `turns` or `prompt` in each line; else our own questions, or the target's.")]
 Logs = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where services log; else a new temporary folder.")]
+SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 app = typer.Typer(
     name="slipstream", no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -141,10 +145,9 @@ def chat(
 
     `echo "Name three rivers." | slipstream chat --temperature 0`
     """
-    from slipstream.cli.conversation import Conversation
     from slipstream.wire.client import Client
 
-    with Client(address, api_key=key_in(api_key_file)) as client:
+    with Client(address, api_key=_key_in(api_key_file)) as client:
         try:
             model = client.models()[0]
         except Unavailable as error:
@@ -166,7 +169,8 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from slipstream.cli.doctor import checks
 
     found = checks(_settings(config, overrides))
-    Console().print(checks_table((check.status, check.name, check.found, check.advice) for check in found))
+    rows = [(Text(*SIGNS[check.status]), check.name, check.found, check.advice) for check in found]
+    Console().print(plain_table(("", "check", "found", "what to do"), rows))
     if any(check.status == "fail" for check in found):
         raise typer.Exit(1)
 
@@ -182,8 +186,104 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
     print(config_yaml(load(config, tuple(overrides or ()))), end="")
 
 
-app.command()(tune)
-app.command(name="train-head")(train_head)
+@app.command()
+def tune(
+    target: Annotated[str, typer.Option(metavar="NAME", help="A name or a folder; else `model.path`.")] = "",
+    head: Annotated[str, typer.Option(metavar="NAME", help="Its draft head or model; else `draft.model`.")] = "",
+    drafter: Annotated[str, typer.Option(
+        metavar="KIND", help="eagle3, eagle2, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
+    prompts: Prompts = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best setting goes.")] = Path("tuned.yaml"),
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,
+    steps: Annotated[str, typer.Option(metavar="LIST", help="Depths to try.")] = "1,2,3,4,5,6,8",
+    topk: Annotated[str, typer.Option(metavar="LIST", help="Children of a node to try; 1 is a chain.")] = "1,2,4",
+    nodes: Annotated[str, typer.Option(
+        metavar="LIST", help="Nodes of a tree to try; a chain has as many as steps.")] = "8,16,32",
+    exchange_ms: Annotated[float, typer.Option(
+        min=0.0, help="What a round spends between the services: about 1 on one machine; more over a network.")] = 1.0,
+    config: ConfigFile = None, overrides: Overrides = None,
+) -> None:
+    """Find the tree shape that pays for a target and its draft on this device, and write it as a configuration.
+
+    A deeper or wider tree gets more tokens accepted, and costs more to draft and to verify. Every shape drafts and
+    verifies the same prompts here, in one process, and what comes out is **acceptance length / (draft + verify +
+    exchange)**, in tokens a second. Takes minutes; do nothing else on the machine meanwhile.
+
+    Examples:
+
+    `slipstream tune --target smollm2-135m --head smollm2-135m-eagle3`
+
+    `slipstream tune --head my-head --steps 3,5 --topk 1,4 --nodes 8,16 --out my.yaml`, then
+    `slipstream run --config my.yaml`
+
+    `slipstream tune --drafter standalone --target big-model --head small-model --prompts questions.jsonl`
+    """
+    from slipstream.cli.tuning import run, with_pair
+
+    settings = with_pair(load(config, tuple(overrides or ())), target, head, drafter)
+    run(settings, {"--steps": steps, "--topk": topk, "--nodes": nodes}, prompts, tokens, exchange_ms / 1e3, out,
+        Console())
+
+Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
+Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % talking, 35 % training. 0: no "
+                                                    "limit but --tokens and --steps.")]
+Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-eagle3 here.")]
+Work = Annotated[Path | None, typer.Option(
+    metavar="FOLDER", help="What is made on the way, to go on from; else in the user's cache folder.")]
+Data = Annotated[list[Path] | None, typer.Option(
+    metavar="FOLDER", help="Conversations of this target from another --work, to train on too; may be repeated.")]
+Tokens = Annotated[int, typer.Option(min=0, help="Tokens to generate, in all runs; 0: as time allows.")]
+Steps = Annotated[int, typer.Option(min=0, help="Training steps, in all runs; 0: as time allows.")]
+Generate = Annotated[bool, typer.Option(help="Have conversations first.")]
+Train = Annotated[bool, typer.Option(help="Train a head on them.")]
+Batch = Annotated[int, typer.Option(min=0, help="Conversations at a time; 0: 64 on a CPU, 512 on a GPU.")]
+MaxPrompt = Annotated[int, typer.Option(min=1, help="Tokens; longer given prompts are left out.")]
+MaxAnswer = Annotated[int, typer.Option(min=1, help="Tokens; longer answers are cut.")]
+DraftVocab = Annotated[int, typer.Option(min=16, help="How many tokens the head can draft: those used most.")]
+Unroll = Annotated[int, typer.Option(help="Steps that the head is trained to draft from its own states.")]
+LearningRate = Annotated[float, typer.Option(min=0.0, help="At its peak.")]
+Questions = Annotated[bool, typer.Option(help="Learn from what the target asks too, not from its answers alone.")]
+Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and of the head as it is saved.")]
+Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
+SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
+Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
+
+
+@app.command(name="train-head")
+def train_head(
+    target: Target = "smollm2-135m", minutes: Minutes = 10.0, out: Out = None, work: Work = None,
+    prompts: Prompts = None, data: Data = None, tokens: Tokens = 0, steps: Steps = 0, generate: Generate = True,
+    train: Train = True, batch: Batch = 0, max_prompt: MaxPrompt = 1024, max_answer: MaxAnswer = 256,
+    draft_vocab: DraftVocab = 8192, unroll: Unroll = 3, learning_rate: LearningRate = 1.5e-3,
+    questions: Questions = True, dtype: Kind = "bfloat16", device: Device = "", threads: Threads = 0,
+    save_every: SaveEvery = 60.0, seed: Seed = 0,
+) -> None:
+    """Train an EAGLE-3 draft head for a model, from nothing but the model.
+
+    The target talks to itself (or answers given prompts) and its states are kept; a head of one layer learns from them
+    what the target will say next; then it drafts for conversations that were held out, and the folder it goes into says
+    what that gave. The same command again goes on where it was, with more `--minutes` or after a kill. More
+    conversations make a better head than more training does: hours pay.
+
+    Examples:
+
+    `slipstream train-head --minutes 10`
+
+    `slipstream train-head --target path/to/model --minutes 120 --prompts prompts.jsonl --out my-head`
+
+    `slipstream train-head --no-train --minutes 60 --work talk`, then
+    `slipstream train-head --no-generate --data talk --minutes 30`
+    """
+    from slipstream.cli.training import run
+    from slipstream.train.generate import Limits
+    from slipstream.train.recipe import Recipe
+
+    limits = Limits(max_prompt=max_prompt, max_answer=max_answer)
+    recipe = Recipe(minutes, tokens, steps, generate, train, prompts, batch, limits, draft_vocab, unroll,
+                    learning_rate, learn_questions=questions, dtype=dtype, device=device, save_every_s=save_every,
+                    seed=seed)
+    run(target, out, work, tuple(data or ()), recipe, threads, Console())
 
 
 @app.command()
@@ -278,15 +378,21 @@ def _settings(config: Path | None, overrides: list[str] | None) -> Config:
     return settled(load(config, tuple(overrides or ())))
 
 
+def _key_in(file: Path | None) -> str:
+    """The API key in a file's first line; "" without a file. Raises Unavailable."""
+    if file is None:
+        return ""
+    try:
+        return file.read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"cannot read the key: {error}") from error
+
+
 def _foreground(module: str, config: Config) -> None:
     """Run the ``serve`` of ``module`` in this process until a signal drains it."""
-    import asyncio
     from importlib import import_module
 
-    from slipstream.cli.launch import prepare_libraries
-    from slipstream.cli.process import until_signalled
-    from slipstream.observe.log import configure
+    from slipstream.cli import process
 
-    prepare_libraries(config)
-    configure(config.log)
-    asyncio.run(until_signalled(config, import_module(module).serve))
+    process.prepare_libraries(config)
+    process.run(config, import_module(module).serve)

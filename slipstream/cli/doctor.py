@@ -14,7 +14,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from slipstream.base.config import Config
-from slipstream.base.errors import ModelError, SlipstreamError
+from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
+from slipstream.cli.process import places, refused
 from slipstream.models.folder import KNOWN, default_root, resolve
 from slipstream.protocol.lenient import Thresholds
 from slipstream.protocol.pairing import SUSPECT_ROUNDS, Agreement
@@ -246,30 +246,17 @@ def _exactness(config: Config) -> list[Check]:
 
 
 def _ports(config: Config) -> list[Check]:
-    listens = {
-        "router.listen": config.router.listen, "router.grpc_listen": config.router.grpc_listen,
-        "router.metrics_listen": config.router.metrics_listen,
-        "target.listen": config.target.listen, "target.metrics_listen": config.target.metrics_listen,
-        "draft.listen": config.draft.listen, "draft.metrics_listen": config.draft.metrics_listen,
-    }
-    taken = [(key, listen, problem) for key, listen in listens.items() if (problem := _bind_problem(listen))]
+    taken = [(place, problem) for place in places(config) if (problem := _bind_problem(place.address))]
     if not taken:
-        return [Check("ports", "ok", ", ".join(listens.values()))]
-    return [Check("ports", "warn", f"{listen}: {problem}",
-                  f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
-            for key, listen, problem in taken]
+        return [Check("ports", "ok", ", ".join(place.address for place in places(config)))]
+    return [Check("ports", "warn", f"{place.address}: {problem}",
+                  f"stop what listens there (an earlier run?), or choose another: --set {place.key}=127.0.0.1:PORT")
+            for place, problem in taken]
 
 
 def _bind_problem(listen: str) -> str:
-    """Why nothing can listen there; "" if something can."""
-    host, separator, port = listen.rpartition(":")
-    if not separator or not port.isdigit():
-        return "not host:port"
-    host = host.strip("[]")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except (OSError, OverflowError) as error:
-            return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
-    return ""
+    try:
+        error = refused(listen)
+    except ConfigError as wrong:
+        return str(wrong)
+    return "" if error is None else (error.strerror or str(error)).lower()

@@ -27,8 +27,7 @@ from rich.text import Text
 
 from slipstream.base.config import Config
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.launch import Launch
-from slipstream.cli.questions import QUESTIONS
+from slipstream.cli.process import Launch
 from slipstream.cli.terminal import clean, legend, plain_table, show_answer, summary
 from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve
 from slipstream.protocol.messages import Sampling
@@ -40,6 +39,15 @@ from slipstream.wire.target_client import TargetClient
 PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "
           "quiet forest. The lazy dog sleeps under the old tree. The quick brown fox jumps over the old tree. The lazy "
           "dog runs through the quiet forest.")
+# For measurements when nobody gives any: everyday, of several kinds, easy to answer.
+QUESTIONS = (
+    "Why does bread rise when it is baked?",
+    "Write a Python function that counts the words of a text.",
+    "A box holds 12 pens and costs 6 euros. What do 30 pens cost?",
+    "Write a short letter to a neighbour who watered the plants.",
+    "Name three ways to travel from one city to another, and what speaks for each.",
+    "Explain to a child how the moon shines.",
+)
 DRAFT_S = 10.0  # a target finds its draft within seconds; an answer does not need it
 INTERRUPTED = 130
 FIRST_TOKENS = 4  # of an answer of the check at start

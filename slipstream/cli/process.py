@@ -1,25 +1,58 @@
-"""A service as a process: its flags, its signals, its exit.
+"""Services as processes. From inside: flags, signals, exit. From outside, as a launch sees the three on this machine:
+addresses, start, readiness, restart, drain.
 
-SIGTERM and SIGINT drain; a second one ends at once. It knows nothing about what is served.
+Rules:
+1. SIGTERM and SIGINT drain; a second one ends at once.
+2. Every address is tried before the first process starts; a taken one is named with the flag that changes it.
+3. The services get one configuration, written where their logs go. A terminal's Ctrl-C does not reach them: they are
+   drained in order (router, target, draft), so that answers finish before what they need goes away.
+4. A service that dies before it was ready ends the launch with the tail of its log; one that dies later is started
+   again.
+
+It knows nothing about what the services do.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
+import http.client
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from slipstream.base.address import host_port
 from slipstream.base.config import Config, load
-from slipstream.base.errors import SlipstreamError
+from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.shipped import settled
 from slipstream.observe.log import configure
 
+START_S = 180.0  # loading a large model from a cold disk
+CLOSE_S = 15.0  # beyond the time that a service gives its answers
+RESTART_S = 2.0  # doubles with every death of the same service
+RESTART_MAX_S = 32.0
+TAIL_LINES = 12
+
+# What libraries read when they are loaded. gRPC's core reads messages on the thread that waits for them: its newer
+# engine hands them from thread to thread, each asleep until then. Threads of the model wait without spinning where
+# services share the cores: a thread that spins while another service has its core makes a step ten times slower.
+ENGINES = ("client", "listener", "for_all_other_endpoints")
+GRPC = {"GRPC_EXPERIMENTS": ",".join(f"-event_engine_{engine}" for engine in ENGINES)}
+SHARED_CORES = {"GOMP_SPINCOUNT": "0", **GRPC}
+
 Serve = Callable[[Config, asyncio.Event], Awaitable[None]]
+Report = Callable[[str], None]
 
 
 def main(name: str, serve: Serve) -> None:
@@ -30,12 +63,16 @@ def main(name: str, serve: Serve) -> None:
                         help="change one setting; may be given often")
     arguments = parser.parse_args()
     try:
-        config = settled(load(arguments.config, tuple(arguments.overrides)))
-        configure(config.log)
-        asyncio.run(until_signalled(config, serve))
+        run(settled(load(arguments.config, tuple(arguments.overrides))), serve)
     except SlipstreamError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def run(config: Config, serve: Serve) -> None:
+    """The same with a configuration; errors are the caller's."""
+    configure(config.log)
+    asyncio.run(until_signalled(config, serve))
 
 
 @asynccontextmanager
@@ -63,3 +100,233 @@ async def until_signalled(config: Config, serve: Serve) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
     await serve(config, stop)
+
+
+def prepare_libraries(config: Config) -> None:
+    """Say to this process what a launch says to those that it starts; before torch and gRPC are loaded."""
+    for name, value in (SHARED_CORES if config.target.shared_cores else GRPC).items():
+        os.environ.setdefault(name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An address that a service listens on, and the setting that says so."""
+
+    key: str
+    address: str
+
+
+@dataclass(slots=True)
+class Service:
+    """One process. ``ready``: whether it has ever taken work."""
+
+    name: str
+    module: str
+    metrics_listen: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    ready: bool = False
+    restart_at_s: float = 0.0  # 0: it runs
+    pause_s: float = RESTART_S
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll() if self.process is not None else None
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        try:
+            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+        except OSError:
+            return ""
+
+
+def joined(config: Config) -> Config:
+    """The configuration in which the three services find each other and live on one machine: a target's drafts and a
+    router's targets follow the addresses of this launch, unless they were set."""
+    target, router = config.target, config.router
+    if "drafts" not in target.model_fields_set:
+        target = target.model_copy(update={"drafts": (config.draft.listen,)})
+    if "targets" not in router.model_fields_set:
+        router = router.model_copy(update={"targets": (target.listen,)})
+    return config.model_copy(update={"target": target, "router": router}).on_one_machine()
+
+
+def places(config: Config) -> tuple[Place, ...]:
+    """Every address that the three services listen on."""
+    return (
+        Place("router.listen", config.router.listen), Place("router.grpc_listen", config.router.grpc_listen),
+        Place("router.metrics_listen", config.router.metrics_listen),
+        Place("target.listen", config.target.listen), Place("target.metrics_listen", config.target.metrics_listen),
+        Place("draft.listen", config.draft.listen), Place("draft.metrics_listen", config.draft.metrics_listen),
+    )
+
+
+def require_free(config: Config) -> None:
+    """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
+    wanted = places(config)
+    ports = {_split(place.address)[1] for place in wanted}
+    lines = []
+    for place in wanted:
+        problem = refused(place.address)
+        if problem is None:
+            continue
+        host, port = _split(place.address)
+        if problem.errno != errno.EADDRINUSE:
+            lines.append(f"{place.key}: cannot listen on {place.address}: {problem.strerror or problem}; "
+                         f"choose another address with --set {place.key}=HOST:PORT")
+            continue
+        other = next(p for p in _other_ports(port) if p not in ports and refused(f"{host}:{p}") is None)
+        ports.add(other)
+        lines.append(f"{place.key}: port {port} is taken; stop what uses it, or add --set {place.key}={host}:{other}")
+    if sum(" is taken; " in line for line in lines) > 1:
+        lines.append("is Slipstream running already? `slipstream chat` talks to it")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+class Launch:
+    """Draft, target and router as processes. Their logs and configuration go to ``folder``."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = joined(config)
+        self.folder = folder
+        sections = (("draft", self.config.draft.metrics_listen), ("target", self.config.target.metrics_listen),
+                    ("router", self.config.router.metrics_listen))
+        self.services = [Service(name, f"{name}_service", metrics, folder / f"{name}.log")
+                         for name, metrics in sections]
+
+    def start(self) -> None:
+        """Start all of them. Raises ConfigError when an address is taken or the folder cannot be written."""
+        require_free(self.config)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
+            for service in self.services:
+                service.log.write_bytes(b"")
+        except OSError as error:
+            raise ConfigError(f"cannot write logs to {self.folder}: {error}; choose another with --logs") from error
+        for service in self.services:
+            self._spawn(service)
+
+    def wait_ready(self, report: Report, timeout_s: float = START_S) -> None:
+        """Until all take work; ``report`` is told what is waited for. Raises Unavailable with the tail of a log."""
+        deadline_s = time.monotonic() + timeout_s
+        while waited := [service for service in self.services if not self._is_ready(service)]:
+            report("waiting for " + " and ".join(service.name for service in waited))
+            for service in waited:
+                if service.exit_code is not None:
+                    raise Unavailable(f"the {service.name} service ended before it was ready "
+                                      f"({_ending(service.exit_code)}); its log, {service.log}, ends with:\n"
+                                      f"{service.tail()}")
+            if time.monotonic() > deadline_s:
+                service = waited[0]
+                raise Unavailable(f"the {service.name} service was not ready within {timeout_s:.0f} s; its log, "
+                                  f"{service.log}, ends with:\n{service.tail()}")
+            time.sleep(0.1)
+
+    def watch(self, report: Report) -> Iterator[None]:
+        """One step of supervision at a time, for ever: who died is started again, and ``report`` is told."""
+        while True:
+            now_s = time.monotonic()
+            for service in self.services:
+                self._supervise(service, now_s, report)
+            yield
+
+    def drain(self, report: Report) -> None:
+        """Ask each to finish what it has, in order, and wait. Ends at once what does not end in time."""
+        patience_s = max(self.config.router.drain_s, self.config.target.drain_s) + CLOSE_S
+        for service in reversed(self.services):
+            if service.process is None or service.exit_code is not None:
+                continue
+            report(f"draining the {service.name}")
+            service.process.send_signal(signal.SIGTERM)
+            try:
+                service.process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                service.process.kill()
+                service.process.wait()
+
+    def kill(self) -> None:
+        """End all of them at once."""
+        for service in self.services:
+            if service.process is not None and service.exit_code is None:
+                service.process.kill()
+                service.process.wait()
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "slipstream.yaml"
+
+    def _spawn(self, service: Service) -> None:
+        command = [sys.executable, "-m", service.module, "--config", str(self._file)]
+        with service.log.open("ab") as log:
+            service.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                               start_new_session=True, env={**SHARED_CORES, **os.environ})
+        service.restart_at_s = 0.0
+
+    def _is_ready(self, service: Service) -> bool:
+        service.ready = service.ready or answers(service.metrics_listen, "/ready")
+        return service.ready
+
+    def _supervise(self, service: Service, now_s: float, report: Report) -> None:
+        code = service.exit_code
+        if code is None:
+            return
+        if service.restart_at_s == 0.0:
+            service.restart_at_s = now_s + service.pause_s
+            report(f"the {service.name} service ended ({_ending(code)}); it starts again in {service.pause_s:.0f} s; "
+                   f"its log is {service.log}")
+            service.pause_s = min(2 * service.pause_s, RESTART_MAX_S)
+        elif now_s >= service.restart_at_s:
+            self._spawn(service)
+            report(f"the {service.name} service is back as process {service.pid}")
+
+
+def answers(listen: str, path: str) -> bool:
+    """Whether an HTTP GET of ``path`` at ``listen`` (host:port) gives 200 within a second."""
+    host, port = _split(listen)
+    connection = http.client.HTTPConnection(host, port, timeout=1.0)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _split(address: str) -> tuple[str, int]:
+    try:
+        host, port = host_port(address)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if port == 0:
+        raise ConfigError(f"{address!r} leaves the port open: the services have to find each other")
+    return host, port
+
+
+def refused(address: str) -> OSError | None:
+    """Why nothing can listen there; None if something can."""
+    host, port = _split(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        if os.name == "posix":  # a port in TIME_WAIT can be had
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def _other_ports(port: int) -> Iterator[int]:
+    return (1024 + (port + step * 10 - 1024) % (65536 - 1024) for step in range(1, 6000))
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

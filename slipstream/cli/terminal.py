@@ -1,9 +1,11 @@
-"""What a person sees: a streamed answer whose drafted tokens stand out, what it took, tables, and sentences for errors.
+"""What a person sees: a streamed answer whose drafted tokens stand out, a conversation, tables, sentences for errors.
 
 Rules:
 1. Drafted tokens are green; a terminal that refuses colours gets underlines; what is no terminal gets plain text.
 2. What a model or a user wrote is printed as text: no markup, and no control characters but line ends and tabs.
 3. Whatever goes wrong is one sentence and what to do next, never a traceback.
+4. A conversation is sent whole with each question; a question that failed is forgotten. Ctrl-C ends the answer, not the
+   conversation; the end of input or /quit ends the conversation.
 
 It knows nothing about processes, gRPC or configuration.
 """
@@ -12,18 +14,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.protocol.chat import Delta, Usage
+from slipstream.base.errors import InvalidRequest, SlipstreamError
+from slipstream.protocol.chat import Delta, Message, Usage
 
 # Model output must not drive the terminal: escape sequences and the like are left out.
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-SIGNS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
+HELP = "/plain switches drafts off and on · /new forgets the conversation · /quit ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +92,12 @@ def summary(told: Told) -> str:
             f"{usage.completion_tokens} tokens came from drafts · first token after {told.first_s:.2f} s")
 
 
-def checks_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
-    """Rows of (status ok | warn | fail, name, found, advice)."""
-    table = _table("", "check", "found", "what to do")
-    for status, name, found, advice in rows:
-        sign, colour = SIGNS[status]
-        table.add_row(Text(sign, style=colour), Text(name), Text(found), Text(advice))
-    return table
-
-
-def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = _table(*columns)
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 
@@ -140,8 +137,70 @@ def _show_delta(console: Console, delta: Delta, style: str) -> None:
         console.file.flush()
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+class Chatter(Protocol):
+    """Who answers: ``slipstream.wire.client.Client``."""
+
+    def chat(self, messages: Sequence[Message], *, model: str = "", **options: Any) -> Iterator[Delta]: ...
+
+
+class Conversation:
+    """Questions and answers so far. ``ask`` gives the next line of the person, None at the end."""
+
+    def __init__(self, console: Console, client: Chatter, model: str, ask: Callable[[str], str | None],
+                 options: dict[str, Any]) -> None:
+        self._console = console
+        self._client = client
+        self._model = model
+        self._ask = ask
+        self._options = options
+        self._messages: list[Message] = []
+        self._speculate = True
+
+    def run(self) -> None:
+        """Until /quit or the end of input."""
+        self._console.print(legend(self._console))
+        self._say(HELP)
+        while (line := self._next()) is not None:
+            if line.startswith("/"):
+                if line == "/quit":
+                    return
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _next(self) -> str | None:
+        try:
+            line = self._ask("\n> ")
+        except KeyboardInterrupt:
+            return None
+        return None if line is None else line.strip()
+
+    def _command(self, line: str) -> None:
+        if line == "/plain":
+            self._speculate = not self._speculate
+            said = "drafts are on again" if self._speculate else "plain decoding: no drafts from here on"
+        elif line == "/new":
+            self._messages.clear()
+            said = "forgotten; a new conversation begins"
+        else:
+            said = HELP if line == "/help" else f"no command {clean(line)}: {HELP}"
+        self._say(said)
+
+    def _answer(self, question: str) -> None:
+        asked = [*self._messages, Message("user", question)]
+        deltas = self._client.chat(asked, model=self._model, speculate=self._speculate, **self._options)
+        try:
+            told = show_answer(self._console, deltas)
+        except KeyboardInterrupt:
+            self._say("stopped; the question is forgotten")
+            return
+        except SlipstreamError as error:
+            complain(error)
+            if isinstance(error, InvalidRequest) and error.code == "context_length_exceeded":
+                self._say("/new forgets the conversation, which makes room")
+            return
+        self._messages = [*asked, Message("assistant", told.text)]
+        self._say(summary(told))
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(line, style="dim"), soft_wrap=True)

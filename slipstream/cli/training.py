@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,12 +23,17 @@ from slipstream.train.shards import Totals
 from slipstream.train.stages import Job, make_head
 
 LINE_EVERY_S = 20.0
+MOST_PROCESSES = 4  # a step has about 2,000 rows; a part below 500 would be mostly overhead
 
 
-def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...], recipe: Recipe,
+def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...], recipe: Recipe, threads: int,
         console: Console) -> None:
     """Make a head and say what it is worth. Raises ConfigError, ModelError."""
-    name = Path(target).name
+    if threads:
+        torch.set_num_threads(threads)
+    device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
+    name, recipe = Path(target).name, replace(recipe, device=device, processes=processes)
     job = Job(resolve(target), name, out or Path(f"{name}-eagle3"), work or default_root().parent / "train" / name,
               data, recipe)
     with _shown(console) as watcher:
@@ -38,10 +44,6 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     if recipe.train:
         console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter=eagle3 "
                       f"--set draft.model={job.out} --set model.path={target}", markup=False, soft_wrap=True)
-
-
-def best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Bars:

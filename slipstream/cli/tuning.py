@@ -1,4 +1,4 @@
-"""The parts of ``slipstream tune``: a pair from settings, prompts as tokens, a sweep with a bar, a table, a file.
+"""``slipstream tune`` at work: a pair from settings, prompts as tokens, a sweep with a bar, a table, a file.
 
 It knows nothing about how shapes are measured.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,17 +19,18 @@ from rich.table import Table
 from router_service.tokens import TextCodec
 from slipstream.base.config import Config, GrowthSection
 from slipstream.base.errors import ConfigError, InvalidRequest
-from slipstream.cli.questions import QUESTIONS
+from slipstream.cli.host import QUESTIONS
 from slipstream.cli.terminal import plain_table
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import slots_needed
-from slipstream.drafting.sweep import Measured, Sweep, largest, sweep
+from slipstream.drafting.sweep import Measured, Sweep, largest, shapes, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve
 
+MOST = {"--steps": 16, "--topk": 16, "--nodes": 63}
 MOST_PROMPT = 1024  # tokens; longer ones say nothing more about shapes
 
 
@@ -66,17 +67,36 @@ def prompts_of(file: Path | None, codec: TextCodec) -> list[list[int]]:
     return [prompt[-MOST_PROMPT:] for prompt in tokens]
 
 
-def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequence[int]], max_tokens: int) -> Sweep:
-    """Load both models and measure, with a progress bar on standard error. Raises ModelError or ConfigError."""
-    if not all_:
+def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, exchange_s: float, out: Path,
+        console: Console) -> None:
+    """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``.
+    Raises ModelError or ConfigError."""
+    wanted = shapes(*(numbers(option, text, MOST[option]) for option, text in lists.items()))
+    if not wanted:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
+    result = _measured(config, wanted, prompts_of(file, TextCodec(resolve(config.model.path))), max_tokens)
+    console.print(_table(result, exchange_s))
+    best = result.best(exchange_s)
+    gain, shape = result.gain(best, exchange_s), best.growth
+    console.print(f"best: {shape.num_steps} steps, topk {shape.topk}, {shape.num_draft_tokens} nodes, about {gain:.2f} "
+                  "times plain decoding" + ("" if gain > 1 else "; speculation does not pay with this pair here"))
+    try:
+        out.write_text(_as_yaml(config, best, gain), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write {out}: {error}") from error
+    console.print(f"written to {out}; use it with: slipstream run --config {out}", soft_wrap=True)
+
+
+def _measured(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
+              max_tokens: int) -> Sweep:
+    """Load both models and measure, with a progress bar on standard error."""
     if not prompts:
         raise ConfigError("--prompts: the file has no questions")
     section = config.model
     torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
-    draft = config.draft.model_copy(update={"growth": largest(all_)})
+    draft = config.draft.model_copy(update={"growth": largest(wanted)})
     runner = ModelRunner(load_model(resolve(section.path), section), slots)
     if isinstance(runner.model, NativeDecoder):
         torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
@@ -85,11 +105,11 @@ def run(config: Config, all_: Sequence[GrowthSection], prompts: Sequence[Sequenc
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"{len(all_)} shapes, {len(prompts)} prompts", total=(len(all_) + 1) * len(prompts))
-        return sweep(runner, drafter, all_, prompts, max_tokens, lambda: bar.advance(task))
+        task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
+        return sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task))
 
 
-def table(result: Sweep, exchange_s: float) -> Table:
+def _table(result: Sweep, exchange_s: float) -> Table:
     """The shapes, best first."""
     order = sorted(result.measured, key=lambda m: -m.tokens_per_s(exchange_s))
     rows = [("plain", "", "", "1.00", "", _ms(result.plain_s), f"{1 / result.plain_s:.1f}", "1.00")]
@@ -100,7 +120,7 @@ def table(result: Sweep, exchange_s: float) -> Table:
     return plain_table(columns, rows)
 
 
-def as_yaml(config: Config, best: Measured, gain: float) -> str:
+def _as_yaml(config: Config, best: Measured, gain: float) -> str:
     """A configuration with the best shape, for ``--config``."""
     wanted = {
         "model": config.model.model_dump(mode="json", include={"path", "dtype", "device", "engine", "quantize"}),
@@ -111,14 +131,6 @@ def as_yaml(config: Config, best: Measured, gain: float) -> str:
     }
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "
             "plain decoding\n# on the device where it ran.\n" + yaml.safe_dump(wanted, sort_keys=False))
-
-
-def save(file: Path, text: str) -> None:
-    """Raises ConfigError when it cannot be written."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out: cannot write {file}: {error}") from error
 
 
 def _ms(seconds: float) -> str:
