@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.base.errors import ConfigError
-from slipstream.cli.questions import QUESTIONS
+from slipstream.cli.host import QUESTIONS
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Backend, Piece, Request
 
