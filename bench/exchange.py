@@ -21,15 +21,16 @@ from slipstream.protocol.messages import (
     Commit,
     DraftBound,
     DraftHello,
+    Faults,
     FeatureSpec,
     Growth,
+    Link,
+    Peer,
     TargetBound,
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
-from slipstream.wire.codec import Faults
-from slipstream.wire.link import DraftLink, Link
-from slipstream.wire.peers import DraftServicer, Peer
+from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.server import GrpcServer
 
 WAIT_S = 20.0
@@ -49,7 +50,7 @@ class Echo:
     def peer_down(self, peer: Peer) -> None:
         """Nothing is kept for it."""
 
-    def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None:
+    def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
         peer.send([replace(self.growth, base=item.base) for item in items if isinstance(item, Commit)])
 
 
@@ -66,7 +67,7 @@ class Caller:
     def link_down(self, link: Link, reason: str) -> None:
         self.up.clear()
 
-    def received(self, link: Link, items: list[TargetBound], faults: Faults) -> None:
+    def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None:
         self.came.set()
 
 

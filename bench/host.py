@@ -33,7 +33,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import choose, rank
 from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
 from slipstream.protocol.session import TargetSide
-from slipstream.protocol.verify import walk
+from slipstream.protocol.tree import walk
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,

@@ -40,13 +40,12 @@ from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.cli.host import QUESTIONS
 from slipstream.models.shipped import settled
 from slipstream.observe.log import configure
-from slipstream.protocol import verify
+from slipstream.protocol import tree
 from slipstream.protocol.messages import Growth
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import TargetSide
-from slipstream.wire.link import DraftLink
-from slipstream.wire.peers import DraftServicer, StreamPeer
+from slipstream.wire.link import DraftLink, DraftServicer, StreamPeer
 from slipstream.wire.server import GrpcServer
 from target_service.assembly import build as build_target
 
@@ -56,7 +55,7 @@ MAX_TOKENS = 96
 LINK_S = 60.0
 ROUND_FILES, ROUND_CALLS, REQUEST_FILES = 20, 250, 30  # at most: the goals
 # Where a round begins and ends. Whoever moves these functions names the new ones here.
-VERDICT = verify.walk.__code__
+VERDICT = tree.walk.__code__
 TAKEN = TargetSide.receive.__code__
 HANDED_OVER = (DraftLink.send.__code__, StreamPeer.send.__code__)
 GOES_ON = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")

@@ -7,8 +7,18 @@ Rules:
    frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
-   and growing pays (``drafted.Drafted``); others get one growth a commit.
+   and growing pays (``Drafted``); others get one growth a commit.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
+
+Drafted: all that the draft service holds of one session, and whether growing on pays while its target verifies.
+
+Rules:
+1. What the target holds is known from the tree, which is re-rooted on every commit as the target's is: what is left
+   then can be verified without waiting.
+2. A target that holds nothing, or little, waits or goes on without drafts: its next growth is a whole tree, sent at
+   once. One that holds more gets further levels as they are made, if it allows that.
+3. Growth stops at ``extra`` nodes beyond what the target would verify, where nothing likely is left, or where the
+   drafter has nothing more to say; a commit begins it anew.
 
 It knows nothing about verification, policies or how frames travel.
 """
@@ -19,16 +29,17 @@ import itertools
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import log
 
-from draft_service.drafted import Drafted, Peer
-from draft_service.round import Grown, Round, commit_of, growth_of
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.tree import GrowingTree
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
-from slipstream.observe.spans import NoSpans, Spans
+from slipstream.observe.spans import NoSpans, Span, Spans, Unfollowed
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -39,17 +50,130 @@ from slipstream.protocol.messages import (
     Features,
     Growth,
     Open,
+    Peer,
+    TargetBound,
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import DraftEvent, DraftSide, DraftState
+from slipstream.protocol.tree import MAX_HELD
+
+THIN = 0.5  # share of a whole tree's promise
+PIECE = 16  # nodes sent for one further level
+LEAST = log(1 / 256)  # the score below which a node is not worth a level of the drafter's time
+
+
+@dataclass(slots=True, eq=False)
+class Drafted:
+    """``number`` is ours: peers count their sessions on their own and may collide."""
+
+    number: int
+    peer: Peer
+    side: DraftSide
+    span: Span = field(default_factory=Unfollowed)
+    tree: GrowingTree = field(default_factory=lambda: GrowingTree(0))  # the drafter's, once it has opened the session
+    wanted: int = 0  # nodes that the target would verify next; 0: none are to be grown
+    stale: bool = False  # committed since the last growth
+    extra: int = 0  # nodes grown beyond those; 0: one growth a commit, until the target allows more
+    usual: float = 0.0  # what a whole tree promises
+    barren: int = 0  # growths in a row without a likely node
+
+    def told(self, message: Open | Commit, run_ahead: int) -> None:
+        """The target said what is committed and what it wants."""
+        self.wanted, self.stale, self.barren = message.wanted, message.wanted > 0, 0
+        self.extra = run_ahead if message.ahead else 0
+
+    def grew(self, growth: Growth) -> bool:
+        """``growth`` is the drafter's. Whether there is anything to say: a target may wait to hear of its newest
+        commit, be it that there is nothing."""
+        answer, self.stale = self.stale or len(growth.ids) > 0, False
+        if not self.extra:
+            return answer
+        if 0 < len(growth.ids) == self.tree.num_sent:
+            promise = self.tree.promise(self.tree.num_sent)
+            self.usual += 0.2 * (promise - self.usual) if self.usual else promise
+        likely = len(growth.scores) and float(growth.scores.max()) >= LEAST
+        self.barren = 0 if likely else self.barren + 1
+        return answer
+
+    @property
+    def room(self) -> int:
+        """Further nodes that the target is to hold."""
+        return max(0, min(MAX_HELD - 1, self.wanted + self.extra) - self.tree.num_sent)
+
+    @property
+    def starving(self) -> bool:
+        """Whether the target waits for a whole tree, or should."""
+        return not self.extra or self.tree.promise(self.wanted) <= THIN * self.usual
+
+    @property
+    def hungry(self) -> bool:
+        """Whether to grow on. A drafter that began anew after a commit says nothing new until it is below what the
+        target holds, so it may be silent for as many levels as the tree has."""
+        if not self.extra or self.wanted < 1 or not self.room:
+            return False
+        return not self.barren or self.barren <= self.tree.sent_depth()
+
+    @property
+    def budget(self) -> int:
+        """Nodes of its next growth at most. A level's best are sent, and not all that it found: better ones may come
+        from the levels below, and the tree has an end."""
+        return min(self.wanted if self.starving else PIECE, self.room) if self.extra else self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """One growth of all sessions that wanted one."""
+
+    name: str  # of the span
+    began_s: float
+    ended_s: float
+    sessions: int
+
+
+@dataclass(slots=True)
+class Round:
+    """What one pass over the inbox collected for the drafter."""
+
+    opens: list[Open] = field(default_factory=list)
+    features: list[Features] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    closes: list[int] = field(default_factory=list)
+    answers: dict[Peer, list[TargetBound]] = field(default_factory=lambda: defaultdict(list))
+    came: list[tuple[int, int, float]] = field(default_factory=list)  # commits: a target's session, base, and when
+    grown: Grown | None = None
+    sent: list[tuple[Drafted, Growth]] = field(default_factory=list)
+
+    def send(self) -> None:
+        for peer, items in self.answers.items():
+            peer.send(items)
+
+    def unsay(self, number: int) -> None:
+        """What was to be told of a session is void."""
+        self.opens = [o for o in self.opens if o.session != number]
+        self.features = [f for f in self.features if f.session != number]
+        self.commits = [c for c in self.commits if c.session != number]
+
+
+def commit_of(item: Commit, number: int) -> Commit:
+    """``item`` of our session ``number``. Written out: ``dataclasses.replace`` takes several times as long."""
+    states = item.features
+    if states is not None:
+        states = Features(number, states.start, states.rows, states.num_rows, states.dtype)
+    return Commit(number, item.base, item.tokens, states, item.drafted, item.wanted, item.ahead)
+
+
+def growth_of(growth: Growth, session: int, draft_s: float) -> Growth:
+    """``growth`` of the target's ``session``."""
+    return Growth(session, growth.base, growth.ids, growth.parents, growth.tokens, growth.scores, draft_s)
+
 
 HAND_OVER_S = 50e-6
 Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
 class DraftWorker:
-    """Serves one drafter to any number of targets: a ``wire.peers.PeerEvents``."""
+    """Serves one drafter to any number of targets: a ``messages.PeerEvents``."""
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
                  clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,

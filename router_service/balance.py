@@ -34,7 +34,7 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Slip
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
-from slipstream.wire.roster import Roster, RosterRules
+from slipstream.wire.discovery import Roster, RosterRules
 
 
 class RemoteBackend(Backend, Protocol):

@@ -14,9 +14,8 @@ from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.discovery import fixed, following
-from slipstream.wire.link import DraftLink
+from slipstream.wire.link import DraftLink, WireCounts, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
-from slipstream.wire.stream import WireCounts, export_bytes
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.tls import dialling, export_end, tls_files
 from target_service.assembly import Target, build

@@ -26,10 +26,9 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
-from slipstream.protocol.lenient import Thresholds
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.protocol.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
 from target_service.lost import RankWatch
 from target_service.scheduler import Limits

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.base.errors import SlipstreamError
-from slipstream.following.link import Link
 from slipstream.observe.log import logger
+from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.roster import Roster, RosterRules
+from slipstream.wire.discovery import Roster, RosterRules
 
 LOOK_S = 0.5
 

@@ -6,6 +6,7 @@ Rules:
    they are waited for.
 3. Whatever a drafter does (nothing, nonsense, death), the turn goes on with smaller trees.
 4. An error in one answer ends that answer. An error of a step ends the answers that were in it, with their slots freed.
+5. Pieces leave in one go (``Telling.deliver``): when the next step computes, or when none comes.
 
 It knows nothing about text, HTTP or how frames travel.
 """
@@ -22,21 +23,58 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, RanksLost
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
+from slipstream.following.followed import RoundRecord, Step, Verified
 from slipstream.following.following import Following
-from slipstream.following.record import RoundRecord, Step, Verified
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans, Spans
 from slipstream.observe.trace import Trace
-from slipstream.protocol.lenient import Thresholds
-from slipstream.protocol.requests import Request
-from target_service.kv import KV
-from target_service.queues import Queues
-from target_service.scheduler import Limits, Schedule, holds
-from target_service.sequence import Sequence, Sink
-from target_service.shedding import Shedding
+from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.tree import Thresholds
+from target_service.scheduler import Limits, Queues, Schedule, Shedding, holds
+from target_service.sequence import KV, Sequence, Sink
 from target_service.step import Outcome, run_step
-from target_service.telling import Dispatch, Telling
+
+Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
+
+
+class Telling:
+    __slots__ = ("_costs", "_dispatch", "_metrics", "_pieces")
+
+    def __init__(self, metrics: TargetMetrics, costs: StepCosts, dispatch: Dispatch) -> None:
+        self._metrics, self._costs, self._dispatch = metrics, costs, dispatch
+        self._pieces: list[tuple[Sink, Piece | Exception]] = []
+
+    def round(self, outcome: Outcome, verified: Verified, record: RoundRecord, step: Step) -> None:
+        """A round of one sequence is committed."""
+        one, tokens, finish = outcome.sequence, verified.tokens, verified.finish
+        mode = one.followed.policy.mode
+        one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows, step_s=step.seconds,
+                       wait_s=record.waited_s, mode=mode.value, why=record.why)
+        plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
+        piece = Piece(tokens, record.accepted, record.drafted, outcome.logprobs[: len(tokens)], finish, step.seconds,
+                      record.waited_s, mode.value, lossy=outcome.lossy, plain_s=plain_s)
+        if not one.told and one.first_step_s is not None:
+            one.told = True
+            piece = piece._replace(cached_tokens=one.cached_tokens, queue_s=max(0.0, one.first_step_s - one.arrived_s))
+        self._metrics.lenient(outcome.lenient)
+        self._pieces.append((one.sink, piece))
+        if one.history is not None:
+            one.history.append(tokens)
+        if finish:
+            self._metrics.request(finish)
+
+    def failed(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
+        """It ends with ``error``."""
+        self._metrics.request(outcome)
+        self._pieces.append((one.sink, error))
+
+    def deliver(self) -> None:
+        """Hand all that was told to its readers."""
+        pieces, self._pieces = self._pieces, []
+        if pieces:
+            self._dispatch(pieces)
+
 
 HAND_OVER_S = 5e-5
 Committed = list[tuple[Outcome, Verified, RoundRecord]]

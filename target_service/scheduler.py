@@ -8,13 +8,30 @@ Rules:
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step itself is held
    for it where one step of all is sooner over than two.
 
+``Queues`` (who is computed and who waits, in order of arrival) become the plain facts that ``schedule`` reads.
+
+Shedding: what the target asks of a device whose memory ran out, until it has been calm for a while.
+
+Rules:
+1. A step that did not fit loses nothing: nothing of it was committed, and the next turn asks for less.
+2. Each time a step may have half the rows of the one that did not fit. Drafts go first, as they are a bet; new answers
+   are refused last, and running ones go on.
+3. With no draft, nothing admitted and ``FEWEST_ROWS``, a step that still does not fit ends its answers.
+4. Each level is left when no step has failed for ``CALM_S``.
+
 It knows nothing about tokens, devices or drafters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import abc, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from target_service.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +77,7 @@ class Schedule:
         return not (self.put_back or self.admit or self.prefill or self.verify)
 
 
-def schedule(running: Sequence[Facts], waiting: Sequence[Facts], free_slots: int, limits: Limits) -> Schedule:
+def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_slots: int, limits: Limits) -> Schedule:
     """The next step. ``running`` and ``waiting`` stand in order of arrival; ``free_slots`` counts those that the prefix
     cache would give up too. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
     ready = [facts for facts in running if not facts.prefill and not facts.waits]
@@ -98,7 +115,7 @@ def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float
     return missing_s + cost(ready + coming) < cost(ready) + cost(coming)
 
 
-def _share(ready: Sequence[Facts], rows: int) -> list[tuple[int, int]]:
+def _share(ready: abc.Sequence[Facts], rows: int) -> list[tuple[int, int]]:
     # One row each first; what is left goes to trees, oldest first.
     served = ready[:rows]
     spare = rows - len(served)
@@ -110,7 +127,7 @@ def _share(ready: Sequence[Facts], rows: int) -> list[tuple[int, int]]:
     return shares
 
 
-def _admit(waiting: Sequence[Facts], num_running: int, room: int, limits: Limits) -> tuple[int, ...]:
+def _admit(waiting: abc.Sequence[Facts], num_running: int, room: int, limits: Limits) -> tuple[int, ...]:
     admitted: list[int] = []
     for facts in waiting:
         # In order, or a long prompt would wait for ever behind short ones.
@@ -119,3 +136,109 @@ def _admit(waiting: Sequence[Facts], num_running: int, room: int, limits: Limits
         room -= facts.prefill + 1
         admitted.append(facts.key)
     return tuple(admitted)
+
+
+class Queues:
+    __slots__ = ("running", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def everyone(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
+
+    def find(self, number: int) -> Sequence | None:
+        return next((one for one in self.everyone() if one.number == number), None)
+
+    def put_back(self, number: int) -> Sequence:
+        """It waits again, before all others."""
+        one = next(one for one in self.running if one.number == number)
+        self.running.remove(one)
+        self.waiting.appendleft(one)
+        return one
+
+    def admit(self, number: int) -> Sequence:
+        """It runs from now on."""
+        one = next(one for one in self.waiting if one.number == number)
+        self.waiting.remove(one)
+        self.running.append(one)
+        self.running.sort(key=lambda one: one.number)
+        return one
+
+    def remove(self, one: Sequence) -> None:
+        """It is over."""
+        (self.running if one in self.running else self.waiting).remove(one)
+
+    def schedule(self, now_s: float, free_slots: int, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
+        """The next step, and who is left out of it because it waits for its drafter."""
+        facts, standing = [], []
+        for one in self.running:
+            held = one.computed - one.borrowed
+            if one.prefilling:
+                facts.append(Facts(one.number, held, one.num_prefill, 1, False))
+            elif one.followed.waits(now_s):
+                one.followed.waiting.stood = True
+                standing.append(one)
+                facts.append(Facts(one.number, held, 0, 1, True))
+            else:
+                facts.append(Facts(one.number, held, 0, shedding.nodes(one.followed.nodes), False))
+        # Nobody behind the first that could be admitted matters, and the queue may be long.
+        limits = shedding.limits()
+        first = islice(self.waiting, max(0, limits.max_running - len(self.running)))
+        queued = [Facts(one.number, 0, one.base - 1, 1, False) for one in first]
+        return schedule(facts, queued, free_slots, limits), standing
+
+
+CALM_S = 30.0
+LEVELS = ("normal", "smaller trees", "plain", "no new answers")
+FEWEST_ROWS = 16
+
+
+class Shedding:
+    __slots__ = ("_changed_s", "_clock", "_level", "_limits", "_log", "_metrics", "_most_rows")
+
+    def __init__(self, limits: Limits, clock: Callable[[], float], metrics: TargetMetrics) -> None:
+        self._limits, self._clock = limits, clock
+        self._level, self._changed_s, self._most_rows = 0, 0.0, limits.max_step_rows
+        self._metrics, self._log = metrics, logger("target")
+
+    @property
+    def level(self) -> int:
+        """0: nothing is shed; else the index in ``LEVELS``."""
+        return self._level
+
+    @property
+    def refuses(self) -> bool:
+        """Whether new answers are refused."""
+        return self._level == len(LEVELS) - 1
+
+    def failed(self, rows: int) -> bool:
+        """The device had no room for a step of so many rows. Returns whether less can be asked for."""
+        self._changed_s = self._clock()
+        hopeless = self.refuses and rows <= FEWEST_ROWS
+        self._level = min(self._level + 1, len(LEVELS) - 1)
+        self._metrics.shedding(self._level, full=True)
+        if hopeless:
+            return False
+        self._most_rows = max(FEWEST_ROWS, rows // 2)
+        self._log.warning("the device's memory ran out: less is asked of it; lower target.slots if "
+                          "this comes again", rows=rows, now=LEVELS[self._level])
+        return True
+
+    def limits(self) -> Limits:
+        """Those of the next step."""
+        if self._level and self._clock() - self._changed_s >= CALM_S:
+            self._level, self._changed_s = self._level - 1, self._clock()
+            self._metrics.shedding(self._level)
+            self._most_rows = min(2 * self._most_rows, self._limits.max_step_rows)
+            self._log.info("the device's memory lasts again", now=LEVELS[self._level])
+        given = self._limits
+        if self._level == 0:
+            return given
+        return replace(given, max_running=1 if self.refuses else given.max_running,
+                       max_step_rows=self._most_rows, prefill_chunk=min(given.prefill_chunk, self._most_rows))
+
+    def nodes(self, wanted: int) -> int:
+        """Rows of a tree of so many nodes, root included, that are verified."""
+        return wanted if self._level == 0 else 1 + (wanted - 1) // 2 if self._level == 1 else 1

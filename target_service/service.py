@@ -22,8 +22,8 @@ from slipstream.observe.log import logger
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.loop import TargetWorker
+from target_service.scheduler import CALM_S
 from target_service.sequence import Sink
-from target_service.shedding import CALM_S
 
 MAX_WAITING = 256  # requests that wait for room: a router with another target does better than to queue here
 

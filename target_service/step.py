@@ -20,10 +20,8 @@ from slipstream.base.errors import DeviceFull
 from slipstream.engine.batch import BatchBuilder, sent
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
-from slipstream.protocol.lenient import Thresholds, relaxed
 from slipstream.protocol.requests import TokenLogprob
-from slipstream.protocol.tree import DraftTree
-from slipstream.protocol.verify import Verdict, walk
+from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, walk
 from target_service.sequence import Sequence
 
 

@@ -15,10 +15,10 @@ from slipstream.protocol.messages import (
     Drop,
     Growth,
     Open,
+    Peer,
     TargetBound,
     TargetHello,
 )
-from slipstream.wire.peers import Peer
 
 
 class HostileDraft:

@@ -24,12 +24,20 @@ from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, Growth, TargetBound, TargetHello
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    DraftHello,
+    Growth,
+    Link,
+    LinkEvents,
+    PeerEvents,
+    TargetBound,
+    TargetHello,
+)
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
-from slipstream.wire.link import DraftLink, Link, LinkEvents
+from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.local import LocalLink
-from slipstream.wire.peers import DraftServicer, PeerEvents
 from slipstream.wire.server import GrpcServer
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits

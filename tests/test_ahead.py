@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draft_service.drafted import Drafted
-from draft_service.worker import DraftWorker
+from draft_service.worker import Drafted, DraftWorker
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.protocol.messages import (

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from slipstream.base.errors import ConfigError, RemoteProtocolError
-from slipstream.wire.cluster import api_server
-from slipstream.wire.discovery import Directory, WatchRules, fixed, following
-from slipstream.wire.roster import Roster, RosterRules
-from slipstream.wire.slices import Endpoint, ServiceAddress, endpoints_of, merged, service_address
+from slipstream.wire.cluster import Endpoint, ServiceAddress, api_server, endpoints_of, merged, service_address
+from slipstream.wire.discovery import Directory, Roster, RosterRules, WatchRules, fixed, following
 from tests.api_server import StandIn, endpoint
 
 ADDRESS = "kubernetes:///target.ns:50051"

@@ -14,12 +14,11 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.purse import SHARE
 from slipstream.decision.rules import Rules
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Peer, Sampling, TargetHello
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.link import DraftLink
-from slipstream.wire.peers import Peer
 from target_service.assembly import Target, assemble
 from tests.pair import drafting, grpc_link, local_link_to
 from tests.test_timed import text

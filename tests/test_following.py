@@ -17,9 +17,8 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
-from slipstream.following.followed import Followed
+from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following
-from slipstream.following.record import Step, Verified
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -34,8 +33,7 @@ from slipstream.protocol.messages import (
     Sampling,
     TargetHello,
 )
-from slipstream.protocol.tree import DraftTree
-from slipstream.protocol.verify import walk
+from slipstream.protocol.tree import DraftTree, walk
 from tests.pair import STUBBORN, local_link_to
 
 PROMPT = list(b"one two three one two three")

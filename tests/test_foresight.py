@@ -15,10 +15,8 @@ from slipstream.decision.policy import SpeculationPolicy
 from slipstream.decision.record import Round, Seen
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.pool import HELD
-from slipstream.protocol.messages import Commit, DraftBound, Sampling
+from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents, Sampling
 from slipstream.protocol.requests import Piece, Request
-from slipstream.wire.codec import Faults
-from slipstream.wire.peers import Peer, PeerEvents
 from tests.pair import STUBBORN, drafting, local_link, target
 from tests.tiny import write_tiny_model
 

@@ -25,8 +25,7 @@ from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, kernels
-from slipstream.engine.native.linear import NativeHead
-from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
+from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Packed, Program, Team
 from slipstream.engine.parts import part_of
 from slipstream.engine.preparation import prepare_as
 from slipstream.engine.runner import ModelRunner

@@ -16,10 +16,9 @@ from slipstream.cli.doctor import checks
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
 from slipstream.engine.sampling import ChoiceRows, adjusted, choose, coins, probabilities
-from slipstream.protocol.lenient import Thresholds, relaxed
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
-from slipstream.protocol.tree import DraftTree
+from slipstream.protocol.tree import DraftTree, Thresholds, relaxed
 from slipstream.wire.answers import decode_info, decode_told, encode_info, encode_told
 from tests.echo import EchoTarget
 from tests.pair import drafting, local_link, target

@@ -11,9 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.base.errors import ConfigError
-from slipstream.observe.metrics import DraftMetrics, RouterMetrics, TargetMetrics
+from slipstream.observe.metrics import DraftMetrics, Registry, RouterMetrics, TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.series import Registry
 
 
 def values(registry: Registry) -> dict[str, float]:

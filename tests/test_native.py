@@ -19,9 +19,7 @@ from slipstream.engine.model import parse_config
 from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import X86, Kernels, build, file_name, flags_for, kernels
 from slipstream.engine.native.decoder import NativeDecoder
-from slipstream.engine.native.layer import Table
-from slipstream.engine.native.linear import NativeHead, NativeLinear
-from slipstream.engine.native.program import BatchFrame, Frame, Packed, Program, Team
+from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, NativeLinear, Packed, Program, Table, Team
 from slipstream.engine.ops.layer import Heads
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.ops.rope import Rope

@@ -12,14 +12,12 @@ from router_service.balance import Balancer, BalanceRules, Targets
 from slipstream.base.config import WireSection
 from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.protocol.messages import Drop, Sampling
+from slipstream.protocol.messages import Drop, Link, Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
 from slipstream.wire.channel import ConnectionRules
-from slipstream.wire.discovery import WatchRules, following
-from slipstream.wire.link import DraftLink, Link
-from slipstream.wire.peers import DraftServicer
-from slipstream.wire.roster import RosterRules
+from slipstream.wire.discovery import RosterRules, WatchRules, following
+from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.target_client import TargetClient

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.engine.kv import Slots
-from slipstream.engine.prefix import Match, RadixCache
+from slipstream.engine.kv import Match, RadixCache, Slots
 
 Prefix = tuple[int, ...]
 

@@ -21,15 +21,17 @@ from slipstream.drafting.base import Drafter
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.features import FeatureRows
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,
     DraftHello,
+    Faults,
     Features,
     FeatureSpec,
+    Peer,
+    PeerEvents,
     Projection,
     Sampling,
     TargetHello,
@@ -37,7 +39,6 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
 from slipstream.v1 import draft_pb2
-from slipstream.wire.codec import Faults
 from slipstream.wire.handshake import (
     ROOM,
     ProjectionReader,
@@ -48,7 +49,6 @@ from slipstream.wire.handshake import (
 )
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
-from slipstream.wire.peers import Peer, PeerEvents
 from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, speculators_tensors, write_eagle_folder
 from tests.pair import Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run

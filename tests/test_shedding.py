@@ -22,8 +22,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Open, Sampling
 from slipstream.protocol.requests import Request
-from target_service.scheduler import Limits
-from target_service.shedding import CALM_S, Shedding
+from target_service.scheduler import CALM_S, Limits, Shedding
 from tests.pair import drafting, local_link, target
 
 PROMPT = tuple(b"one two three one two three one two three one two ")

@@ -17,8 +17,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
 from slipstream.wire.channel import ConnectionRules, open_channel
-from slipstream.wire.link import DraftLink
-from slipstream.wire.peers import DraftServicer
+from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.target_client import TargetClient

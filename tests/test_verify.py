@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.protocol.tree import DraftTree
-from slipstream.protocol.verify import walk
+from slipstream.protocol.tree import DraftTree, walk
 from tests.trees import random_tree
 
 VOCAB = 4

@@ -43,11 +43,9 @@ from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import encode_draft_frames
 from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_target_hello
 from slipstream.wire.inference import InferenceServicer
-from slipstream.wire.link import DraftLink
+from slipstream.wire.link import DraftLink, DraftServicer, Outbox
 from slipstream.wire.local import LocalLink
-from slipstream.wire.peers import DraftServicer
 from slipstream.wire.server import GrpcServer, bind_guard
-from slipstream.wire.stream import Outbox
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.target_client import TargetClient
 

@@ -13,8 +13,7 @@ from slipstream.base.config import WireSection
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
-from slipstream.wire.discovery import following
-from slipstream.wire.roster import RosterRules
+from slipstream.wire.discovery import RosterRules, following
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.target_client import TargetClient

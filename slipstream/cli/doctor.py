@@ -24,8 +24,8 @@ from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.cli.process import places, refused
 from slipstream.models.folder import KNOWN, default_root, resolve
-from slipstream.protocol.lenient import Thresholds
 from slipstream.protocol.pairing import SUSPECT_ROUNDS, Agreement
+from slipstream.protocol.tree import Thresholds
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.drafting.levels import MOST_SESSIONS
-from slipstream.drafting.network import Network, Output
+from slipstream.drafting.levels import MOST_SESSIONS, Network, Output
 from slipstream.engine.backend import Attend, PagedAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
@@ -40,7 +39,7 @@ FEW_ROWS = 64  # pending rows of a session
 
 
 class LevelNetwork(Network, Protocol):
-    """A ``network.Network`` whose forward can be taken apart."""
+    """A ``levels.Network`` whose forward can be taken apart."""
 
     @property
     def pool_slots(self) -> int:

@@ -21,10 +21,8 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
-from slipstream.drafting.context import DraftContext
-from slipstream.drafting.levels import Levels, grow_whole
-from slipstream.drafting.network import Network, Output
-from slipstream.drafting.tree import NO_SLOTS, GrowingTree, Indices
+from slipstream.drafting.levels import Levels, Network, Output, grow_whole
+from slipstream.drafting.tree import NO_SLOTS, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open

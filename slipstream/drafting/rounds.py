@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 
 from slipstream.drafting.base import Drafter
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.features import FeatureRows
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.engine.sampling import ChoiceRows, choose
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
-from slipstream.protocol.tree import MAX_NODES, DraftTree
-from slipstream.protocol.verify import walk
+from slipstream.protocol.tree import MAX_NODES, DraftTree, walk
 
 Indices = NDArray[np.int64]
 

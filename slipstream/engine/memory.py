@@ -7,7 +7,7 @@ Rules:
 2. Feature rows lie beside the KV, one a slot, as soon as a drafter asks for them; they are counted from the start.
 3. What cannot fit is a ConfigError with numbers, before it is allocated.
 
-It knows nothing about how memory is given back when it runs out all the same (see the target's ``shedding``).
+It knows nothing about how memory is given back when it runs out all the same (see the target's ``Shedding``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Following: the target's half of speculation beside any engine. Committed tokens in, draft trees or chains out.
 
-An engine calls it on its own thread. Links (``link.Link``: gRPC, in process, or a test's) may call from any thread.
+An engine calls it on its own thread. Links (``messages.Link``: gRPC, in process, or a test's) may call from any thread.
 
     following = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), TargetMetrics("model"))
     link = LocalLink("draft", hello, following, peers, WireSection(), check_pair)   # or wire.link.DraftLink

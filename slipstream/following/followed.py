@@ -6,6 +6,8 @@ Rules:
 2. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
    drafter would in the same time, its chain is verified at once and nobody is asked.
 3. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
+4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
+   says to a target that holds nodes tells how it deepens, not how long an answer takes.
 
 Only the engine thread touches it. It knows nothing about engines, slots or other sessions.
 """
@@ -13,18 +15,139 @@ Only the engine thread touches it. It knows nothing about engines, slots or othe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import log
 
+from slipstream.base.config import PolicySection
+from slipstream.decision.beliefs import Beliefs
 from slipstream.decision.foresight import Foresight
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.record import Decision, Mode, Reason, Round, Seen, Transition
-from slipstream.following.link import Link
-from slipstream.following.record import RoundRecord, Step, Verified
-from slipstream.following.shared import Shared
-from slipstream.following.waiting import Waiting
-from slipstream.protocol.messages import Close, Drop, Features, FeatureSpec, Growth
+from slipstream.decision.record import Decision, Mode, Reason, Round, Seen, Transition, Why
+from slipstream.following.pool import DraftPool
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import Close, Drop, Features, FeatureSpec, Growth, Link
+from slipstream.protocol.requests import Finish
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward that is done. ``rows``: of all sessions; ``nodes``: draft tokens among them."""
+
+    began_s: float
+    seconds: float
+    rows: int
+    sessions: int  # that it verified a tree for
+    nodes: int = 0
+    prefill: bool = False  # it computed prompts too
+
+    @property
+    def ended_s(self) -> float:
+        return self.began_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What one session got out of a step: ``tokens`` to commit, the first ``accepted`` of them draft tokens."""
+
+    session: int
+    tokens: tuple[int, ...]
+    drafted: int  # draft tokens that were verified
+    accepted: int
+    depth: int  # of the deepest of them
+    finish: Finish = ""  # why the answer ends here; "": it goes on
+    rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What became of a round, and why it was as it was."""
+
+    drafted: int
+    accepted: int
+    tokens: int
+    waited_s: float  # it stood still for its drafter
+    outcome: str  # one of the metric's
+    why: Why
+    link: Link | None  # who drafted, if anybody did
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    pool: DraftPool
+    policy: PolicySection
+    beliefs: Beliefs
+    metrics: TargetMetrics
+    lookup: bool  # in the text itself
+
+    def changed(self, session: int, change: Transition, why: Why) -> None:
+        """Another mode from now on. ``why``: of the decision that stood then."""
+        self.metrics.mode.changed(change.before.value, change.after.value, change.reason)
+        logger("target").info("mode changed", scope="session", session=session, before=change.before.value,
+                              after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+
+
+PENDING = 16  # committed tokens that a drafter takes in together with a tree
+ASKED = 4  # commits whose answers may still come
+
+
+class Waiting:
+    """Of one session, since its newest commit."""
+
+    __slots__ = ("_asked", "_heard_s", "_latency_s", "committed_s", "first", "stood", "unasked", "until_s")
+
+    def __init__(self) -> None:
+        self.committed_s = 0.0  # when the newest token was committed
+        self.until_s = 0.0  # the deadline of the drafter's answer
+        self.stood = False  # a step went without it since then, because it waited
+        self.first = True  # the drafter that follows has not been awaited yet, or not for long
+        self.unasked = 0  # tokens that were committed since a tree was asked for
+        self._heard_s: float | None = None  # when the drafter answered for it
+        self._asked: dict[int, float] = {}  # base -> when
+        self._latency_s: float | None = None  # of an answer that came since the last round
+
+    def attached(self) -> None:
+        """A drafter follows from here, and has the whole text to read."""
+        self.first, self.unasked = True, 0
+
+    def asks(self) -> None:
+        """A tree is asked for. What the drafter has to catch up with takes time that no later answer takes."""
+        self.first, self.unasked = self.first or self.unasked > PENDING, 0
+
+    def begin(self, now_s: float, wait_s: float, base: int | None) -> None:
+        """The drafter hears of the newest token now. ``base``: what its answer will name, if that tells its latency."""
+        self.committed_s, self.until_s, self.stood, self._heard_s = now_s, now_s + wait_s, False, None
+        if base is not None and not self.first:
+            self._asked[base] = now_s
+            if len(self._asked) > ASKED:
+                del self._asked[min(self._asked)]
+
+    def heard(self, now_s: float, base: int, newest: int, joined: bool, answered: bool) -> None:
+        """Growth for ``base`` came, of which something ``joined`` the tree at ``newest``; ``answered``: it is what was
+        waited for."""
+        if answered and self._heard_s is None:
+            self._heard_s = now_s
+        if joined and base < newest:
+            # It crossed the commit, so its drafter believes in a tree here: what comes next is one more level of it.
+            self._asked.pop(newest, None)
+        asked_s = self._asked.pop(base, None)
+        if asked_s is not None:
+            self._latency_s = max(0.0, now_s - asked_s)
+
+    def stood_s(self, began_s: float) -> float:
+        """Seconds that it stood still before the step that began at ``began_s``."""
+        if not self.stood:
+            return 0.0
+        answered_s = self._heard_s if self._heard_s is not None else min(began_s, self.until_s)
+        return max(0.0, answered_s - self.committed_s)
+
+    def latency(self) -> float | None:
+        """What the newest answer took; told once."""
+        latency_s, self._latency_s = self._latency_s, None
+        return latency_s
+
 
 ROWS = 256  # feature rows of one item: well below the message limit for any known model
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room

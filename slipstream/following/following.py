@@ -10,6 +10,7 @@ It knows nothing about engines, clients or sockets.
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,24 +18,52 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.following.followed import Followed
-from slipstream.following.inbox import Inbox
-from slipstream.following.link import Link
+from slipstream.following.followed import Followed, RoundRecord, Shared, Step, Verified
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
-from slipstream.following.record import RoundRecord, Step, Verified
-from slipstream.following.shared import Shared
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
-from slipstream.protocol.messages import DraftHello, Growth, Sampling, TargetBound
+from slipstream.protocol.messages import DraftHello, Growth, Link, Sampling, TargetBound
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
+
+Event = Callable[[], None]
+
+
+class Inbox:
+    __slots__ = ("_events", "_stopped")
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._stopped = False
+
+    def post(self, event: Event) -> None:
+        """From any thread."""
+        self._events.put(event)
+
+    def stop(self) -> None:
+        """From any thread: ``drain`` returns False once it has come so far."""
+        self._events.put(None)
+
+    def drain(self, wait_s: float | None = 0.0) -> bool:
+        """Do what is there; with nothing there, wait for something (None: for ever). Returns False when told to
+        stop."""
+        try:
+            event = self._events.get(block=wait_s != 0.0, timeout=wait_s)
+            while event is not None:
+                event()
+                event = self._events.get_nowait()
+        except queue.Empty:
+            return not self._stopped
+        self._stopped = True
+        return False
+
 
 LANES = 16  # rows of a trace for sessions; later ones share them
 
 
 class Following:
-    """See the module, and the package for an example. Implements ``link.LinkEvents``."""
+    """See the module, and the package for an example. Implements ``messages.LinkEvents``."""
 
     def __init__(self, config: TargetSection, costs: StepCosts, metrics: TargetMetrics, gives: GiveRows = no_rows,
                  clock: Callable[[], float] = time.monotonic, trace: Trace | None = None) -> None:

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from slipstream.following.link import Link
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Commit, DraftBound, DraftHello, FeatureSpec
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, FeatureSpec, Link
 from slipstream.protocol.pairing import Agreement
 from slipstream.protocol.requests import DraftStatus
 

@@ -5,15 +5,116 @@ Rules:
 2. Every series carries ``service`` and ``model``. No label can be sized by a user: no request id, no prompt, no key.
 3. Methods take plain values and never fail for a value that the service may meet.
 4. Each object has its own registry: several services live in one process without sharing series.
+5. What is counted begins at 0, not with its first event: ``increase`` does not see an event that makes its series.
+   Gauges begin when they are set, as 0 would be a claim.
+6. ``scope`` of a mode tells who decides: pool, a router for all answers of a model's drafts; session, a target for one.
 
-It knows nothing about sessions, trees or sockets of the services.
+The only importer of prometheus_client. It knows nothing about sessions, trees or sockets of the services.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from slipstream import __version__
 from slipstream.base.errors import STATUS
-from slipstream.observe.modes import ModeMetrics
-from slipstream.observe.series import Registry
+
+M = TypeVar("M", Counter, Gauge, Histogram)
+
+
+@dataclass(frozen=True, slots=True)
+class Series(Generic[M]):
+    """A metric whose first labels are fixed; ``of`` takes the values of the others."""
+
+    metric: M
+    fixed: tuple[str, str]
+    known: dict[tuple[str, ...], M] = field(default_factory=dict)  # prometheus_client's own look-up takes a lock
+
+    def of(self, *values: str) -> M:
+        found = self.known.get(values)
+        if found is None:
+            found = self.known[values] = self.metric.labels(*self.fixed, *values)
+        return found
+
+    def begin(self, *values: tuple[str, ...]) -> Series[M]:
+        """Show a series, at 0, for each of ``values`` of the labels besides the fixed ones."""
+        for known in values:
+            self.of(*known)
+        return self
+
+    def drop(self, *values: str) -> None:
+        self.known.pop(values, None)
+        self.metric.remove(*self.fixed, *values)
+
+
+class Registry:
+    """The metrics of one service and model."""
+
+    def __init__(self, service: str, model: str) -> None:
+        self._collectors = CollectorRegistry()
+        self._fixed = (service, model)
+        ProcessCollector(registry=self._collectors)
+        self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
+        self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
+
+    def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
+        metric = Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors)
+        return self._begun(Series(metric, self._fixed), labels)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Series[Gauge]:
+        return Series(Gauge(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
+
+    def histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Series[Histogram]:
+        metric = Histogram(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors,
+                           buckets=tuple(buckets))
+        return self._begun(Series(metric, self._fixed), labels)
+
+    def certificate_ends(self, at_s: float) -> None:
+        self._certificate.of().set(at_s)
+
+    def page(self, accept: str) -> tuple[str, bytes]:
+        """(content type, body) of a scrape, in the form that the header ``accept`` asks for."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self._collectors)
+
+    def _begun(self, series: Series[M], labels: tuple[str, ...]) -> Series[M]:
+        if not labels:
+            series.of()
+        return series
+
+    def _labels(self, labels: tuple[str, ...]) -> list[str]:
+        return ["service", "model", *labels]
+
+
+MODES = ("speculate", "shadow", "plain")
+# Values that labels begin with; what else comes is counted all the same.
+CHANGES = (("speculate", "shadow", "acceptance_low"), ("speculate", "shadow", "draft_timeout"),
+           ("speculate", "plain", "draft_unavailable"), ("speculate", "plain", "overload"),
+           ("shadow", "plain", "probe_failed"), ("shadow", "speculate", "probe_ok"),
+           ("plain", "speculate", "probe_ok"), ("plain", "speculate", "drafter_ready"))
+
+
+class ModeMetrics:
+    """Of one scope."""
+
+    def __init__(self, registry: Registry, scope: Literal["pool", "session"]) -> None:
+        self._scope = scope
+        self._mode = registry.gauge("mode", "1 for the mode that new work gets, 0 for the others.", "scope", "mode")
+        self._transitions = registry.counter("mode_transitions_total", "Changes of mode.", "scope", "from", "to",
+                                             "reason").begin(*((scope, *change) for change in CHANGES))
+
+    def now(self, mode: str) -> None:
+        for known in MODES:
+            self._mode.of(self._scope, known).set(1 if known == mode else 0)
+
+    def changed(self, before: str, after: str, reason: str) -> None:
+        self._transitions.of(self._scope, before, after, reason).inc()
+
 
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from slipstream.base.address import host_port
 from slipstream.base.errors import ConfigError
-from slipstream.observe.series import Registry
+from slipstream.observe.metrics import Registry
 
 CLOSE_POLL_S = 0.1
 

@@ -16,11 +16,13 @@ It knows nothing about torch, sockets or algorithms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.tree import Floats, Ints
 
 PROTOCOL_VERSION = 1
@@ -214,3 +216,48 @@ class DraftHello:
 
 DraftBound = Open | Features | Commit | Close
 TargetBound = Growth | Drop
+
+
+# Who carries messages, and who hears of them. Structural: a service names a link without importing what carries it.
+
+Faults = Sequence[tuple[int, RemoteProtocolError]]  # sessions and what was wrong with an item of theirs
+
+
+class Link(Protocol):
+    """One draft as the target sees it. ``send`` may be called from any thread, never blocks, and does nothing while
+    the link is down."""
+
+    address: str
+
+    def send(self, items: Sequence[DraftBound]) -> None: ...
+
+
+class LinkEvents(Protocol):
+    """Who hears of a link, from any thread; must not block, so it only puts things into a queue."""
+
+    def link_up(self, link: Link, hello: DraftHello) -> None: ...
+
+    def link_down(self, link: Link, reason: str) -> None: ...
+
+    def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None: ...
+
+
+class Peer(Protocol):
+    """One connected target as the draft sees it. ``send`` may be called from any thread and never blocks."""
+
+    @property
+    def name(self) -> str: ...
+
+    def send(self, items: Sequence[TargetBound]) -> None: ...
+
+
+class PeerEvents(Protocol):
+    """Who hears of peers. Called on the event loop; must not block, so it only puts things into a queue."""
+
+    def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
+        """The draft's half of the handshake (its incarnation is filled in). PairingError refuses the stream."""
+        ...
+
+    def peer_down(self, peer: Peer) -> None: ...
+
+    def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None: ...

@@ -10,6 +10,35 @@ Rules:
 6. At most ``MAX_HELD`` nodes; what is verified is a selection of at most ``MAX_NODES`` of them (``best``), so that the
    ancestors of a node fit one 64-bit word.
 
+Choose, then walk: how the target decides what of a draft tree becomes the answer.
+
+At every node the target has chosen its own next token (argmax, or argmax of logits/T plus keyed noise). ``walk`` starts
+at the root; while a child carries the chosen token it steps to that child; the first choice without a child is the
+bonus token.
+
+Why this is exact for any tree and any drafter: let ``c(prefix)`` be the token that plain decoding picks after
+``prefix``, a function of the prefix, the seed and the target alone. The choice at a node is ``c`` of the path from the
+root to it, because the node's logits depend on that path only (ancestor mask) and so does the noise (seed, position).
+By induction every token the walk emits is ``c`` of everything emitted before it: the root's prefix is the committed
+text; a step to a child appends the very token that was chosen; the bonus token is a choice too. So the walk emits a
+prefix of the plain answer, whatever the tree holds; the tree decides only how long that prefix is (at least one).
+No draft probability is used, so a drafter cannot bias the result (compare Daliri, Musco, Suresh, arXiv 2408.07978).
+
+Accept thresholds: taking draft tokens that the target did not choose. LOSSY, off by default, never silent.
+
+Rules:
+1. With both thresholds at 1 nothing here runs, and answers are those of plain decoding.
+2. A child that carries the target's own choice is always taken. Otherwise the children of a node are looked at from the
+   best-scored to the worst, and the first one is taken whose probability under the target is at least ``single``, or
+   for which the coin is at most (probability of the children so far) / ``acc``.
+3. The coin is as likely to fall anywhere between the children's share and one, for the choice was none of them; so with
+   ``acc`` alone a child is taken with probability min(1, share / acc), as in SGLang, and with ``acc`` 1 never here.
+4. Greedy answers know no thresholds. Probabilities are those after penalties, temperature and filters: a forbidden
+   token has none and is never taken.
+
+With thresholds an answer depends on what was drafted, so it is neither repeatable nor distributed as the model's.
+Source: the semantics of SGLang's ``speculative_accept_threshold_single`` and ``_acc``.
+
 It knows nothing about models, sessions or the network. Sources: tree drafting as in EAGLE-2 (arXiv 2406.16858);
 re-rooting as in SwiftSpec (arXiv 2506.11309).
 """
@@ -187,3 +216,76 @@ class DraftTree:
         ids[0] = -base
         relative = np.where(np.isfinite(scores), scores - scores[0], -np.inf) if np.isfinite(scores[0]) else scores * 0
         return DraftTree(base, self.tokens[keep], np.array(parents, np.int32), ids, relative.astype(np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one verification gives: ``path`` are the accepted nodes with the root first; ``tokens`` what to commit."""
+
+    path: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that became part of the answer; the acceptance length is this plus one (the bonus token)."""
+        return len(self.tokens) - 1
+
+
+def walk(tree: DraftTree, choices: Sequence[int] | Ints) -> Verdict:
+    """Walk ``tree`` along ``choices`` (int [N], the target's token at each node). Always yields at least one token."""
+    assert len(choices) == len(tree)
+    # One pass over the nodes beats a search per level: a node is on the path exactly when its parent is the newest
+    # node of the path and it carries the token chosen there.
+    path = [0]
+    tokens = tree.tokens.tolist()
+    parents = tree.parents.tolist()
+    for node in range(1, len(tokens)):
+        if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
+            path.append(node)
+    return Verdict(tuple(path), tuple(int(choices[node]) for node in path))
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Both in (0, 1]; 1 takes nothing that the target did not choose."""
+
+    single: float = 1.0
+    acc: float = 1.0
+
+    @property
+    def lossy(self) -> bool:
+        return self.single < 1.0 or self.acc < 1.0
+
+
+def relaxed(tree: DraftTree, choices: Sequence[int], chances: Sequence[float], coins: Sequence[float],
+            thresholds: Thresholds) -> list[int]:
+    """The choices to ``walk`` by: those of the target, replaced by a child's token where a threshold takes the child.
+
+    choices: int [N], the target's own. chances: [N], the target's probability of each node's token at its parent (the
+    root's is not looked at). coins: [N], uniform in (0, 1), one for each node's choice.
+    """
+    tokens, parents, scores = tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist()
+    children: dict[int, list[int]] = {}
+    for node in range(1, len(tokens)):
+        children.setdefault(parents[node], []).append(node)
+    result = list(choices)
+    for node, below in children.items():
+        if any(tokens[child] == choices[node] for child in below):
+            continue
+        below.sort(key=lambda child: (-scores[child], child))
+        taken = _taken([chances[child] for child in below], coins[node], thresholds)
+        if taken is not None:
+            result[node] = tokens[below[taken]]
+    return result
+
+
+def _taken(chances: Sequence[float], coin: float, thresholds: Thresholds) -> int | None:
+    share = min(1.0, sum(chances))
+    point = share + (1.0 - share) * coin
+    so_far = 0.0
+    for place, chance in enumerate(chances):
+        so_far += chance
+        if chance > 0.0 and ((thresholds.single < 1.0 and chance >= thresholds.single)
+                             or (thresholds.acc < 1.0 and point * thresholds.acc <= so_far)):
+            return place
+    return None

@@ -32,6 +32,7 @@ from slipstream.protocol.messages import (
     DraftBound,
     DraftHello,
     Drop,
+    Faults,
     Features,
     Growth,
     Open,
@@ -52,7 +53,6 @@ from slipstream.wire.fields import (
     within,
 )
 
-Faults = list[tuple[int, RemoteProtocolError]]  # (session, what was wrong with an item of it)
 Item = TypeVar("Item")
 
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
@@ -186,7 +186,7 @@ def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits,
     if message.frame.incarnation != incarnation:
         raise RemoteProtocolError("incarnation", "the frame belongs to another stream")
     items: list[Item] = []
-    faults: Faults = []
+    faults: list[tuple[int, RemoteProtocolError]] = []
     for wire in message.frame.items:
         kind = wire.WhichOneof("item")
         if kind not in readers:

@@ -7,6 +7,23 @@ Rules:
 4. Reconnects wait a random time below an exponential bound; a draft that does not fit is asked again every 10 s.
 5. Nothing waits without an end: the handshake has a deadline, keepalive ends a silent stream.
 
+A draft stream while it runs, the same at both of its ends: items that wait to go out, and frames both ways.
+
+Rules:
+1. ``put`` may be called from any thread and never blocks; what was put together stays together and in order.
+2. Whatever waits when the writer comes is taken at once, so several puts become one frame.
+3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
+   repaired item by item.
+4. A frame of another stream is dropped and counted, a bad item is a fault of its session, and anything else that is no
+   frame ends the stream with RemoteProtocolError.
+
+The draft's side of draft streams: one peer for each target that is connected.
+
+Rules:
+1. The first message must be the hello, within a deadline; a target that does not fit is refused with the field named.
+2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
+3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
+
 It knows nothing about sessions, trees or what items mean.
 """
 
@@ -16,49 +33,341 @@ import asyncio
 import contextlib
 import random
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import grpc
 import structlog
 from grpc import aio
 
-from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
+from slipstream.base.errors import (
+    CapacityError,
+    Draining,
+    PairingError,
+    RemoteProtocolError,
+    SlipstreamError,
+    Unavailable,
+)
+from slipstream.protocol.messages import (
+    Commit,
+    DraftBound,
+    DraftHello,
+    Drop,
+    Faults,
+    Features,
+    LinkEvents,
+    PeerEvents,
+    TargetBound,
+    TargetHello,
+)
 from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
-from slipstream.wire.codec import Faults, FrameLimits, decode_draft_frame, encode_target_frames
-from slipstream.wire.handshake import ProjectionReader, decode_draft_hello, encode_target_hello
-from slipstream.wire.status import error_of
-from slipstream.wire.stream import MAX_BATCHES, Outbox, Pumps, WireCounts
+from slipstream.wire.codec import (
+    FrameLimits,
+    decode_draft_frame,
+    decode_target_frame,
+    encode_draft_frames,
+    encode_target_frames,
+)
+from slipstream.wire.handshake import (
+    ProjectionReader,
+    decode_draft_hello,
+    decode_target_hello,
+    encode_draft_hello,
+    encode_projection,
+    encode_target_hello,
+)
+from slipstream.wire.status import abort, error_of
 from slipstream.wire.tls import TlsFiles
+
+Item = TypeVar("Item")
+Heard = TypeVar("Heard")
+
+MAX_BATCHES = 1024
+MAX_BYTES = 256 << 20
+EXPORT_S = 0.5
+
+
+@dataclass(slots=True)
+class WireCounts:
+    """What passed and what was left out, counted since the start. Metrics take the bytes from here; what else
+    they show is counted where it happens."""
+
+    frames_in: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    stale_frames: int = 0
+    invalid_items: int = 0
+    reconnects: int = 0
+    overflows: int = 0
+    oversized_items: int = 0
+
+
+async def export_bytes(counts: Sequence[WireCounts], export: Callable[[str, int], None]) -> None:
+    """Hand what passed since the last time to ``export`` (direction, bytes), twice a second, until cancelled."""
+    told = {"in": 0, "out": 0}
+    while True:
+        now = {"in": sum(c.bytes_in for c in counts), "out": sum(c.bytes_out for c in counts)}
+        for direction, total in now.items():
+            export(direction, total - told[direction])
+        told = now
+        await asyncio.sleep(EXPORT_S)
+
+
+class Outbox(Generic[Item]):
+    """Made on the loop that takes from it. ``max_batches``: puts that may wait; ``max_bytes``: of feature rows."""
+
+    def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._batches: deque[tuple[Sequence[Item], int]] = deque()
+        self._weight = 0
+        self._closed = False
+        self._woken = False
+        self.filled = asyncio.Event()
+        self._full = asyncio.Event()
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Add ``items``; nothing happens once the outbox is closed or has overflowed."""
+        weight = 0
+        for item in items:
+            features = item.features if isinstance(item, Commit) else item
+            if isinstance(features, Features):
+                weight += len(features.rows)
+        with self._lock:
+            if self._closed or not items:
+                return
+            self._batches.append((items, weight))
+            self._weight += weight
+            overflow = len(self._batches) > self._max_batches or self._weight > self._max_bytes
+            if overflow:
+                self._clear()
+            wake = not self._woken
+            self._woken = True
+        if overflow:
+            self._signal(self._full)
+        elif wake:
+            self._signal(self.filled)
+
+    def take(self, max_bytes: int) -> list[Item]:
+        """What waits (``filled`` says when): one put, and more up to about ``max_bytes`` of rows."""
+        taken: list[Item] = []
+        weight = 0
+        with self._lock:
+            while self._batches and (not taken or weight + self._batches[0][1] <= max_bytes):
+                items, heavy = self._batches.popleft()
+                taken.extend(items)
+                weight += heavy
+            self._weight -= weight
+            if not self._batches:
+                self._woken = False
+                self.filled.clear()
+        return taken
+
+    async def overflowed(self) -> None:
+        """Waits until there was too much; raises CapacityError then."""
+        await self._full.wait()
+        raise CapacityError("overflow")
+
+    def close(self) -> None:
+        """Drop what waits and take nothing more."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
+        self._closed = True
+        self._batches.clear()
+        self._weight = 0
+
+    def _signal(self, event: asyncio.Event) -> None:
+        if threading.get_ident() == self._thread:
+            event.set()  # the loop is awake already: no need to write to its wake-up pipe
+            return
+        # The loop may have been closed between the check and here; then nobody is waiting.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(event.set)
+
+
+class Line(Protocol):
+    """What is used of a call, or of a call's context."""
+
+    def read(self) -> Awaitable[object]: ...
+
+    def write(self, message: bytes, /) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pumps(Generic[Item, Heard]):
+    """Both ways of one stream as one of its ends sees it. ``received`` hears of items and faults, ``oversized`` of own
+    items that fit no frame."""
+
+    encode: Callable[[int, Sequence[Item], int], tuple[list[bytes], list[Item]]]
+    decode: Callable[[bytes, int, FrameLimits], tuple[list[Heard], Faults]]
+    incarnation: int
+    limits: FrameLimits
+    max_bytes: int  # of a frame
+    counts: WireCounts
+    outbox: Outbox[Item]
+    received: Callable[[list[Heard], Faults], None]
+    oversized: Callable[[list[Item]], None] = lambda items: None
+
+    async def run(self, line: Line, *until: Coroutine[Any, Any, None], opening: Iterable[bytes] = ()) -> None:
+        """Until the peer ends the stream or one of ``until`` ends; ``opening`` goes out before all items. Raises
+        CapacityError, RemoteProtocolError and what ``line`` raises."""
+        await first_end(self._read(line), self._write(line, opening), self.outbox.overflowed(), *until)
+
+    async def _read(self, line: Line) -> None:
+        counts = self.counts
+        while isinstance(data := await line.read(), bytes):
+            counts.frames_in += 1
+            counts.bytes_in += len(data)
+            try:
+                items, faults = self.decode(data, self.incarnation, self.limits)
+            except RemoteProtocolError as error:
+                if error.field != "incarnation":
+                    raise
+                counts.stale_frames += 1
+                continue
+            counts.invalid_items += len(faults)
+            self.received(items, faults)
+
+    async def _write(self, line: Line, opening: Iterable[bytes]) -> None:
+        for message in opening:
+            await line.write(message)
+        while True:
+            await self.outbox.filled.wait()
+            frames, left = self.encode(self.incarnation, self.outbox.take(self.max_bytes), self.max_bytes)
+            for frame in frames:
+                await line.write(frame)
+                self.counts.bytes_out += len(frame)
+            if left:
+                self.counts.oversized_items += len(left)
+                self.oversized(left)
+
+
+async def first_end(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until the first one ends; stop the others; raise what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in tasks if task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in ended:
+        task.result()
+
+
+HANDSHAKE_S = 5.0
+MAX_PEERS = 64
+FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
+
+Context = aio.ServicerContext[bytes, bytes]
+
+
+class StreamPeer:
+    """A peer over one gRPC stream."""
+
+    def __init__(self, name: str, outbox: Outbox[TargetBound]) -> None:
+        self.name = name
+        self._outbox = outbox
+
+    def send(self, items: Sequence[TargetBound]) -> None:
+        self._outbox.put(items)
+
+
+class DraftServicer:
+    """DraftService: hands what targets send to ``events``."""
+
+    service = DRAFT_SERVICE
+
+    def __init__(self, events: PeerEvents, *, rules: ConnectionRules = RULES,
+                 max_peers: int = MAX_PEERS, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
+                 connected: Callable[[int], None] = lambda targets: None) -> None:
+        """``connected`` is told how many targets are, whenever that changes."""
+        self.counts = WireCounts()
+        self._events = events
+        self._max_bytes = rules.message_bytes
+        self._max_peers = max_peers
+        self._max_batches = max_batches
+        self._handshake_s = handshake_s
+        self._num_peers = 0
+        self._num_connected = 0
+        self._connected = connected
+        self._draining = asyncio.Event()
+        self._log = structlog.get_logger(part="wire")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        exchange: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
+        return grpc.method_handlers_generic_handler(DRAFT_SERVICE, {"Exchange": exchange})
+
+    def drain(self) -> None:
+        """Refuse new targets, and end the streams of those that are here when the last words have been sent."""
+        self._draining.set()
+
+    async def _exchange(self, _requests: object, context: Context) -> None:
+        self._num_peers += 1
+        try:
+            await self._serve(context)
+        except TimeoutError:
+            await abort(context, RemoteProtocolError("hello", f"none within {self._handshake_s:g} s"))
+        except SlipstreamError as error:
+            self._log.warning("target stream ended", target=context.peer(), problem=str(error))
+            await abort(context, error)
+        finally:
+            self._num_peers -= 1
+
+    async def _serve(self, context: Context) -> None:
+        if self._draining.is_set():
+            raise Draining("this draft service is shutting down")
+        if self._num_peers > self._max_peers:
+            raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
+        async with asyncio.timeout(self._handshake_s):
+            first = await context.read()
+        if not isinstance(first, bytes):
+            return
+        target = decode_target_hello(first)
+        outbox: Outbox[TargetBound] = Outbox(self._max_batches)
+        peer = StreamPeer(context.peer(), outbox)
+        hello = replace(self._events.peer_up(peer, target), incarnation=target.incarnation)
+        self._count(1)
+        try:
+            await context.write(encode_draft_hello(hello))
+            self._log.info("target connected", target=peer.name, model=target.model_id)
+            pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
+                          self._max_bytes, self.counts, outbox, partial(self._events.received, peer))
+            projection = hello.features.projection if hello.features is not None else None
+            weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
+            await pumps.run(context, self._drained(), opening=weights)
+        finally:
+            outbox.close()
+            self._log.info("target gone", target=peer.name)
+            self._count(-1)
+            self._events.peer_down(peer)
+
+    def _count(self, change: int) -> None:
+        self._num_connected += change
+        self._connected(self._num_connected)
+
+    async def _drained(self) -> None:
+        await self._draining.wait()
+        await asyncio.sleep(FAREWELL_S)
+
 
 FIRST_BACKOFF_S = 0.1
 REFUSED_RETRY_S = 10.0
-HANDSHAKE_S = 5.0
 PROJECTION_S = 60.0  # for all weights of a projection: 512 MiB at less than 10 MiB/s
 
 Call = aio.StreamStreamCall[bytes, bytes]
 Check = Callable[[TargetHello, DraftHello], None]
-
-
-class Link(Protocol):
-    """One draft as the target sees it."""
-
-    address: str
-
-    def send(self, items: Sequence[DraftBound]) -> None: ...
-
-
-class LinkEvents(Protocol):
-    """Who hears of a link. Called on the event loop; must not block, so it only puts things into a queue."""
-
-    def link_up(self, link: Link, hello: DraftHello) -> None: ...
-
-    def link_down(self, link: Link, reason: str) -> None: ...
-
-    def received(self, link: Link, items: list[TargetBound], faults: Faults) -> None: ...
 
 
 class DraftLink:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slipstream.base.errors import PairingError, RemoteProtocolError
-from slipstream.protocol.messages import DraftBound, DraftHello, Drop, TargetBound, TargetHello
+from slipstream.protocol.messages import DraftBound, DraftHello, Drop, LinkEvents, PeerEvents, TargetBound, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import (
@@ -34,9 +34,7 @@ from slipstream.wire.handshake import (
     encode_projection,
     encode_target_hello,
 )
-from slipstream.wire.link import Check, LinkEvents
-from slipstream.wire.peers import PeerEvents
-from slipstream.wire.stream import WireCounts
+from slipstream.wire.link import Check, WireCounts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,8 +25,8 @@ from slipstream.base.errors import Draining, RemoteProtocolError, SlipstreamErro
 from slipstream.protocol.requests import Answer, Backend, Request, TargetInfo
 from slipstream.wire.answers import TAKEN, Asked, Flow, Told, decode_asked, encode_info, encode_told, joined
 from slipstream.wire.channel import TARGET_SERVICE
+from slipstream.wire.link import Line, first_end
 from slipstream.wire.status import Reported, abort, log_bug
-from slipstream.wire.stream import Line, first_end
 
 MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 MAX_WAITING = 1 << 20

@@ -25,8 +25,8 @@ from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError
 from slipstream.protocol.requests import Answer, Piece, Request, TargetInfo
 from slipstream.wire.answers import TAKEN, Flow, Told, decode_info, decode_told, encode_asked, joined
 from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, ConnectionRules
+from slipstream.wire.link import first_end
 from slipstream.wire.status import Reported, error_of
-from slipstream.wire.stream import first_end
 from slipstream.wire.tls import TlsFiles
 
 MAX_BYTES = 1 << 20  # of a frame that holds several items

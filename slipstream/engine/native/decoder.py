@@ -20,9 +20,20 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole, head_of
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.native.layer import Buffers, NativeLayer, Table, check_sizes
-from slipstream.engine.native.linear import FEW_ROWS, NativeHead, NativeLinear, fits
-from slipstream.engine.native.program import BatchFrame, Kept, Program, Team
+from slipstream.engine.native.program import (
+    FEW_ROWS,
+    BatchFrame,
+    Buffers,
+    Kept,
+    NativeHead,
+    NativeLayer,
+    NativeLinear,
+    Program,
+    Table,
+    Team,
+    check_sizes,
+    fits,
+)
 from slipstream.engine.ops.linear import Linear
 from slipstream.engine.weights import Tensors, take
 

@@ -23,9 +23,19 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.native.layer import Buffers, NativeLayer, Table, check_sizes
-from slipstream.engine.native.linear import FEW_ROWS, NativeHead
-from slipstream.engine.native.program import LANES, BatchFrame, Packed, Program, Team
+from slipstream.engine.native.program import (
+    FEW_ROWS,
+    LANES,
+    BatchFrame,
+    Buffers,
+    NativeHead,
+    NativeLayer,
+    Packed,
+    Program,
+    Table,
+    Team,
+    check_sizes,
+)
 from slipstream.engine.weights import Tensors, take
 
 Indices = NDArray[np.int64]

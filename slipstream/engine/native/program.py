@@ -4,8 +4,10 @@ Rules:
 1. The list holds addresses: of weights, which it keeps alive, and of buffers for so many rows. More rows need another.
 2. What one batch adds (whose KV, which positions, who sees whom) is a Frame; nothing in the list depends on it.
 3. Visibility is the batch's own rule (see ``batch``), told row by row: a run of entries, then the bits of a word.
+4. A layer's weights (packed for the kernels) are those of any layer (``ops.layer``), which may read more than its
+   residual stream. That stream is float32 and is added to in place.
 
-It knows nothing about models: their layers write the list. Dimension key: see ``slipstream.engine``.
+It knows nothing about whole models. Dimension key: see ``slipstream.engine``.
 """
 
 from __future__ import annotations
@@ -21,10 +23,150 @@ import torch.nn.functional as F
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import Matrix, Whole
+from slipstream.engine.int8 import Matrix, Whole, as_whole
 from slipstream.engine.kv import KVPool
+from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import Kernels
-from slipstream.engine.ops.layer import Heads
+from slipstream.engine.ops.layer import Heads, LayerWeights
+from slipstream.engine.ops.rope import Rope
+from slipstream.engine.weights import Tensors
+
+FIRST_POSITIONS = 4096  # of a table of rotary rows
+
+
+def check_sizes(config: ModelConfig) -> None:
+    """Raises ModelError for measures that the kernels do not take."""
+    for name, size, of in (("hidden_size", config.hidden_size, LANES), ("head_dim", config.head_dim, GROUP),
+                           ("intermediate_size", config.intermediate_size, LANES)):
+        if size % of:
+            raise ModelError(f"the CPU kernels need a {name} that is a multiple of {of}, and it is {size}; "
+                             "set model.kernels=torch")
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What the layers of one list write and read again, for at most C rows."""
+
+    stream: torch.Tensor  # float32 [C, H]
+    read: torch.Tensor  # bfloat16 [C, in] what attention reads
+    normed: torch.Tensor  # bfloat16 [C, H]
+    qkv: torch.Tensor  # float32 [C, (Q + 2 G) D]
+    queries: torch.Tensor  # bfloat16 [C, Q * D]
+    attended: torch.Tensor  # bfloat16 [C, Q * D]
+    inner: torch.Tensor  # bfloat16 [C, I]
+
+    @staticmethod
+    def of(config: ModelConfig, rows: int, in_features: int) -> Buffers:
+        heads, size = config.num_heads, config.head_dim
+
+        def rounded(width: int) -> torch.Tensor:
+            return torch.empty(rows, width, dtype=torch.bfloat16)
+
+        return Buffers(torch.empty(rows, config.hidden_size), rounded(in_features), rounded(config.hidden_size),
+                       torch.empty(rows, (heads + 2 * config.num_kv_heads) * size), rounded(heads * size),
+                       rounded(heads * size), rounded(config.intermediate_size))
+
+
+class NativeLayer:
+    """The weights of a layer, and what they do to a list."""
+
+    __slots__ = ("_weights",)
+
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str,
+                 in_features: int | None = None, input_norm: bool = True, whole: bool = False) -> None:
+        """tensors: by name, any float dtype or as ``int8`` stores them, on the CPU; whole: round matrices to whole
+        numbers (see ``int8``); the rest as in ``LayerWeights.read``. Raises ModelError."""
+
+        def packed(name: str, weight: Matrix, bias: torch.Tensor | None) -> Packed:
+            return Packed(team, as_whole(weight) if whole else weight, bias, silu=name == "gate_up")
+
+        self._weights = LayerWeights.read(config, tensors, prefix, packed, in_features, input_norm)
+
+    def read(self, program: Program, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The layer's input norm of x float32 [C, H], to out bfloat16 [C, H]."""
+        assert self._weights.norm is not None
+        program.norm(x, self._weights.norm, self._weights.heads.eps, out)
+
+    def write(self, program: Program, buffers: Buffers, layer: int) -> None:
+        """From ``buffers.read`` on: the layer's share, added to ``buffers.stream``. layer: whose KV."""
+        weights = self._weights
+        program.product(buffers.read, weights.qkv, buffers.qkv)
+        program.attention(buffers.qkv, weights.heads, layer, buffers.queries, buffers.attended)
+        program.product(buffers.attended, weights.o, buffers.stream, add=True)
+        program.norm(buffers.stream, weights.post_norm, weights.heads.eps, buffers.normed)
+        program.product(buffers.normed, weights.gate_up, buffers.inner)
+        program.product(buffers.inner, weights.down, buffers.stream, add=True)
+
+
+class Table:
+    """Rotary rows by position; it grows by doubling."""
+
+    __slots__ = ("_rope", "cos", "sin")
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._rope = Rope(config, torch.float32, torch.device("cpu"))
+        self.cos, self.sin = self._rope.rows(torch.arange(min(FIRST_POSITIONS, config.max_context)))  # [P, 1, D]
+
+    def reach(self, positions: int) -> None:
+        """Have at least so many."""
+        if positions > len(self.cos):
+            self.cos, self.sin = self._rope.rows(torch.arange(2 * positions))
+
+
+FEW_ROWS = 64  # buffers begin with so many
+
+
+def fits(weight: torch.Tensor) -> bool:
+    """Whether W [O, I] is one for ``NativeLinear``."""
+    return weight.dtype == torch.bfloat16 and weight.shape[0] % LANES == 0 and weight.shape[1] % 2 == 0
+
+
+class NativeHead:
+    """x W^T in float32: of final states, logits."""
+
+    __slots__ = ("_team", "packed")
+
+    def __init__(self, team: Team, weight: Matrix) -> None:
+        """weight [V, H], any float dtype or whole numbers."""
+        self._team = team
+        self.packed = Packed(team, weight)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [R, H] -> float32 [R, V]."""
+        out = torch.empty(hidden.shape[0], self.packed.outer)
+        program = Program(self._team)
+        program.product(hidden.contiguous(), self.packed, out)
+        program.run(BatchFrame(Frame(hidden.shape[0])))
+        return out
+
+
+class NativeLinear:
+    """x W^T: sums in float32, rounded to bfloat16."""
+
+    __slots__ = ("_out", "_packed", "_program", "_team")
+
+    def __init__(self, team: Team, weight: torch.Tensor) -> None:
+        """weight bfloat16 [O, I]; see ``fits``."""
+        self._team = team
+        self._packed = Packed(team, weight)
+        self._hold(FEW_ROWS)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [M, I] -> bfloat16 [M, O], there until the next call."""
+        assert x.dtype == torch.bfloat16 and x.stride(1) == 1
+        if len(x) > len(self._out):
+            self._hold(2 * len(x))
+        self._program.read(x)
+        self._program.run(BatchFrame(Frame(len(x)), x))
+        return self._out[: len(x)]
+
+    def _hold(self, rows: int) -> None:
+        sums = torch.empty(rows, self._packed.outer)
+        self._out = torch.empty(rows, self._packed.outer, dtype=torch.bfloat16)
+        self._program = Program(self._team)
+        self._program.product(torch.empty(rows, self._packed.inner, dtype=torch.bfloat16), self._packed, sums)
+        self._program.rounded(sums, self._out)
+
 
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST = range(9)
 STORE, ADD, SILU = range(3)
