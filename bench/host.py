@@ -25,12 +25,12 @@ from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.foresight import Foresight
+from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.record import Round, Seen
 from slipstream.drafting.tree import Children, GrowingTree
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import choose, rank
+from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import walk
@@ -120,13 +120,13 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
         policy.observe(0.0, Round(NODES, ACCEPTED, LEVELS, 0.02, 0.001, NODES + 1))
         return policy.decide(0.0, Seen(followed=True))
 
-    foresight = Foresight([token % 40 for token in range(CONTEXT)])
+    lookup = PromptLookup([token % 40 for token in range(CONTEXT)])
 
-    def foresee() -> object:
-        foresight.commit([token % 40 for token in tokens])
-        return foresight.chain(16)
+    def look_up() -> object:
+        lookup.commit([token % 40 for token in tokens])
+        return lookup.chain(16)
 
-    yield "target: look up what the text foretells", foresee
+    yield "target: look up what the text foretells", look_up
     yield "target: select the best nodes", lambda: side.tree.best(NODES)
     yield "target: build the batch", build
     yield "target: walk", lambda: walk(tree, choices)

@@ -35,10 +35,9 @@ from typing import Any
 
 from slipstream.base.config import PolicySection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest
-from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
+from slipstream.decision.decide import Mode, Round, Seen, Transition
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.purse import SHARE
-from slipstream.decision.record import Mode, Round, Seen, Transition
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece

@@ -13,8 +13,8 @@ import numpy as np
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.decide import Decision, Mode, Round, Seen, Transition
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.record import Decision, Mode, Round, Seen, Transition
 
 PROFILE = {1: 0.010, 2: 0.0102, 4: 0.0106, 8: 0.0115, 16: 0.0135, 32: 0.018, 64: 0.030, 128: 0.055}
 

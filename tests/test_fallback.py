@@ -9,8 +9,7 @@ import pytest
 
 from router_service.admission import FollowedAnswer, PoolFallback
 from slipstream.base.config import PolicySection
-from slipstream.decision.record import Mode
-from slipstream.decision.rules import Rules
+from slipstream.decision.decide import Mode, Rules
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
 

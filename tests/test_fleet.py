@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 from slipstream.base.config import Config, load
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.decision.purse import SHARE
-from slipstream.decision.rules import Rules
+from slipstream.decision.beliefs import SHARE
+from slipstream.decision.decide import Rules
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Peer, Sampling, TargetHello
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request

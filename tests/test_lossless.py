@@ -130,8 +130,8 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
                                             plain: dict[str, list[list[Piece]]]) -> None:
     policy = HASTY if fate in ("late", "lost") else STUBBORN
     accepted = {}
-    foresight = fate in ("killed", "shuffled")  # beside a drafter that goes and comes, or grows ahead
-    async with (target(folders["target"], policy, prompt_lookup=foresight, shared_cores=foresight) as rig,
+    lookup = fate in ("killed", "shuffled")  # beside a drafter that goes and comes, or grows ahead
+    async with (target(folders["target"], policy, prompt_lookup=lookup, shared_cores=lookup) as rig,
                 joined(rig, kind, fate, folders) as faulty):
         for name, sampling in SAMPLINGS.items():
             answers = await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))

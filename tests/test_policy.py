@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import Acceptance, Beliefs, StepCosts
-from slipstream.decision.latency import KEPT, DraftLatency
+from slipstream.decision.beliefs import KEPT, SHARE, TOGETHER, Acceptance, Beliefs, DraftLatency, Purse, StepCosts
+from slipstream.decision.decide import Decision, Mode, Round, Rules, Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.purse import SHARE, TOGETHER, Purse
-from slipstream.decision.record import Decision, Mode, Round, Seen
-from slipstream.decision.rules import Rules
 from tests.simulated import PROFILE, Simulation, World, always, steps
 
 CONFIG, RULES = PolicySection(), Rules()

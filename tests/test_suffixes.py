@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slipstream.base.suffixes import SuffixIndex
+from slipstream.protocol.lookup import SuffixIndex
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -35,7 +35,7 @@ SHAPE = Row("Trees", (
 
 ROUNDS = Row("Rounds", (
     Panel("Rounds by outcome", "ops", ((rate("slipstream_rounds_total", "$target", "outcome"), "{{outcome}}"),),
-          stacked=True, text="used, foreseen, plain, draft_missing, discarded_late."),
+          stacked=True, text="used, prompt_lookup, plain, draft_missing, discarded_late."),
     Panel("Growing", "s", quantiles("slipstream_draft_seconds", "$draft"),
           text="One growth of all sessions of a batch, in the draft."),
     Panel("Rows of a step", "none", quantiles("slipstream_step_rows", "$target"),

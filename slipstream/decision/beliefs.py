@@ -1,11 +1,14 @@
-"""Beliefs: what decisions stand on, from what was measured: step costs by rows, acceptance by depth, draft latency
-(``latency``), and what a second is worth.
+"""Beliefs: what decisions stand on, from what was measured: step costs by rows, acceptance by depth, draft latency,
+what a second is worth, and what exploration may cost.
 
 Rules:
 1. Seconds in, seconds out; no clock. Every belief forgets, so that a changed world is seen.
 2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the
    first rejection.
 3. One ``Beliefs`` is shared by the sessions of a target, or by the answers of a draft pool.
+4. Where drafts have devices of their own, an exchange costs the session that waits for it; on shared cores, all.
+5. Whoever tries what should not pay takes it from the ``Purse``, and nowhere else: probes while speculation is off,
+   waits that are tried, plain steps that are measured, sessions that begin with a guess.
 
 It knows nothing about modes.
 """
@@ -14,13 +17,134 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import median
 from weakref import WeakKeyDictionary
 
-from slipstream.decision.latency import DraftLatency
-from slipstream.decision.purse import TOGETHER, Purse
+KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
+MOMENT = 0.1  # of an exchange: it is waited for at least so much longer than usual
+
+
+class DraftLatency:
+    """Seconds from a commit to the growth that answers it, of the newest KEPT of each load: their median, and of fewer
+    the least, as the first ones are cold and a hope that is wrong is soon seen to be.
+
+    On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
+    smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
+
+    __slots__ = ("_known", "_load", "_seen", "shared")
+
+    def __init__(self, shared: bool = False) -> None:
+        self.shared = shared
+        self._load = 1
+        self._seen: dict[int, Latencies] = {}
+        self._known: Latencies | None = None  # of the present load, or of the next smaller one that was seen
+
+    @property
+    def load(self) -> int:
+        """Sessions that run."""
+        return self._load
+
+    @load.setter
+    def load(self, sessions: int) -> None:
+        self._load = sessions
+        self._look_up()
+
+    @property
+    def mean_s(self) -> float | None:
+        """None: nothing is known."""
+        return self._known.mean_s if self._known is not None else None
+
+    def least_s(self, unknown_s: float) -> float:
+        """The best that is known: what made the others dear may be over."""
+        return self._known.least_s if self._known is not None else unknown_s
+
+    def usual_s(self, unknown_s: float) -> float:
+        """What all but a few exchanges stay below."""
+        return self._known.usual_s if self._known is not None else unknown_s
+
+    def toll_s(self, unknown_s: float) -> float:
+        """What an exchange takes from the others, each of whom could step meanwhile: nothing, where drafts have a
+        device of their own."""
+        if not self.shared:
+            return 0.0
+        return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
+
+    def observe(self, seconds: float) -> None:
+        self._seen.setdefault(self._level(), Latencies()).observe(seconds)
+        self._look_up()
+
+    def forget(self) -> None:
+        self._seen.clear()
+        self._known = None
+
+    def _level(self) -> int:
+        return self._load.bit_length() if self.shared else 0
+
+    def _look_up(self) -> None:
+        seen = [level for level in self._seen if level <= self._level()]
+        self._known = self._seen[max(seen)] if seen else None
+
+
+class Latencies:
+    """Of one load."""
+
+    __slots__ = ("_kept", "least_s", "mean_s", "usual_s")
+
+    def __init__(self) -> None:
+        self.mean_s = self.least_s = self.usual_s = 0.0
+        self._kept: deque[float] = deque(maxlen=KEPT)
+
+    def observe(self, seconds: float) -> None:
+        self._kept.append(seconds)
+        self.least_s = min(self._kept)
+        self.mean_s = median(self._kept) if len(self._kept) == KEPT else self.least_s
+        apart_s = [abs(kept - self.mean_s) for kept in self._kept]
+        deviation_s = sum(apart_s) / len(apart_s) if len(apart_s) > 1 else seconds / 2
+        # As TCP keeps its round trips (RFC 6298); where all take the same, a moment more is no surprise.
+        self.usual_s = self.mean_s + max(4.0 * deviation_s, MOMENT * self.mean_s)
+
+
+SHARE = 0.01  # of all time: the goal is 2 % in all, and what is paid for is what should be lost, not what is
+KEPT_S = 60.0  # of each session: what was saved longer ago is not spent at once
+TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
+
+
+class Purse:
+    """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most."""
+
+    __slots__ = ("_together", "left_s", "row")
+
+    def __init__(self, together: int = 1) -> None:
+        """``together``: tried waits in a row."""
+        self.left_s = 0.0
+        self.row = self._together = together  # that are still to be made before the next row is saved for
+
+    def earn(self, seconds: float, sessions: int = 1) -> None:
+        """A round took so long, beside as many others as ``sessions`` says with it."""
+        self.left_s = max(self.left_s, min(self.left_s + SHARE * seconds, SHARE * KEPT_S * max(1, sessions)))
+
+    def pay(self, seconds: float) -> None:
+        """What was lost, or (below 0) given back."""
+        self.left_s -= seconds
+
+    def affords_wait(self, seconds: float) -> bool:
+        """Whether a tried wait that loses ``seconds`` can be paid, and those that are left of its row."""
+        return self.left_s >= self.row * seconds
+
+    def pay_wait(self, seconds: float) -> None:
+        """A tried wait is made."""
+        self.pay(seconds)
+        self.row = self.row - 1 or self._together
+
+    def unpay_wait(self, seconds: float) -> None:
+        """It is not made after all."""
+        self.pay(-seconds)
+        self.row = self.row % self._together + 1
+
 
 NEAR = 0.15  # of a surprise that changes the cost of row counts near the measured one
 FAR = 0.03  # and of all row counts: a machine under load is slower everywhere

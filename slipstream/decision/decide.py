@@ -8,7 +8,8 @@ Rules:
 2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side.
 3. A wait is granted while its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
    first. One that does not is tried when the purse can pay for what it should lose.
-4. Nothing changes here. What a decision spends is said in it, and paid by whoever takes it.
+4. Nothing changes here. What a decision spends is said in it, and paid by whoever takes it. It is a value: it holds
+   until the next commit. ``why`` is for people: it goes to traces, spans and logs.
 
 It knows no clock, no drafter and no transition.
 """
@@ -16,11 +17,118 @@ It knows no clock, no drafter and no transition.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Literal, NamedTuple
 
+from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Acceptance, Beliefs, Ledger
-from slipstream.decision.record import Decision, Mode, Seen, Why
-from slipstream.decision.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Constants, each with its reason. No measurement has moved them from one deployment to the next, so they are no
+    settings; tests and benches make others."""
+
+    leave_gain: float = 0.98  # a little below 1: beliefs scatter, and to come back costs a probe
+    enter_gain: float = 1.05  # above it by more than beliefs scatter, or the mode flaps
+    lookup_gain: float = 1.02  # of a chain that costs no wait
+    patience: int = 12  # plain steps' worth of time that may be lost before speculation is given up
+    silent_rounds: int = 8  # in a row without growth, the first of them waited, before a drafter counts as silent
+    failed_probes: int = 3  # before the drafter is not even kept informed
+    min_dwell_s: float = 0.5  # a mode lasts so long
+    probe_rounds: int = 8  # drafted rounds of one probe: fewer say nothing about acceptance
+    probe_after_s: float = 1.0  # before the first probe; doubles after each that fails
+    probe_max_s: float = 30.0  # so that a drafter that is good again is seen within half a minute
+    probe_limit_s: float = 5.0  # a drafter that has not answered by then has failed the probe
+    repay_s: float = 10.0  # what a drafter took to catch up must have come back by then
+    overload_s: float = 0.1  # between two looks whether an overload is over
+    plain_every: int = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
+    idle_tokens: int = 128  # committed since a tree was asked for: on shared cores, to tell of more takes time there
+    few: int = 4  # sessions whose drafter grows ahead: it serves one after the other, and what it grows first is sooner
+    crowd: int = 16  # sessions drafted for, above which none does: others' steps hide an exchange
+    deadline_min_s: float = 0.005  # a wait is at least so long: beliefs of less are noise of the host
+    deadline_max_s: float = 0.25
+    whole_trees: bool = False  # are verified, whatever part of them pays
+
+    @staticmethod
+    def of(config: PolicySection) -> Rules:
+        """As configured. ``always``: whole trees, whatever they cost, and each has the whole time that it may take."""
+        rules = Rules(deadline_max_s=config.deadline_max_s)
+        if config.always:
+            return replace(rules, leave_gain=0.0, enter_gain=0.0, deadline_min_s=config.deadline_max_s,
+                           whole_trees=True)
+        return replace(rules, deadline_min_s=min(rules.deadline_min_s, config.deadline_max_s))
+
+
+Why = Literal["drafts pay", "prompt lookup", "a probe", "tries a wait", "measures plain", "too slow",
+              "drafts do not pay", "no drafter", "forbidden"]
+
+
+Reason = Literal["acceptance_low", "draft_unavailable", "draft_timeout", "overload", "incompatible", "probe_ok",
+                 "probe_failed", "operator", "drafter_ready"]
+
+
+class Mode(StrEnum):
+    SPECULATE = "speculate"
+    SHADOW = "shadow"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is there when a session decides."""
+
+    others: int = 0  # rows that others bring to the coming step
+    followed: bool = False  # a drafter follows
+    chances: Sequence[float] = ()  # of the chain that the text foretells: that all tokens up to each come
+    unasked: int = 0  # tokens committed since a tree was asked for
+    grows_ahead: bool = False  # the drafter would grow on while the target verifies
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """All that a round needs to know."""
+
+    mode: Mode
+    verify: int  # draft nodes to verify at most, root not counted; 0: plain
+    lookup: int  # tokens of the text's own chain that are verified at once instead of waiting; 0: none
+    want: int  # nodes that the drafter is asked for; 0: it is told, and asked for nothing
+    follow: bool  # a drafter should follow: attach one, or keep it
+    ahead: bool  # the drafter may grow on until the next commit
+    wait_s: float  # seconds after the commit that its growth may be awaited
+    enough: float  # draft tokens that a tree must promise for the step to begin at once
+    why: Why
+    spends_s: float = 0.0  # of the purse: what this round is expected to lose for what it tells
+
+
+class Round(NamedTuple):
+    """One commit as a decision saw it. Plain rounds count too: they have nothing drafted. A named tuple, as a router
+    makes one for every piece of every answer."""
+
+    drafted: int  # draft nodes that were verified
+    accepted: int
+    depth: int  # of the deepest node that was verified
+    verify_s: float  # the step
+    wait_s: float  # the session stood still for its drafter
+    rows: int = 0  # of the whole step, the session's included; 0: unknown
+    late: bool = False  # growth was asked for and had not come when the step began
+    plain_s: float | None = None  # what the step would have taken without drafts; None: ask StepCosts
+    exchange_s: float | None = None  # commit to growth, when one came; None: the wait tells
+    first: bool = False  # of this drafter in this answer: it had the prompt to read, which no later exchange has
+    lookup: bool = False  # the text's own chain was verified: it says nothing about a drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A change of mode, with the gain that was believed then."""
+
+    at_s: float
+    before: Mode
+    after: Mode
+    reason: Reason
+    gain: float
+
 
 RECENT = 10  # rounds that the recent gain looks back on, or so
 

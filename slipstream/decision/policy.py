@@ -25,12 +25,55 @@ answers, each as one round with its own ``plain_s``. It knows no clock, no sessi
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, Ledger
-from slipstream.decision.decide import Prices, Standing, decide, overloaded, too_slow, tree_nodes, usual_wait_s
-from slipstream.decision.probe import Probe
-from slipstream.decision.record import Decision, Mode, Reason, Round, Seen, Transition
-from slipstream.decision.rules import Rules
+from slipstream.decision.decide import (
+    Decision,
+    Mode,
+    Prices,
+    Reason,
+    Round,
+    Rules,
+    Seen,
+    Standing,
+    Transition,
+    decide,
+    overloaded,
+    too_slow,
+    tree_nodes,
+    usual_wait_s,
+)
+
+
+@dataclass(slots=True)
+class Probe:
+    """One try at speculation while it is off."""
+
+    began_s: float
+    granted_s: float  # what it may lose
+    ledger: Ledger = field(default_factory=Ledger)  # since the drafter first spoke
+    answered_s: float | None = None  # when it did
+    restart_s: float = 0.0  # what was lost until then: the price of the restart, not of the rounds
+
+    @property
+    def lost_s(self) -> float:
+        return max(0.0, self.restart_s + self.ledger.loss_s)
+
+    @property
+    def left_s(self) -> float:
+        return self.granted_s - self.restart_s - self.ledger.loss_s
+
+    def add(self, now_s: float, earned_s: float, spent_s: float, round_: Round, answered: bool) -> None:
+        """Count a round."""
+        if answered and self.answered_s is None:
+            self.answered_s = now_s
+            self.restart_s = self.ledger.loss_s + round_.wait_s
+            self.ledger = Ledger()
+            self.ledger.add(earned_s, spent_s - round_.wait_s, 0.0, round_.drafted > 0)
+        else:
+            self.ledger.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
 
 
 class SpeculationPolicy:

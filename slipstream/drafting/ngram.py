@@ -20,8 +20,8 @@ from math import log
 from time import perf_counter
 from typing import NamedTuple
 
-from slipstream.base.suffixes import DOUBT, Match, SuffixIndex
 from slipstream.drafting.tree import ROOT, GrowingTree
+from slipstream.protocol.lookup import DOUBT, Match, SuffixIndex
 from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_NODES
 

@@ -20,12 +20,12 @@ from math import log
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs
-from slipstream.decision.foresight import Foresight
+from slipstream.decision.decide import Decision, Mode, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.record import Decision, Mode, Reason, Round, Seen, Transition, Why
 from slipstream.following.pool import DraftPool
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import Close, Drop, Features, FeatureSpec, Growth, Link
 from slipstream.protocol.requests import Finish
 from slipstream.protocol.session import TargetSide
@@ -173,7 +173,7 @@ class Followed:
         self.waiting = Waiting()
         self._shared = shared
         self._limit = limit
-        self._lookup: Foresight | None = None
+        self._lookup: PromptLookup | None = None
         self._retry_at_s = 0.0  # no drafter is looked for before
         self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
 
@@ -250,7 +250,7 @@ class Followed:
         self._shared.pool.say(self.link, message)
         self._follow(now_s, step.sessions - 1)
         self._await(now_s)
-        side.foresee(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
+        side.add_lookup(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
         return record
 
     def waited(self, began_s: float) -> float:
@@ -318,7 +318,7 @@ class Followed:
 
     def _outcome(self, drafted: int) -> str:
         if drafted:
-            return "foreseen" if self.decision.lookup else "used"
+            return "prompt_lookup" if self.decision.lookup else "used"
         if self.policy.mode is Mode.PLAIN:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
@@ -328,7 +328,7 @@ class Followed:
         if not most or not self.policy.allowed:
             return [], []
         if self._lookup is None:
-            self._lookup = Foresight([*self.side.tokens, *tokens])
+            self._lookup = PromptLookup([*self.side.tokens, *tokens])
         else:
             self._lookup.commit(tokens)
         return self._lookup.chain(min(most, self.left - len(tokens) - 1))

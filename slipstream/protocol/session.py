@@ -23,7 +23,7 @@ from slipstream.base.errors import LocalProtocolError, RemoteProtocolError
 from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open, Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
-FORESEEN = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
+LOOKED_UP = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
 LEASE_S = 30.0  # a draft frees a session that nobody speaks of for so long: a target that comes back opens it again
 
 
@@ -172,10 +172,10 @@ class TargetSide:
         self._append(message)
         return len(self.tree) - before
 
-    def foresee(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
+    def add_lookup(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
         """Nodes from no drafter: a chain below the root."""
         if tokens:
-            self.tree = self.tree.graft(tokens, scores, FORESEEN + MAX_NODES * self.base)
+            self.tree = self.tree.graft(tokens, scores, LOOKED_UP + MAX_NODES * self.base)
 
     def lost(self) -> None:
         """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""

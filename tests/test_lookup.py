@@ -1,4 +1,4 @@
-"""Foresight: what a text foretells, how far it is believed, and what it does in a running target."""
+"""PromptLookup: what a text foretells, how far it is believed, and what it does in a running target."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, StepCosts
-from slipstream.decision.foresight import Foresight
+from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.decision.record import Round, Seen
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.pool import HELD
+from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents, Sampling
 from slipstream.protocol.requests import Piece, Request
 from tests.pair import STUBBORN, drafting, local_link, target
@@ -24,29 +24,29 @@ COSTS = {1: 8e-3, 2: 8e-3, 8: 9.4e-3, 16: 12.8e-3, 64: 34e-3}
 
 
 def test_a_chain_follows_the_longest_match_and_its_chances_fall() -> None:
-    foresight = Foresight([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 1, 2, 3, 4])
-    tokens, chances = foresight.chain(4)
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 8, 9, 3, 4, 1, 2, 3, 4])
+    tokens, chances = lookup.chain(4)
     assert tokens == [5, 6, 7, 8]  # 1 2 3 4 beats the newer 3 4
     assert chances == pytest.approx([4 / 6, 4 / 6 * 5 / 7, 4 / 6 * 5 / 7 * 6 / 8, 4 / 6 * 5 / 7 * 6 / 8 * 7 / 9])
-    assert Foresight([1, 2, 3]).chain(4) == ([], [])
+    assert PromptLookup([1, 2, 3]).chain(4) == ([], [])
 
 
 def test_a_chain_goes_on_with_its_own_beginning() -> None:
-    assert Foresight([7, 1, 2, 1, 2]).chain(5)[0] == [1, 2, 1, 2, 1]
+    assert PromptLookup([7, 1, 2, 1, 2]).chain(5)[0] == [1, 2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
 def test_the_doubt_is_what_the_text_shows(right: float) -> None:
     """Each block of 40 repeats the one before it, but for tokens that are new by chance."""
     rng, text, new = random.Random(7), list(range(40)), 1000
-    foresight, doubts = Foresight(text), []
+    lookup, doubts = PromptLookup(text), []
     for _ in range(4000):
         token = text[-40]
         if rng.random() > right:
             token, new = new, new + 1
         text.append(token)
-        foresight.commit([token])
-        doubts.append(foresight.doubt)
+        lookup.commit([token])
+        doubts.append(lookup.doubt)
     met = [length for length in range(2, 33) for _ in range(round(1000 * right**length))]
     told = sum(length / (length + sum(doubts) / len(doubts)) for length in met) / len(met)
     assert told == pytest.approx(right, abs=0.12), (right, told)
@@ -54,15 +54,15 @@ def test_the_doubt_is_what_the_text_shows(right: float) -> None:
 
 def test_what_went_wrong_is_doubted_and_forgiven() -> None:
     loop = [1, 2, 3, 4, 5, 6]
-    foresight = Foresight(loop * 3)
-    first = foresight.doubt
+    lookup = PromptLookup(loop * 3)
+    first = lookup.doubt
     for new in range(100, 106):
-        foresight.commit([new])
-        foresight.commit(loop)
-    doubted = foresight.doubt
+        lookup.commit([new])
+        lookup.commit(loop)
+    doubted = lookup.doubt
     for _ in range(40):
-        foresight.commit(loop)
-    assert doubted > first > foresight.doubt
+        lookup.commit(loop)
+    assert doubted > first > lookup.doubt
 
 
 def policy_of(exchange_s: float | None = None, most: int = 16) -> SpeculationPolicy:
@@ -119,7 +119,7 @@ def test_its_rounds_say_nothing_about_the_drafter() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("foresight") / "target")
+    return write_tiny_model(tmp_path_factory.mktemp("lookup") / "target")
 
 
 def asked(number: int, speculate: bool = True, max_tokens: int = 40) -> Request:
@@ -181,5 +181,5 @@ async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path
                     for line in rig.metrics.registry.page("")[1].decode().splitlines()
                     if line.startswith("slipstream_rounds_total{")}
     drafted = sum(piece.drafted > 0 for piece in pieces)
-    assert outcomes["foreseen"] > 0 and outcomes["foreseen"] + outcomes["used"] == drafted
+    assert outcomes["prompt_lookup"] > 0 and outcomes["prompt_lookup"] + outcomes["used"] == drafted
     assert rig.count("drafter_tokens_total") < sum(piece.drafted + piece.accepted for piece in pieces)
