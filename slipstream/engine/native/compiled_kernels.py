@@ -62,9 +62,10 @@ class Kernels:
 
 
 @cache
-def kernels() -> Kernels:
-    """The kernels for this machine, built if need be (seconds, once). Raises ModelError that says why none are."""
-    flags = flags_for(_processor())
+def kernels(flags: tuple[str, ...] | None = None) -> Kernels:
+    """The kernels for this machine, or those of some flags, built if need be (seconds, once). Raises ModelError that
+    says why none are."""
+    flags = flags_for(_processor()) if flags is None else flags
     name = file_name(flags)
     cached = _cache() / name
     for path in (SOURCE.with_name(name), cached):
