@@ -63,14 +63,10 @@ class Admission:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    async def empty(self) -> None:
-        """Wait until nothing is inside."""
-        await self._empty.wait()
-
     async def quiet(self, for_s: float) -> None:
         """Wait until nothing has been inside for so many seconds."""
         while True:
-            await self.empty()
+            await self._empty.wait()
             entered = self._entered
             await asyncio.sleep(for_s)
             if self._entered == entered:
@@ -80,7 +76,7 @@ class Admission:
         """Wait for room for so many answers; each ``enter`` needs one ``leave``. Raises CapacityError, Draining, or
         InvalidRequest for more answers than could ever run."""
         if self.closed:
-            raise Draining("the router is shutting down; try again soon")
+            raise _leaving()
         if answers > self._max_in_flight:
             raise InvalidRequest("n", f"asks for {answers} answers at once; this server runs {self._max_in_flight}")
         if not self._waiting and self.in_flight + answers <= self._max_in_flight:
@@ -100,7 +96,7 @@ class Admission:
         self.closed = True
         for _, turn in self._waiting:
             if not turn.done():
-                turn.set_exception(Draining("the router is shutting down; try again soon"))
+                turn.set_exception(_leaving())
 
     async def _wait(self, answers: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -140,6 +136,10 @@ class Admission:
         self.in_flight -= answers
         if self.in_flight == 0:
             self._empty.set()
+
+
+def _leaving() -> Draining:
+    return Draining("the router is shutting down; try again soon")
 
 
 class Limit:
@@ -282,9 +282,10 @@ class PoolFallback:
         self._fill_probe()
 
     def _fill_probe(self) -> None:
-        plain = [answer for answer in self._followed if answer.wanted and not answer.allowed]
-        for answer in plain[: max(0, self._probe_room())]:
-            answer.set_speculation(True)
+        if (room := self._probe_room()) > 0:
+            plain = [answer for answer in self._followed if answer.wanted and not answer.allowed]
+            for answer in plain[:room]:
+                answer.set_speculation(True)
 
     def _probe_room(self) -> int:
         """How many further answers may speculate for the probe that runs."""

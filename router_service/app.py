@@ -102,7 +102,7 @@ class Surface:
         app.add_api_route("/version", self.version, methods=["GET"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._answers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        answer = self._answers.get(scope["path"]) if scope["method"] == "POST" else None
         if answer is None:
             await self._rest(scope, receive, send)
             return
@@ -256,9 +256,6 @@ class Gate:
         self._log = logger("http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope[REQUEST_ID] = request_id.decode()
@@ -272,7 +269,7 @@ class Gate:
                 message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
-        if scope["path"] not in OPEN_PATHS and not self._keys.open(_bearer(headers)):
+        if self._keys.required and scope["path"] not in OPEN_PATHS and not self._keys.open(_bearer(headers)):
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal)(scope, receive, answer)
             return

@@ -1,8 +1,8 @@
-"""Connections: uvicorn's HTTP on a socket of ours, with an intake before it and an outlet beside it.
+"""Connections: uvicorn's HTTP on a socket of ours, with bounds on what comes in and a short way out.
 
-The intake is llhttp's parser, and bounds what it and uvicorn leave unbounded. The outlet takes server-sent events
-straight to the socket: between a handler and the socket lie calls, messages and a state machine for each piece, and an
-answer has hundreds. A body's head and end go that way; what comes between is framed here.
+In: what uvicorn and its parser, llhttp, leave unbounded. Out: server-sent events go straight to the socket. Between a
+handler and the socket lie calls, messages and a state machine for each piece, and an answer has hundreds. A body's head
+and end go that way; what comes between is framed here.
 
 Rules:
 1. Nothing that a client sends grows without a bound: a head, trailers, what stands between chunks
@@ -13,7 +13,7 @@ Rules:
 3. Of two readings of a request none is taken: it has one host, at most one length, and no coding but chunked.
 4. Trailers are dropped, for nobody looks at them where headers are checked. Nobody offers another protocol here, so an
    upgrade that is asked for is not heard, and its request is answered like any other.
-5. Events take the outlet where their body goes out in chunks (HTTP/1.1). ``Connection.write`` does not wait: whoever
+5. Events go the short way where their body goes out in chunks (HTTP/1.1). ``Connection.write`` does not wait: whoever
    writes looks whether ``flow`` is paused, and waits then. What is written to a connection that has ended is dropped;
    who watches it hears of its end.
 6. A client that goes away ends the work for it at once, also while it waits for its first byte. One that reads nothing
@@ -73,24 +73,50 @@ class Refused(Exception):
         self.problem = http_problem(status, message)
 
 
-class Intake:
-    """Of one connection: for ``http`` a parser, for the parser what ``http`` is to uvicorn's own."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP, with bounds on what is taken in. Requests find it in their scope: it is the outlet of their
+    answers."""
 
-    def __init__(self, http: HttpToolsProtocol) -> None:
-        self._http = http
-        self._parser = httptools.HttpRequestParser(self)
+    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
+                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
+        super().__init__(config, server_state, {**app_state, STATE: self}, _loop)
+        self.parser = httptools.HttpRequestParser(self)  # without the leniency of uvicorn's
         self._in_head = False
         self._in_body = False
         self._again = False  # a head is being read that has been heard already
-        self._over = False  # nothing more is taken from this client
+        self._refused = False  # nothing more is taken from this client
         self._head_bytes = 0  # of the head that is being read, as far as it is understood
-        self._version = ""  # of the head that was read last
         self._unheard = 0  # bytes since the last that a request was furthered by
         self._timer: asyncio.TimerHandle | None = None
+        self._lost = False
+        self._watcher: Callable[[], None] | None = None
 
-    def feed_data(self, data: bytes) -> None:
-        """Raises nothing, unlike the parser whose place it takes."""
-        if self._over:
+    def watch(self, watcher: Callable[[], None] | None) -> None:
+        """Call ``watcher`` when the connection is over, which it may be already; None: nobody any more."""
+        self._watcher = watcher
+        if self._lost and watcher is not None:
+            watcher()
+
+    def write(self, data: bytes) -> None:
+        """Send ``data``, which is not empty, as one chunk of the body that runs. Who writes looks at ``flow``."""
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._stop_timer()
+        super().connection_lost(exc)
+        if self._watcher is not None:
+            self._watcher()
+
+    def data_received(self, data: bytes) -> None:
+        """In place of uvicorn's own, which says nothing of what was wrong, and breaks off answers that run."""
+        self._unset_keepalive_if_required()
+        if self._refused:
             return
         self._unheard += len(data)
         try:
@@ -102,99 +128,77 @@ class Intake:
             self._refuse(http_problem(400, "trailers or chunks' extensions are too large") if self._in_body else
                          http_problem(431, "the headers are too large"))
         elif self._timer is None and not self._answering():
-            self.wait()
-
-    def wait(self) -> None:
-        """From now on a head may take ``HEAD_S``."""
-        self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._late)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def get_method(self) -> bytes:
-        return self._parser.get_method()
-
-    def get_http_version(self) -> str:
-        return self._version
-
-    def should_keep_alive(self) -> bool:
-        return self._parser.should_keep_alive()
-
-    def should_upgrade(self) -> bool:
-        return False
+            self._await_head()
 
     def on_message_begin(self) -> None:
         if self._again:
             return
-        if self._timer is not None and self._http.cycle is not None:
-            self.close()  # it ran for the rest of a body that was answered early; this head has a time of its own
-        if len(self._http.pipeline) >= MAX_WAITING:
+        if self._timer is not None and self.cycle is not None:
+            self._stop_timer()  # it ran for the rest of a body that was answered early; this head has its own time
+        if len(self.pipeline) >= MAX_WAITING:
             raise Refused(400, f"more than {MAX_WAITING} requests wait on this connection")
         self._in_head, self._head_bytes = True, 0
-        self._http.on_message_begin()
+        super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         if self._in_head:
             self._count(len(url))
-            self._http.on_url(url)
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:
             self._count(len(name) + len(value) + LINE_BYTES)
-            self._http.on_header(name, value.rstrip(b" \t"))
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         self._unheard = 0
         if self._again:
             self._again = False
             return
-        self._check()
-        self.close()
-        self._http.on_headers_complete()
+        version = self.parser.get_http_version()
+        self._check(version)
+        self._stop_timer()
+        super().on_headers_complete()
         self._in_head, self._in_body = False, True
-        if self._version == "1.0":
-            cycle = self._http.cycle
-            cycle.waiting_for_100_continue = False
-            cycle.transport = Unchunked(self._http.transport)  # type: ignore[assignment]
+        if version == "1.0":
+            self.cycle.waiting_for_100_continue = False
+            self.cycle.transport = Unchunked(self.transport)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._unheard = 0
-        self._http.on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unheard = 0
-        if not self._parser.should_upgrade():  # then the parser has not looked for a body
+        if not self.parser.should_upgrade():  # then the parser has not looked for a body
             self._in_body = False
-            self._http.on_message_complete()
-            if not self._http.pipeline:  # a large body has paused reading, and who does not read hears of no end
-                self._http.flow.resume_reading()
+            super().on_message_complete()
+            if not self.pipeline:  # a large body has paused reading, and who does not read hears of no end
+                self.flow.resume_reading()
 
     def _feed(self, data: bytes) -> None:
         while data:
             try:
-                self._parser.feed_data(data)
+                self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 data = data[upgrade.args[0]:]
             # The parser takes what follows for another protocol. Another parser reads the same head without the wish.
-            self._parser = httptools.HttpRequestParser(self)
+            self.parser = httptools.HttpRequestParser(self)
             self._again = True
-            framing = [b"%b: %b\r\n" % header for header in self._http.headers if header[0] in FRAMING]
-            self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
+            framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in FRAMING]
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEADER_BYTES:
             raise Refused(431, "the headers are too large")
 
-    def _check(self) -> None:
-        self._version = version = self._parser.get_http_version()
+    def _check(self, version: str) -> None:
         if version not in ("1.0", "1.1"):
             raise Refused(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
         hosts = 0
-        for name, value in self._http.headers:
+        for name, value in self.headers:
             if name == b"host":
                 hosts += 1
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
@@ -203,21 +207,20 @@ class Intake:
             raise Refused(400, "a request names its host once")
 
     def _answering(self) -> bool:
-        cycle = self._http.cycle
-        return cycle is not None and not cycle.response_complete
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, problem: Problem) -> None:
         """Take nothing more, and say why if that can be told from an answer to another request."""
-        self._over = True
-        self.close()
-        cycle = self._http.cycle
+        self._refused = True
+        self._stop_timer()
+        cycle = self.cycle
         if self._answering() and not self._in_body:
             cycle.keep_alive = False
-        elif self._in_body and self._http.pipeline:
+        elif self._in_body and self.pipeline:
             cycle.disconnected = True
-            self._http.pipeline[0] = (cycle, self._end)  # the newest stands first; those before it are answered
+            self.pipeline[0] = (cycle, self._end)  # the newest stands first; those before it are answered
         elif self._in_body and cycle.response_started:
-            self._http.transport.close()
+            self.transport.close()
         else:
             if self._in_body:
                 cycle.disconnected = True
@@ -227,22 +230,30 @@ class Intake:
 
     async def _end(self, scope: object, receive: object, send: object) -> None:
         """What a refused request gets in its turn."""
-        self._http.transport.close()
+        self.transport.close()
 
     def _tell(self, problem: Problem) -> None:
         # Closed at once, with bytes unread, the connection would be reset, and the client might never see why.
-        transport = self._http.transport
-        self._http.flow.resume_reading()
-        transport.write(_refusal(problem))
-        transport.write_eof()
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.close)
+        self.flow.resume_reading()
+        self.transport.write(_refusal(problem))
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _await_head(self) -> None:
+        """From now on a head may take ``HEAD_S``."""
+        self._timer = self.loop.call_later(HEAD_S, self._late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _late(self) -> None:
         self._timer = None
         if self._in_head:
             self._refuse(http_problem(408, f"the headers did not arrive within {HEAD_S:g} s"))
         else:
-            self._http.transport.close()
+            self.transport.close()
 
 
 def _problem(error: httptools.HttpParserError) -> Problem:
@@ -260,40 +271,6 @@ def _refusal(problem: Problem) -> bytes:
     return (b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
             b"connection: close\r\n\r\n%b" % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body),
                                              secrets.token_hex(16).encode(), body))
-
-
-class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP behind an intake of ours. Requests find it in their scope: it is the outlet of their answers."""
-
-    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
-                 _loop: asyncio.AbstractEventLoop | None = None) -> None:
-        super().__init__(config, server_state, {**app_state, STATE: self}, _loop)
-        self._over = False
-        self._watcher: Callable[[], None] | None = None
-        self._intake = Intake(self)
-        self.parser = self._intake  # type: ignore[assignment]
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._intake.wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._over = True
-        self._intake.close()
-        super().connection_lost(exc)
-        if self._watcher is not None:
-            self._watcher()
-
-    def watch(self, watcher: Callable[[], None] | None) -> None:
-        """Call ``watcher`` when the connection is over, which it may be already; None: nobody any more."""
-        self._watcher = watcher
-        if self._over and watcher is not None:
-            watcher()
-
-    def write(self, data: bytes) -> None:
-        """Send ``data``, which is not empty, as one chunk of the body that runs. Who writes looks at ``flow``."""
-        if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def connection_of(scope: Scope) -> Connection | None:
@@ -348,17 +325,17 @@ class Presence(Limit):
     """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
     body has been read, and ``close`` it."""
 
-    __slots__ = ("_connection",)
+    __slots__ = ("connection",)
 
     def __init__(self, connection: Connection | None) -> None:
         super().__init__(ClientDisconnect)
-        self._connection = connection
+        self.connection = connection
         if connection is not None:
             connection.watch(self.fire)
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.watch(None)
+        if self.connection is not None:
+            self.connection.watch(None)
 
 
 class EventStream(Response):
@@ -375,7 +352,7 @@ class EventStream(Response):
         self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = connection_of(scope)
+        connection = self._client.connection
         try:
             with self._client:
                 await self._pump(connection if scope["http_version"] == "1.1" else None, send)

@@ -23,9 +23,9 @@ from router_service.balance import Balancer
 from router_service.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.tokens import Completion, Numbered, TextCodec, merged
 from slipstream.base.config import RouterSection
-from slipstream.base.errors import DeadlineExceeded, Draining, InvalidRequest, NotFound, Unavailable, status_of
+from slipstream.base.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.observe.spans import NoSpans, Spans
+from slipstream.observe.spans import Spans
 from slipstream.protocol.chat import Usage
 from slipstream.protocol.requests import Request, TargetInfo
 
@@ -53,8 +53,7 @@ class Gateway:
     """Plans and starts requests for one model."""
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
-                 section: RouterSection, clock: Callable[[], float] = time.monotonic,
-                 spans: Spans | None = None) -> None:
+                 section: RouterSection, spans: Spans, clock: Callable[[], float] = time.monotonic) -> None:
         self.codec = codec
         self.metrics = metrics
         self.admission = Admission(section.max_in_flight, metrics.load)
@@ -62,7 +61,7 @@ class Gateway:
         self._fallback = fallback
         self._section = section
         self.clock = clock
-        self.spans = spans or NoSpans()
+        self.spans = spans
         self.leaving = False
 
     @property
@@ -97,13 +96,13 @@ class Gateway:
         self.admission.close()
 
     async def plan_chat(self, body: ChatBody) -> Job:
-        """Raises InvalidRequest, NotFound, Draining or Unavailable."""
+        """Raises InvalidRequest, NotFound or Unavailable."""
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
         tokens = await _in_time(sum(len(m.content) for m in body.messages), self.codec.chat, messages)
         return self._job("chat", body.model, "messages", [tokens], body.options())
 
     async def plan_completion(self, body: CompletionBody) -> Job:
-        """Raises InvalidRequest, NotFound, Draining or Unavailable."""
+        """Raises InvalidRequest, NotFound or Unavailable."""
         options = body.options()
         prompts = []
         for prompt in body.prompt:
@@ -149,8 +148,6 @@ class Gateway:
         self.metrics.request(endpoint, code, "none")
 
     def _job(self, endpoint: str, model: str, param: str, prompts: Sequence[Sequence[int]], options: Options) -> Job:
-        if self.admission.closed:
-            raise Draining("the router is shutting down; try again soon")
         info = self._info()
         if model != self.model:
             raise NotFound("model", f"no model {model!r} here; GET /v1/models lists what there is", "model_not_found")

@@ -45,7 +45,7 @@ class RouterService:
         self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
-                               spans=spans_of(config.log, "router"))
+                               spans_of(config.log, "router"))
         self._http = HttpListener(create_app(self.gateway, keys), section, config.wire)
         front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [front])

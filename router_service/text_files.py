@@ -99,7 +99,6 @@ def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
             raise ModelError(f"{folder / name}: eos_token_id: expected token ids, found {found!r}")
         if ids:
             return tuple(dict.fromkeys(ids))
-    entry = read_json(folder / "tokenizer_config.json").get("eos_token")
-    text = entry.get("content") if isinstance(entry, dict) else entry
-    token = tokenizer.token_to_id(text) if isinstance(text, str) else None
+    text = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
+    token = None if text is None else tokenizer.token_to_id(text)
     return () if token is None else (token,)
