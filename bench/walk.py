@@ -38,7 +38,7 @@ from router_service.service import RouterService
 from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import SlipstreamError, Unavailable
 from slipstream.cli.host import QUESTIONS
-from slipstream.models.shipped import settled
+from slipstream.models.folder import settled
 from slipstream.observe.log import configure
 from slipstream.protocol import tree
 from slipstream.protocol.messages import Growth

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import ModelError
-from slipstream.models.conversion import convert, deinterleave
-from slipstream.models.gguf import GgufFile
+from slipstream.models.gguf import GgufFile, convert, deinterleave
 from tests.small_gguf import (
     F16,
     F32,

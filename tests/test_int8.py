@@ -29,8 +29,7 @@ from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Pack
 from slipstream.engine.parts import part_of
 from slipstream.engine.preparation import prepare_as
 from slipstream.engine.runner import ModelRunner
-from slipstream.models.folder import FORMAT, HEADS, RECEIPT, is_prepared
-from slipstream.models.shipped import head_for
+from slipstream.models.folder import FORMAT, HEADS, RECEIPT, head_for, is_prepared
 from slipstream.protocol.messages import Features, Open, Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.sequences import run

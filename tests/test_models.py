@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -30,7 +29,7 @@ from slipstream.models.folder import (
     resolve,
     tokenizer_hash,
 )
-from tests.small_gguf import small_metadata, small_tensors, write_gguf
+from tests.small_gguf import F64, small_metadata, small_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +82,10 @@ def test_many_preparing_at_once_agree(small_gguf: Path, tmp_path: Path, monkeypa
 
 def test_failed_preparation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = small_tensors()
-    tensors["output_norm.weight"] = (tensors["output_norm.weight"][0], gguf.GGMLQuantizationType.BF16)
+    tensors["output_norm.weight"] = (tensors["output_norm.weight"][0].astype(np.float64), F64)
     path = write_gguf(tmp_path / "late.gguf", small_metadata(), tensors)
     known = packaged(tmp_path, monkeypatch, "late", path.read_bytes())
-    with pytest.raises(ModelError, match=r"output_norm\.weight: type BF16"):
+    with pytest.raises(ModelError, match=r"output_norm\.weight: F64"):
         prepare("late", tmp_path / "models" / "late", progress=False, known=known)
     assert list((tmp_path / "models").iterdir()) == []
 

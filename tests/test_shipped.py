@@ -11,8 +11,7 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.models.folder import FORMAT, HEADS, RECEIPT, default_root
-from slipstream.models.shipped import head_for, settled
+from slipstream.models.folder import FORMAT, HEADS, RECEIPT, default_root, head_for, settled
 
 
 def head_folder(root: Path) -> Path:

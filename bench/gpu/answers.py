@@ -29,7 +29,7 @@ from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.models.shipped import head_for
+from slipstream.models.folder import head_for
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 TEMPERATURES = {"greedy": 0.0, "T = 1": 1.0}

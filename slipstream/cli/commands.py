@@ -17,7 +17,7 @@ from slipstream import __version__
 from slipstream.base.config import Config, Dtype, load
 from slipstream.base.errors import InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, ask, complain, plain_table
-from slipstream.models.shipped import settled
+from slipstream.models.folder import settled
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="YAML file with settings.")]
 Overrides = Annotated[list[str] | None, typer.Option(

@@ -35,7 +35,7 @@ import yaml
 from slipstream.base.address import host_port
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
-from slipstream.models.shipped import settled
+from slipstream.models.folder import settled
 from slipstream.observe.log import configure
 
 START_S = 180.0  # loading a large model from a cold disk

@@ -9,7 +9,7 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.models.shipped import settled_draft
+from slipstream.models.folder import settled_draft
 
 NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
                 "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}

@@ -13,9 +13,7 @@ It knows nothing about engines. Format: see ``int8``.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, as_whole, head_of, holds_int8, matrix
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import Tensors, load_tensors
-from slipstream.models.folder import FORMAT, RECEIPT, is_prepared, may_replace, prepared_name, put_in_place, read_json
+from slipstream.models.folder import RECEIPT, filled, is_prepared, may_replace, prepared_name, read_json, write_json
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 COPIED = (".json", ".txt", ".model", ".jinja")  # what stands beside weights: tokenizer, chat template, end tokens
@@ -40,22 +38,13 @@ def prepare_as(kind: str, source: Path, folder: Path) -> Path:
     config = ModelConfig.from_folder(source)
     if holds_int8(source):
         raise ModelError(f"{source}: its weights are int8 already; prepare the folder that it was made from")
-    receipt = {"format": FORMAT, "name": prepared_name(source), "dtype": kind, "source": _origin(source)}
+    receipt = {"name": prepared_name(source), "dtype": kind, "source": _origin(source)}
     if is_prepared(folder) and _told(folder).items() >= receipt.items():
         return folder
     if folder.exists() and (is_prepared(folder) or not may_replace(folder)):
         raise ModelError(f"{folder}: exists and holds something else; remove it, or choose another with --to")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            fresh = Path(scratch) / "fresh"
-            fresh.mkdir()
-            _write(kind, config, source, fresh)
-            receipt["files"] = {file.name: file.stat().st_size for file in sorted(fresh.iterdir())}
-            _write_json(fresh / RECEIPT, receipt)
-            put_in_place(fresh, folder, Path(scratch) / "old")
-    except OSError as error:
-        raise ModelError(f"cannot write {folder}: {error}") from error
+    with filled(folder, receipt) as fresh:
+        _write(kind, config, source, fresh)
     return folder
 
 
@@ -75,7 +64,7 @@ def _write(kind: str, config: ModelConfig, source: Path, fresh: Path) -> None:
     else:
         written = {name: (tensor.to(dtype) if tensor.dim() > 1 else tensor).contiguous()
                    for name, tensor in tensors.items()}
-    _write_json(fresh / "config.json", content)
+    write_json(fresh / "config.json", content)
     save_file(written, fresh / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -109,7 +98,3 @@ def _origin(source: Path) -> dict[str, Any]:
 
 def _told(folder: Path) -> dict[str, Any]:
     return read_json(folder / RECEIPT)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -6,6 +6,8 @@ Rules:
 2. ``prepare`` converts once: into a temporary folder beside the destination, renamed when complete. A prepared folder
    says so in ``slipstream.json``; one that is incomplete or of another format is prepared again.
 3. What is converted is pinned by its SHA-256: another file is refused before anything reads it.
+4. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is.
+   ``draft.drafter: auto`` stands for it; any other target gets n-grams, which fit all.
 
 Importing it costs no torch, transformers or gguf: the router imports it too.
 It knows nothing about the weights' meaning.
@@ -32,7 +34,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from slipstream.base.errors import ModelError
+from slipstream.base.config import Config, DraftSection, ModelSection
+from slipstream.base.errors import ConfigError, ModelError
 
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
@@ -182,17 +185,38 @@ def prepare(name: str, dest: Path | None = None, progress: bool = True,
     if folder.exists() and not may_replace(folder):
         raise ModelError(f"{folder}: exists and was not prepared by slipstream; choose another folder or remove it")
     source = packaged_file(model)
+    with source.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ModelError(f"{model.file}: sha256 is {found}, expected {model.sha256}; run: {model.install}")
+    try:
+        from slipstream.models.gguf import GgufFile, convert
+    except ImportError as error:
+        raise ModelError(f"preparing a model needs more packages ({error}); run: pip install 'slipstream[engine]'"
+                         ) from error
+    receipt = {"name": model.name, "license": model.license,
+               "source": {"package": model.package, "file": model.file, "sha256": found}}
+    with filled(folder, receipt) as fresh, _bar(f"preparing {name}", progress) as report:
+        convert(GgufFile(source), fresh, report)
+    return folder
+
+
+@contextmanager
+def filled(folder: Path, receipt: Mapping[str, Any]) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of ``folder`` once the block is through; its receipt says what
+    it is. Raises ModelError when ``folder`` cannot be written."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             fresh = Path(scratch) / "fresh"
             fresh.mkdir()
-            with _bar(f"preparing {name}", progress) as report:
-                _convert(model, source, fresh, report)
-            put_in_place(fresh, folder, Path(scratch) / "old")
+            yield fresh
+            files = {file.name: file.stat().st_size for file in sorted(fresh.iterdir())}
+            write_json(fresh / RECEIPT, {"format": FORMAT, **receipt, "files": files})
+            _put_in_place(fresh, folder, Path(scratch) / "old")
     except OSError as error:
-        raise ModelError(f"cannot write {folder}: {error}; about 0.6 GB of disk are needed") from error
-    return folder
+        raise ModelError(f"cannot write {folder}: {error}; a model needs its size in disk twice while it is prepared"
+                         ) from error
 
 
 def packaged_file(model: KnownModel) -> Path:
@@ -241,24 +265,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _convert(model: KnownModel, source: Path, fresh: Path, report: Callable[[int, int], None]) -> None:
-    try:
-        from slipstream.models.conversion import convert
-        from slipstream.models.gguf import GgufFile
-    except ImportError as error:
-        raise ModelError(f"preparing a model needs more packages ({error}); run: pip install 'slipstream[engine]'"
-                         ) from error
-    with source.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.sha256:
-        raise ModelError(f"{model.file}: sha256 is {found}, expected {model.sha256}; run: {model.install}")
-    convert(GgufFile(source), fresh, report)
-    receipt = {
-        "format": FORMAT, "name": model.name, "license": model.license,
-        "source": {"package": model.package, "file": model.file, "sha256": found},
-        "files": {file.name: file.stat().st_size for file in sorted(fresh.iterdir())},
-    }
-    (fresh / RECEIPT).write_text(json.dumps(receipt, indent=2) + "\n", encoding="utf-8")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_head(folder: Path) -> bool:
@@ -270,7 +278,7 @@ def may_replace(folder: Path) -> bool:
     return folder.is_dir() and ((folder / RECEIPT).is_file() or not any(folder.iterdir()))
 
 
-def put_in_place(fresh: Path, folder: Path, old: Path) -> None:
+def _put_in_place(fresh: Path, folder: Path, old: Path) -> None:
     """Rename a complete folder to its place; what is there goes to ``old``, unless another process was faster."""
     if is_prepared(folder):
         return
@@ -281,6 +289,33 @@ def put_in_place(fresh: Path, folder: Path, old: Path) -> None:
     except OSError:
         if not is_prepared(folder):
             raise
+
+
+def settled(config: Config) -> Config:
+    """``config`` with a drafter in the place of ``auto``. Raises ConfigError where a setting needs a named drafter."""
+    return config.model_copy(update={"draft": settled_draft(config.draft, config.model)})
+
+
+def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
+    """The same for the section alone."""
+    if draft.drafter != "auto":
+        return draft
+    for field in ("model", "token_map"):
+        if getattr(draft, field):
+            raise ConfigError(f"draft.{field}: say for which drafter, as in draft.drafter: eagle3")
+    head = head_for(model.path)
+    if head is None:
+        return draft.model_copy(update={"drafter": "ngram"})
+    return draft.model_copy(update={"drafter": "eagle3", "model": head.name})
+
+
+def head_for(target: str, heads: Path = HEADS_ROOT) -> KnownHead | None:
+    """The shipped head of a target, a name or a folder; None when there is none."""
+    for head in HEADS.values():
+        places = {head.target, str(default_root() / head.target)}
+        if (target in places or prepared_name(Path(target)) == head.target) and is_head(heads / head.name):
+            return head
+    return None
 
 
 @contextmanager

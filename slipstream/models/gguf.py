@@ -1,73 +1,46 @@
-"""A GGUF file: its metadata and its tensors, dequantised to float32.
+"""GGUF files of the Llama family, and model folders made of them, as transformers and this project's engine read them.
 
 Rules:
 1. Every value is checked for presence, type and size before it is used; a ModelError names the key or the tensor.
-2. A dequantised value is what the format defines: ``scale * quant (+ minimum)`` in float32, nothing rounded further.
+2. Weights are stored as float32: a dequantised Q4_1 value has more digits than bfloat16 or float16 keep, and float32 is
+   the exact path. Nothing is rounded further.
+3. The rows of the query and key projections are put back from llama.cpp's interleaved rotary order.
+4. The tokenizer splits digits one by one, as SmolLM's own does; the GGUF only names that rule (``pre = smollm``).
+5. Text that the vocabulary cannot spell (SmolLM lacks six control characters) is dropped, never replaced by a special
+   token.
+6. Tensors are written one after the other: memory holds one of them, not the model.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of 32 values, Q4_1 as (scale, minimum:
-float16; 16 bytes of nibbles, low halves first), Q8_0 as (scale: float16; 32 int8).
-
-It knows nothing about models, layers or tokenizers.
+Formats: GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), safetensors
+(https://github.com/huggingface/safetensors), the config.json of transformers' LlamaForCausalLM.
+It knows nothing about where the file comes from and where the folder goes.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from slipstream.base.errors import ModelError
+from slipstream.models.folder import write_json
 
-Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Value = TypeVar("Value", str, int, float, bool)
 
-BLOCK = 32  # values of one quantised block
 MAGIC = b"GGUF"
 # The reader of the gguf library trusts what it reads; a damaged file shows up as one of these.
 DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError)
-
-
-def dequantise_q4_1(raw: Bytes) -> Floats:
-    """uint8 [..., 20 n] -> float32 [32 n], row-major."""
-    blocks = raw.reshape(-1, 20)  # [n, 20]
-    scale = blocks[:, 0:2].copy().view(np.float16).astype(np.float32)  # [n, 1]
-    minimum = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)  # [n, 1]
-    values = np.empty((len(blocks), BLOCK), np.float32)
-    np.multiply(blocks[:, 4:] & 15, scale, out=values[:, :16])
-    np.multiply(blocks[:, 4:] >> 4, scale, out=values[:, 16:])
-    values += minimum
-    return values.reshape(-1)
-
-
-def dequantise_q8_0(raw: Bytes) -> Floats:
-    """uint8 [..., 34 n] -> float32 [32 n], row-major."""
-    blocks = raw.reshape(-1, 34)  # [n, 34]
-    scale = blocks[:, 0:2].copy().view(np.float16).astype(np.float32)  # [n, 1]
-    values: Floats = blocks[:, 2:].view(np.int8) * scale
-    return values.reshape(-1)
-
-
-def _from_f32(raw: Bytes) -> Floats:
-    return np.frombuffer(raw.tobytes(), np.dtype("<f4")).astype(np.float32, copy=False)
-
-
-def _from_f16(raw: Bytes) -> Floats:
-    return np.frombuffer(raw.tobytes(), np.dtype("<f2")).astype(np.float32)
-
-
-# kind -> (bytes of one block, values of one block, its dequantisation)
-KINDS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
-    "F32": (4, 1, _from_f32),
-    "F16": (2, 1, _from_f16),
-    "Q8_0": (34, BLOCK, dequantise_q8_0),
-    "Q4_1": (20, BLOCK, dequantise_q4_1),
-}
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
+MAX_DIMENSION = 1 << 20  # of any single size that the metadata names
+HEADER_ALIGN = 64
 
 
 class GgufFile:
@@ -116,15 +89,11 @@ class GgufFile:
         if name not in self._tensors:
             raise ModelError(f"{self._name}: no tensor {name}")
         tensor, shape = self._tensors[name], self.tensor_shapes[name]
-        kind = tensor.tensor_type.name
-        if kind not in KINDS:
-            raise ModelError(f"{self._name}: {name}: type {kind} is not supported; known: {', '.join(KINDS)}")
-        block_bytes, block_values, dequantise = KINDS[kind]
-        raw = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1)
-        count = math.prod(shape)
-        if count % block_values or raw.size != count // block_values * block_bytes:
-            raise ModelError(f"{self._name}: {name}: {raw.size} bytes do not fit shape {shape} of type {kind}")
-        return dequantise(raw).reshape(shape)
+        try:
+            values: Floats = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            return values.reshape(shape)
+        except (*DAMAGE, NotImplementedError) as error:
+            raise ModelError(f"{self._name}: {name}: {tensor.tensor_type.name} of shape {shape}: {error}") from error
 
     def _contents(self, key: str) -> object:
         if key not in self._fields:
@@ -134,3 +103,197 @@ class GgufFile:
         except DAMAGE as error:
             raise ModelError(f"{self._name}: {key}: damaged: {error}") from error
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """The sizes of a Llama, as the metadata gives them."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    rope_theta: float
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of the folder and its source; ``interleaved_heads`` of query and key rows are put back in order."""
+
+    source: str
+    name: str
+    shape: tuple[int, ...]
+    interleaved_heads: int = 0
+
+
+def convert(source: GgufFile, folder: Path, progress: Callable[[int, int], None]) -> None:
+    """Write config.json, generation_config.json, tokenizer files and model.safetensors into the existing ``folder``.
+
+    ``progress(done, total)`` hears about bytes of weights. Raises ModelError before the weights are written if the file
+    is not a Llama with a GPT-2 style tokenizer, or its tensors do not fit its metadata.
+    """
+    dimensions = read_dimensions(source)
+    tied = "output.weight" not in source.tensor_shapes
+    parts = parts_of(dimensions, tied)
+    _check_parts(source, parts)
+    tokenizer = build_tokenizer(source, dimensions.vocab)
+    ids = {name: _token_id(source, name, dimensions.vocab) for name in ("bos", "eos", "padding")}
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    write_json(folder / "tokenizer_config.json", tokenizer_config(source, tokenizer, ids, dimensions))
+    write_json(folder / "config.json", model_config(dimensions, ids, tied))
+    write_json(folder / "generation_config.json",
+                {"bos_token_id": ids["bos"], "eos_token_id": [ids["eos"]], "pad_token_id": ids["padding"]})
+    write_weights(source, parts, folder / "model.safetensors", progress)
+
+
+def read_dimensions(source: GgufFile) -> Dimensions:
+    """Raises ModelError for another architecture and for sizes that cannot be."""
+    architecture = source.value("general.architecture", str)
+    if architecture != "llama":
+        raise ModelError(f"general.architecture: '{architecture}' is not supported, only 'llama'")
+
+    def size(key: str) -> int:
+        found = source.value(key, int)
+        if not 0 < found <= MAX_DIMENSION:
+            raise ModelError(f"{key}: {found} is not between 1 and {MAX_DIMENSION}")
+        return found
+
+    heads, hidden = size("llama.attention.head_count"), size("llama.embedding_length")
+    kv_heads, head_dim = size("llama.attention.head_count_kv"), size("llama.rope.dimension_count")
+    if head_dim % 2 or heads % kv_heads or heads * head_dim != hidden:
+        raise ModelError(f"llama.attention.head_count: {heads} heads ({kv_heads} for keys) of {head_dim} do not make "
+                         f"up llama.embedding_length {hidden}")
+    return Dimensions(
+        layers=size("llama.block_count"), hidden=hidden, ffn=size("llama.feed_forward_length"), heads=heads,
+        kv_heads=kv_heads, head_dim=head_dim, vocab=size("llama.vocab_size"), context=size("llama.context_length"),
+        rope_theta=_short(source.value("llama.rope.freq_base", float)),
+        norm_eps=_short(source.value("llama.attention.layer_norm_rms_epsilon", float)),
+    )
+
+
+def _short(value: float) -> float:
+    """1e-05 from the float32 9.999999747378752e-06: the number that was meant, and the same float32."""
+    return float(f"{value:.7g}")
+
+
+def parts_of(d: Dimensions, tied: bool) -> list[Part]:
+    """Every tensor of such a Llama, in the order of the folder's file."""
+    query, key = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    parts = [Part("token_embd.weight", "model.embed_tokens.weight", (d.vocab, d.hidden))]
+    for i in range(d.layers):
+        theirs, ours = f"blk.{i}.", f"model.layers.{i}."
+        parts += [
+            Part(f"{theirs}attn_norm.weight", f"{ours}input_layernorm.weight", (d.hidden,)),
+            Part(f"{theirs}attn_q.weight", f"{ours}self_attn.q_proj.weight", (query, d.hidden), d.heads),
+            Part(f"{theirs}attn_k.weight", f"{ours}self_attn.k_proj.weight", (key, d.hidden), d.kv_heads),
+            Part(f"{theirs}attn_v.weight", f"{ours}self_attn.v_proj.weight", (key, d.hidden)),
+            Part(f"{theirs}attn_output.weight", f"{ours}self_attn.o_proj.weight", (d.hidden, query)),
+            Part(f"{theirs}ffn_norm.weight", f"{ours}post_attention_layernorm.weight", (d.hidden,)),
+            Part(f"{theirs}ffn_gate.weight", f"{ours}mlp.gate_proj.weight", (d.ffn, d.hidden)),
+            Part(f"{theirs}ffn_up.weight", f"{ours}mlp.up_proj.weight", (d.ffn, d.hidden)),
+            Part(f"{theirs}ffn_down.weight", f"{ours}mlp.down_proj.weight", (d.hidden, d.ffn)),
+        ]
+    parts.append(Part("output_norm.weight", "model.norm.weight", (d.hidden,)))
+    return parts if tied else [*parts, Part("output.weight", "lm_head.weight", (d.vocab, d.hidden))]
+
+
+def _check_parts(source: GgufFile, parts: list[Part]) -> None:
+    wanted = {part.source: part.shape for part in parts}
+    for name, shape in wanted.items():
+        found = source.tensor_shapes.get(name)
+        if found != shape:
+            raise ModelError(f"tensor {name}: expected shape {shape}, found {found or 'nothing'}")
+    if unknown := sorted(source.tensor_shapes.keys() - wanted.keys()):
+        raise ModelError(f"tensor {unknown[0]}: a Llama has no such tensor")
+
+
+def deinterleave(rows: Floats, heads: int) -> Floats:
+    """float32 [heads * D, in] from llama.cpp's rotary order (pairs side by side) to transformers' (two halves)."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows.shape))
+
+
+def write_weights(source: GgufFile, parts: list[Part], path: Path, progress: Callable[[int, int], None]) -> None:
+    """Write the safetensors file ``path``: float32, little-endian, in the order of ``parts``."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    total = 0
+    for part in parts:
+        end = total + 4 * math.prod(part.shape)
+        header[part.name] = {"dtype": "F32", "shape": part.shape, "data_offsets": [total, end]}
+        total = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGN)
+    done = 0
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for part in parts:
+            values = source.tensor(part.source)
+            if part.interleaved_heads:
+                values = deinterleave(values, part.interleaved_heads)
+            file.write(values.astype("<f4", copy=False).data)
+            done += values.nbytes
+            progress(done, total)
+
+
+def build_tokenizer(source: GgufFile, vocab_size: int) -> Tokenizer:
+    """The byte-level BPE tokenizer that the metadata describes. Raises ModelError when it is of another kind."""
+    kind, rule = source.value("tokenizer.ggml.model", str), source.value("tokenizer.ggml.pre", str)
+    if (kind, rule) != ("gpt2", "smollm"):
+        raise ModelError(f"tokenizer.ggml.pre: '{kind}/{rule}' is not supported, only 'gpt2/smollm'")
+    tokens = source.values("tokenizer.ggml.tokens", str)
+    types = source.values("tokenizer.ggml.token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in source.values("tokenizer.ggml.merges", str)]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if not len(vocab) == len(tokens) == len(types) == vocab_size:
+        raise ModelError(f"tokenizer.ggml.tokens: {len(vocab)} different tokens for a vocabulary of {vocab_size}")
+    pairs = [(merge[0], merge[1]) for merge in merges if len(merge) == 2]
+    if len(pairs) != len(merges) or not all(a in vocab and b in vocab and a + b in vocab for a, b in pairs):
+        raise ModelError("tokenizer.ggml.merges: a merge is not a pair of tokens that make a token")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    for wanted, special in ((CONTROL, True), (USER_DEFINED, False)):
+        added = [token for token, found in zip(tokens, types, strict=True) if found == wanted]
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
+    return tokenizer
+
+
+def _token_id(source: GgufFile, name: str, vocab_size: int) -> int:
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = source.value(key, int)
+    if not 0 <= found < vocab_size:
+        raise ModelError(f"{key}: {found} is outside the vocabulary of {vocab_size}")
+    return found
+
+
+def tokenizer_config(source: GgufFile, tokenizer: Tokenizer, ids: dict[str, int], d: Dimensions) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.id_to_token(ids["bos"]),
+        "eos_token": tokenizer.id_to_token(ids["eos"]),
+        "pad_token": tokenizer.id_to_token(ids["padding"]),
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": d.context,
+        "chat_template": source.value("tokenizer.chat_template", str),
+    }
+
+
+def model_config(d: Dimensions, ids: dict[str, int], tied: bool) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32",
+        "hidden_size": d.hidden, "intermediate_size": d.ffn, "num_hidden_layers": d.layers,
+        "num_attention_heads": d.heads, "num_key_value_heads": d.kv_heads, "head_dim": d.head_dim,
+        "vocab_size": d.vocab, "max_position_embeddings": d.context, "rms_norm_eps": d.norm_eps,
+        "rope_theta": d.rope_theta, "rope_scaling": None, "hidden_act": "silu", "tie_word_embeddings": tied,
+        "attention_bias": False, "mlp_bias": False,
+        "bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": ids["padding"],
+    }
