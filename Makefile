@@ -79,7 +79,7 @@ bench-host: setup  ## what a round costs besides its forwards, part by part, in 
 	GRPC_EXPERIMENTS=-event_engine_client,-event_engine_listener,-event_engine_for_all_other_endpoints \
 		$(BIN)/python -m bench.host $(ARGS)
 
-bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of (ARGS=--exact)
+bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of
 	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.steps $(ARGS)
 
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])

@@ -23,19 +23,19 @@ import asyncio
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.asking import Measured, Question, ask, read
-from bench.entrants import NAMES, Entrant, Served, draft_settings
+from bench.fleet import running, served, service
 from bench.report import Row, save, write
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
-from slipstream.base.errors import SlipstreamError
+from slipstream.base.errors import ConfigError, SlipstreamError
 from slipstream.cli.terminal import complain
 from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import resolve
@@ -46,6 +46,31 @@ from slipstream.protocol.tree import MAX_NODES
 SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 TEMPERATURES = (0.0, 1.0)
 HEAD = "smollm2-135m-eagle3"
+NODES = 16  # draft nodes that the measuring target verifies at most
+WAIT_S = 10.0  # and how long it waits for a drafter
+WHOLE_TREES = (f"target.policy.max_nodes={NODES}", "target.policy.always=true",
+               f"target.policy.deadline_max_s={WAIT_S}", "target.prompt_lookup=false")
+SLOTS = ("target.slots=8192", "target.max_sessions=2", "draft.max_sessions=8")
+NAMES = ("ngram", "eagle3-chain5", "eagle3-tree16", "default", "standalone")
+
+
+def draft_settings(name: str, model: str, head: str) -> tuple[str, ...]:
+    """What ``--set`` makes of the drafter ``name``. Raises ConfigError for a name that is not in NAMES."""
+    eagle = ("draft.drafter=eagle3", f"draft.model={head}")
+    known = {
+        "ngram": ("draft.drafter=ngram", "draft.model=''"),
+        "eagle3-chain5": (*eagle, *shape(5, 1, 5)),
+        "eagle3-tree16": (*eagle, *shape(5, 4, 16)),
+        "default": eagle,
+        "standalone": ("draft.drafter=standalone", f"draft.model={model}"),
+    }
+    if name not in known:
+        raise ConfigError(f"no drafter '{name}' here; there are {', '.join(NAMES)}")
+    return known[name]
+
+
+def shape(steps: int, topk: int, nodes: int) -> tuple[str, ...]:
+    return (f"draft.growth.num_steps={steps}", f"draft.growth.topk={topk}", f"draft.growth.num_draft_tokens={nodes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +80,16 @@ class Contender:
     name: str
     whole: Backend
     served: Backend
+
+
+@asynccontextmanager
+async def contender(name: str, folder: Path, settings: Sequence[str]) -> AsyncIterator[Contender]:
+    """Its processes: a draft and two targets that share it. Raises Unavailable."""
+    draft = service("draft", f"{name}-draft", folder, (*SLOTS, *settings))
+    async with (running(draft),
+                served(f"{name}-whole", folder, [draft], (*SLOTS, *settings, *WHOLE_TREES)) as whole,
+                served(f"{name}-served", folder, [draft], (*SLOTS, *settings)) as usual):
+        yield Contender(name, whole.client, usual.client)
 
 
 @dataclass(slots=True)
@@ -171,18 +206,14 @@ async def run(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         bar = stack.enter_context(Progress(*columns))
         starting = bar.add_task("starting processes", total=1 + len(arguments.drafters))
-        plain = Served.of("plain", folder, (), common)
-        stack.push_async_callback(plain.stop)
-        await plain.start()
+        plain = (await stack.enter_async_context(served("plain", folder, (), (*SLOTS, *common)))).client
         bar.advance(starting)
         contenders = []
         for name in arguments.drafters:
-            entrant = Entrant.of(name, folder, (*common, *draft_settings(name, arguments.target, arguments.head)))
-            stack.push_async_callback(entrant.stop)
-            await entrant.start()
+            settings = (*common, *draft_settings(name, arguments.target, arguments.head))
+            contenders.append(await stack.enter_async_context(contender(name, folder, settings)))
             bar.advance(starting)
-            contenders.append(Contender(name, entrant.whole.client, entrant.served.client))
-        info = await plain.client.info()
+        info = await plain.info()
         room = min(info.max_context, info.slots_total - MAX_NODES) - MAX_NODES - arguments.max_tokens
         asking = bar.add_task("asking", total=sum(map(len, questions.values())))
         rows: list[Row] = []
@@ -192,9 +223,9 @@ async def run(arguments: argparse.Namespace) -> None:
             asked = prepare(few, codec, room)
             bar.advance(asking, len(few) - len(asked))
             if asked and not scores:
-                everybody = [plain.client, *(each for who in contenders for each in (who.whole, who.served))]
+                everybody = [plain, *(each for who in contenders for each in (who.whole, who.served))]
                 await warm_up(everybody, asked[0].prompt, tuple(codec.stop_token_ids))
-            scores |= await measure(plain.client, contenders, asked, tuple(codec.stop_token_ids), arguments.max_tokens,
+            scores |= await measure(plain, contenders, asked, tuple(codec.stop_token_ids), arguments.max_tokens,
                                     lambda: bar.advance(asking))
             rows = rows_of(scores, ("plain", *arguments.drafters), arguments.sets)
             save("drafts", rows)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 from rich.progress import track
 
 from bench.asking import Measured, Question, ask, own, read
-from bench.fleet import Pair
+from bench.fleet import LOGS, pair
 from bench.report import Row, write
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
@@ -32,21 +32,15 @@ def modes(codec: TextCodec) -> dict[str, Sampling]:
             "T=0.8 top_p=0.95 seed=7": Sampling(temperature=0.8, top_p=0.95, seed=7, stop_token_ids=stops)}
 
 
-def pair(dtype: str, kernels: str) -> Pair:
-    # A policy that stays with speculation, so that every answer tests it.
-    return Pair(f"exact-{kernels}", Path("build/bench/logs"), (
-        f"model.dtype={dtype}", f"model.kernels={kernels}", "target.policy.always=true"))
-
-
 async def run(questions: list[Question], dtype: str, max_tokens: int, kernels: Sequence[str]) -> int:
     """Ask all; returns how many answers differ."""
-    pairs = [pair(dtype, mode) for mode in kernels]
     codec = TextCodec(resolve(ModelSection().path))
     rows: list[Row] = []
     different = 0
-    try:
-        for one in pairs:
-            await one.start()
+    async with AsyncExitStack() as stack:
+        # A policy that stays with speculation, so that every answer tests it.
+        pairs = [await stack.enter_async_context(pair(f"exact-{mode}", LOGS, (
+            f"model.dtype={dtype}", f"model.kernels={mode}", "target.policy.always=true"))) for mode in kernels]
         for name, sampling in modes(codec).items():
             answers: list[list[tuple[Measured, Measured]]] = [[] for _ in pairs]
             for question in track(questions, description=name):
@@ -60,9 +54,6 @@ async def run(questions: list[Question], dtype: str, max_tokens: int, kernels: S
                     if plain.tokens != drafted.tokens:
                         different += 1
                         print(f"{name}, kernels {mode}, question {number}: {parting(plain, drafted)}")
-    finally:
-        for one in pairs:
-            await one.stop()
     write("exact", rows, "bench-exact: speculation as configured by default, over gRPC, against plain decoding")
     return different
 

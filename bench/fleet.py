@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -60,14 +61,10 @@ def resident(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
 
 
-def surroundings() -> dict[str, str]:
-    """The environment of a service."""
-    return {**SHARED_CORES, **os.environ}
-
-
 @dataclass(slots=True)
 class Process:
-    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value)."""
+    """One service. ``module`` is run with ``arguments`` and ``settings`` (section.key=value). ``metrics_port`` 0: it
+    does not tell, and counts as ready."""
 
     module: str
     settings: Sequence[str]
@@ -81,7 +78,7 @@ class Process:
         arguments = [*self.arguments, *(part for setting in self.settings for part in ("--set", setting))]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments], stdout=log, stderr=log,
-                                            stdin=subprocess.DEVNULL, env=surroundings())
+                                            stdin=subprocess.DEVNULL, env={**SHARED_CORES, **os.environ})
 
     @property
     def pid(self) -> int:
@@ -103,7 +100,7 @@ class Process:
     async def ready(self) -> None:
         """Wait until it takes work. Raises Unavailable with the end of its log."""
         deadline_s = time.monotonic() + READY_S
-        while not await asyncio.to_thread(answers, f"127.0.0.1:{self.metrics_port}", "/ready"):
+        while self.metrics_port and not await asyncio.to_thread(answers, f"127.0.0.1:{self.metrics_port}", "/ready"):
             ended = self.process is None or self.process.poll() is not None
             if ended or time.monotonic() > deadline_s:
                 raise Unavailable(f"{self.module} did not start; {self.log} ends with:\n{self.log.read_text()[-2000:]}")
@@ -137,33 +134,42 @@ async def joined(client: TargetClient, log: Path) -> None:
         await asyncio.sleep(0.05)
 
 
-@dataclass(slots=True)
-class Pair:
-    """A target with one draft. ``settings`` go to both."""
-
-    name: str
-    folder: Path
-    settings: Sequence[str] = ()
-    draft_module: str = ""
-    draft: Process = field(init=False)
-    target: Process = field(init=False)
-    client: TargetClient = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.draft = service("draft", f"{self.name}-draft", self.folder, self.settings, self.draft_module)
-        self.target = service("target", f"{self.name}-target", self.folder,
-                              (f"target.drafts=['{self.draft.address}']", *self.settings))
-        self.client = TargetClient(self.target.address)
-
-    async def start(self) -> None:
-        """Start both and wait until the target has its draft. Raises Unavailable."""
-        for process in (self.draft, self.target):
+@asynccontextmanager
+async def running(*processes: Process) -> AsyncIterator[None]:
+    """Start one after the other, as a target measures its steps while it starts; stop all. Raises Unavailable."""
+    try:
+        for process in processes:
             process.start()
-        for process in (self.draft, self.target):
             await process.ready()
-        await joined(self.client, self.target.log)
+        yield
+    finally:
+        for process in reversed(processes):
+            process.stop()
 
-    async def stop(self) -> None:
-        await self.client.aclose()
-        self.target.stop()
-        self.draft.stop()
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A target process, what it drafts with, and how it is reached."""
+
+    target: Process
+    client: TargetClient
+    drafts: Sequence[Process] = ()
+
+
+@asynccontextmanager
+async def served(name: str, folder: Path, drafts: Sequence[Process], settings: Sequence[str]) -> AsyncIterator[Served]:
+    """A target that has found its drafts, which run. Raises Unavailable."""
+    known = [draft.address for draft in drafts]
+    target = service("target", f"{name}-target", folder, (f"target.drafts={known}", *settings))
+    client = TargetClient(target.address)
+    async with running(target), aclosing(client):
+        await joined(client, target.log)
+        yield Served(target, client, drafts)
+
+
+@asynccontextmanager
+async def pair(name: str, folder: Path, settings: Sequence[str] = ()) -> AsyncIterator[Served]:
+    """A target with one draft. ``settings`` go to both. Raises Unavailable."""
+    draft = service("draft", f"{name}-draft", folder, settings)
+    async with running(draft), served(name, folder, [draft], settings) as found:
+        yield found

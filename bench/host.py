@@ -2,8 +2,8 @@
 
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
-a row. Rows are in ``build/bench/round.json``. The exchange is between two processes, over gRPC on loopback; then sums.
-What is not here: forwards, and threads that wait for one another. Real rounds are in the traces of ``log.trace``.
+a row. The exchange is with a draft service whose device takes no time, over gRPC on loopback; then sums. What is not
+here: forwards, and threads that wait for one another. Real rounds are in the traces of ``log.trace``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,10 +19,11 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from bench.exchange import Echo, exchanges, serve
 from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
+from bench.timed import deployed, text
 from slipstream.base.config import PolicySection
+from slipstream.cli.process import kept_up
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
@@ -31,9 +31,24 @@ from slipstream.drafting.tree import Children, GrowingTree
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.sampling import choose, rank
 from slipstream.protocol.lookup import PromptLookup
-from slipstream.protocol.messages import PROTOCOL_VERSION, Commit, Features, FeatureSpec, Growth, Sampling, TargetHello
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    DraftHello,
+    Faults,
+    Features,
+    Growth,
+    Link,
+    Open,
+    Sampling,
+    TargetBound,
+    TargetHello,
+)
+from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import walk
+from slipstream.simulate.timed import MAX_CONTEXT, Timing
+from slipstream.simulate.timed import VOCAB as TIMED_VOCAB
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,
@@ -41,14 +56,13 @@ from slipstream.wire.codec import (
     encode_draft_frames,
     encode_target_frames,
 )
+from slipstream.wire.link import DraftLink
 
 VOCAB, DRAFT_VOCAB, HIDDEN, CONTEXT = 49_152, 12_288, 576, 256
 LEVELS, TOPK, NODES = 3, 4, 8
 ACCEPTED = 2
 MAX_BYTES = 1 << 22
-FEATURES = FeatureSpec((1,), HIDDEN, "bfloat16")
-HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", HIDDEN, 30, 8192)
-ECHO = (sys.executable, "-m", "bench.host", "--echo")
+WAIT_S = 60.0  # for all exchanges
 LIMITS = FrameLimits(VOCAB, 8192, feature_width=HIDDEN, feature_dtype="bfloat16")
 
 Part = Callable[[], object]
@@ -139,6 +153,44 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
     yield f"draft: grow {LEVELS} levels, send {NODES} nodes", partial(grown, levels)
 
 
+class Caller:
+    """The target's end of a link: it waits for what comes."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.came = asyncio.Event()
+
+    def link_up(self, link: Link, hello: DraftHello) -> None:
+        self.up.set()
+
+    def link_down(self, link: Link, reason: str) -> None:
+        self.up.clear()
+
+    def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None:
+        self.came.set()
+
+
+async def exchanges(repeats: int) -> list[float]:
+    """Microseconds from a commit to its growth, after a tenth that does not count. Raises Unavailable."""
+    prompt, caller, times = np.array(text(1), np.int32), Caller(), list[float]()
+    hello = TargetHello(PROTOCOL_VERSION, 0, "bench", TIMED_VOCAB, "", 1, 1, MAX_CONTEXT)
+    async with deployed(Timing(draft_s=0.0), targets=0) as rig:
+        link = DraftLink(rig.drafts[0].address, hello, caller, check_pair)
+        async with kept_up(link.run()), asyncio.timeout(WAIT_S):
+            await caller.up.wait()
+            link.send([Open(1, prompt, len(prompt), Sampling(), NODES)])
+            await caller.came.wait()
+            for run in range(-(repeats // 10) - 1, repeats):
+                caller.came.clear()
+                base = len(prompt) + len(prompt) * (run + repeats // 10 + 1)
+                began_s = time.perf_counter()
+                link.send([Commit(1, base, prompt, None, 0, NODES)])
+                await caller.came.wait()
+                if run >= 0:
+                    times.append(1e6 * (time.perf_counter() - began_s))
+    return times
+
+
 def measured(name: str, part: Part, repeats: int) -> Row:
     """A warm-up of a tenth, then ``repeats`` runs."""
     times = []
@@ -176,14 +228,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
-    parser.add_argument("--echo", type=int, default=0, metavar="PORT", help="be the draft's end of the exchange")
     options = parser.parse_args()
-    if options.echo:
-        asyncio.run(serve(options.echo, Echo(grown(levels_of_a_tree()), FEATURES)))
     torch.set_num_threads(options.threads)
     parts = [*parts_of_a_round(), *parts_of_choosing()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]
-    times = asyncio.run(exchanges(commit_of(grown(levels_of_a_tree())), HELLO, options.repeats, ECHO))
+    times = asyncio.run(exchanges(options.repeats))
     rows.append(row_of("wire: exchange over loopback, commit to growth", times))
     rows += sums(rows)
     write("round", rows, "a round besides its forwards, microseconds")

@@ -10,7 +10,7 @@ What is measured, and how:
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
    time is the slowest answer's, and what makes others faster does not count.
 5. Sets: mt_bench of the folder, and ``bench/sets/copy.jsonl``, ours, in which answers repeat their prompts.
-6. Rows are in ``build/bench/peers.json`` after each question; table, verdicts and memory come last.
+6. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
-from bench.gguf_copy import write_bfloat16
 from bench.report import FOLDER, Row, save, write
-from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server
-from bench.verdicts import Results, ratio, speed, verdicts
+from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import SlipstreamError
@@ -39,6 +38,7 @@ from slipstream.cli.terminal import complain
 from slipstream.models.folder import KNOWN, packaged_file, resolve
 
 LOGS = Path("build/bench/logs/peers")
+MODEL, DTYPE = ModelSection().path, "bfloat16"
 WARM_UP = "Name three rivers."
 BATCHES = (4, 16)
 NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream-standalone", "slipstream-default",
@@ -47,26 +47,72 @@ NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream
 TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
+Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """``system`` should reach so many times ``other``."""
+
+    system: str
+    other: str
+    batch: int
+    set: str
+    least: float
+
+
+GOALS = (
+    Goal("slipstream-default", "slipstream-plain", 1, "mt_bench", 1.3),
+    Goal("slipstream-default", "slipstream-plain", 1, "copy", 1.9),
+    Goal("slipstream-default", "transformers-plain", 1, "mt_bench", 2.5),
+    Goal("slipstream-default", "transformers-plain", 1, "copy", 2.5),
+    Goal("slipstream-plain", "llamacpp-plain", 1, "mt_bench", 0.9),
+    Goal("slipstream-plain", "llamacpp-plain", 1, "copy", 0.9),
+    *(Goal("slipstream-default", "slipstream-plain", batch, set_, 1.0)
+      for batch in (4, 16) for set_ in ("mt_bench", "copy")),
+)
+
+
+def speed(answer: Answered, batch: int) -> float:
+    """Tokens a second: of decoding, and of a whole batch from the first request to the last token."""
+    return answer.tokens_per_s if batch == 1 else answer.end_to_end
+
+
+def ratio(results: Results, system: str, other: str, batch: int, set_: str) -> float:
+    """The median over questions (or runs) of ``system``'s speed by ``other``'s; 0 where one is missing."""
+    both = zip(results.get((system, batch, set_), ()), results.get((other, batch, set_), ()), strict=False)
+    pairs = [(speed(mine, batch), speed(theirs, batch)) for mine, theirs in both]
+    ratios = [mine / theirs for mine, theirs in pairs if mine and theirs]
+    return statistics.median(ratios) if ratios else 0.0
+
+
+def verdicts(results: Results) -> list[str]:
+    """One line a goal."""
+    lines = []
+    for goal in GOALS:
+        got = ratio(results, goal.system, goal.other, goal.batch, goal.set)
+        word = "not measured" if not got else f"{got:.2f} ×, {'reached' if got >= goal.least else 'MISSED'}"
+        lines.append(f"{goal.system} by {goal.other}, batch {goal.batch}, {goal.set}: goal {goal.least:g} ×: {word}")
+    return lines
 
 
 def system_of(name: str, arguments: argparse.Namespace) -> System:
     """Raises ConfigError for a peer that is not installed and for a name that is not in NAMES."""
     family, kind = name.split("-", 1)
-    model = resolve(arguments.model)
     if family == "slipstream":
         colocated = kind == "colocated"
-        return Slipstream("default" if colocated else kind, LOGS, arguments.model, arguments.dtype, colocated)
+        return Slipstream("default" if colocated else kind, LOGS, MODEL, DTYPE, colocated)
     if family == "transformers":
-        return Transformers(kind, LOGS, model, arguments.dtype)
-    binary, file = llama_server(arguments.peers), FOLDER / f"{arguments.model}-bf16.gguf"
-    return LlamaCpp(kind, LOGS, binary, write_bfloat16(packaged_file(KNOWN[arguments.model]), file))
+        return Transformers(kind, LOGS, resolve(MODEL), DTYPE)
+    binary, file = llama_server(arguments.peers), FOLDER / f"{MODEL}-bf16.gguf"
+    return LlamaCpp(kind, LOGS, binary, write_bfloat16(packaged_file(KNOWN[MODEL]), file))
 
 
 async def started(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack,
                   progress: Progress) -> list[System]:
     """Those that could be started, warm."""
     task = progress.add_task("starting", total=len(names))
-    codec, up = TextCodec(resolve(arguments.model)), list[System]()
+    codec, up = TextCodec(resolve(MODEL)), list[System]()
     for name in names:
         try:
             system = system_of(name, arguments)
@@ -126,16 +172,16 @@ async def in_batches(systems: Sequence[System], sets: Sets, arguments: argparse.
                     yield
 
 
-def rows_of(results: Results, dtype: str) -> list[Row]:
+def rows_of(results: Results) -> list[Row]:
     """One row for each system, batch and set, in the order in which they were asked."""
-    return [row_of(key, results, dtype) for key in sorted(results, key=lambda k: (k[1], k[2], NAMES.index(k[0])))]
+    return [row_of(key, results) for key in sorted(results, key=lambda k: (k[1], k[2], NAMES.index(k[0])))]
 
 
-def row_of(key: tuple[str, int, str], results: Results, dtype: str) -> Row:
+def row_of(key: tuple[str, int, str], results: Results) -> Row:
     system, batch, set_ = key
     answers = [answer for answer in results[key] if answer.tokens] or [NOTHING]
     rounds = sum(a.rounds for a in answers)
-    return {"system": system, "precision": dtype, "batch": batch, "set": set_,
+    return {"system": system, "precision": DTYPE, "batch": batch, "set": set_,
             "tokens_per_s": statistics.median(speed(a, batch) for a in answers),
             "against_plain": ratio(results, system, "slipstream-plain", batch, set_),
             "end_to_end": statistics.median(a.end_to_end for a in answers),
@@ -153,7 +199,7 @@ def questions_of(folder: str | None) -> dict[str, list[Question]]:
 
 async def run(arguments: argparse.Namespace) -> None:
     """Start, ask, print; what was measured stays, whatever ends it."""
-    codec = TextCodec(resolve(arguments.model))
+    codec = TextCodec(resolve(MODEL))
     name, questions = "peers" if arguments.prompts else "smoke", questions_of(arguments.prompts)
     sets = {set_: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for set_, all_ in questions.items()}
     few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
@@ -166,14 +212,14 @@ async def run(arguments: argparse.Namespace) -> None:
         task = progress.add_task("one by one", total=len(systems) * sum(map(len, few.values())))
         async for _ in one_by_one(systems, few, arguments.max_tokens, results):
             progress.advance(task)
-            save(name, rows_of(results, arguments.dtype))
+            save(name, rows_of(results))
         task = progress.add_task("in batches", total=len(many) * len(sets) * len(BATCHES) * arguments.runs)
         async for _ in in_batches(many, sets, arguments, results):
             progress.advance(task)
-            save(name, rows_of(results, arguments.dtype))
+            save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}
-    rows = rows_of(results, arguments.dtype)
-    write(name, rows, f"bench: {arguments.model}, {arguments.dtype}, greedy, at most {arguments.max_tokens} tokens")
+    rows = rows_of(results)
+    write(name, rows, f"bench: {MODEL}, {DTYPE}, greedy, at most {arguments.max_tokens} tokens")
     print("\n".join(verdicts(results) if arguments.prompts else ()))
     for name, parts in memory.items():
         print(f"{name}: {', '.join(f'{part} {mib:.0f} MiB' for part, mib in parts.items())}")
@@ -188,8 +234,6 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--systems", type=lambda text: text.replace(",", " ").split(), default=list(NAMES))
     parser.add_argument("--peers", type=Path, required=True, help="what `make bench-peers` installed")
-    parser.add_argument("--model", default=ModelSection().path, help="name of a known model")
-    parser.add_argument("--dtype", choices=("bfloat16",), default="bfloat16")
     try:
         asyncio.run(run(parser.parse_args()))
     except SlipstreamError as error:

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from bench.completions import Server
-from bench.fleet import LOGS, Process, cpu_s, free_port, resident, service
+from bench.fleet import LOGS, Process, cpu_s, free_port, resident, running, service
 from bench.report import Row, write
 from bench.timed import deployed, text
 from slipstream.protocol.messages import Sampling
@@ -69,13 +69,8 @@ async def routed(timing: Timing) -> AsyncIterator[Rig]:
             async for _ in caller.complete(TEXT, model="timed", max_tokens=tokens, temperature=0.0, ignore_eos=True):
                 came.append(time.perf_counter())
 
-        try:
-            router.start()
-            await router.ready()
-            async with AsyncClient(f"127.0.0.1:{grpc}") as caller:
-                yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc})
-        finally:
-            router.stop()
+        async with running(router), AsyncClient(f"127.0.0.1:{grpc}") as caller:
+            yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc})
 
 
 async def alone(ways: dict[str, Ask], times: int) -> dict[str, list[float]]:

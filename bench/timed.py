@@ -12,11 +12,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.fleet import LOGS, Process, free_port, joined, service
+from bench.fleet import LOGS, Process, free_port, joined, running, service
 from draft_service.__main__ import host as host_draft
 from draft_service.assembly import Draft
 from draft_service.assembly import assemble as assemble_draft
@@ -122,20 +122,11 @@ async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: fl
     pods = [process("draft", number) for number in range(drafts)]
     known = f"target.drafts={[reached(pod) for pod in pods]}"
     fronts = [process(role, number, known, "target.slots=262144") for number in range(targets)]
-    clients = [TargetClient(front.address) for front in fronts]
-    try:
-        for part in (*pods, *relays, *fronts):
-            part.start()
-        for part in (*pods, *fronts):
-            await part.ready()
+    async with running(*pods, *relays, *fronts), AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(aclosing(TargetClient(front.address))) for front in fronts]
         for front, client in zip(fronts, clients, strict=True):
             await joined(client, front.log)
         yield Timed(fronts, pods, clients)
-    finally:
-        for client in clients:
-            await client.aclose()
-        for part in (*fronts, *relays, *pods):
-            part.stop()
 
 
 async def serve_draft(config: Config, timing: Timing, stop: asyncio.Event) -> None:

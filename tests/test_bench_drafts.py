@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.asking import ask
-from bench.drafts import Asked, Contender, Score, measure, rows_of
-from bench.entrants import WHOLE_TREES, draft_settings
+from bench.drafts import WHOLE_TREES, Asked, Contender, Score, draft_settings, measure, rows_of
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection, load
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create

@@ -1,11 +1,10 @@
-"""``make bench-host``: the exchange between two processes, and the sums of a round's parts."""
+"""``make bench-host``: the exchange with a draft service, and the sums of a round's parts."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.exchange import exchanges
-from bench.host import ECHO, HELLO, LEVELS, commit_of, grown, levels_of_a_tree, sums
+from bench.host import LEVELS, exchanges, sums
 
 
 def test_sums_take_each_part_of_a_greedy_round_once() -> None:
@@ -19,6 +18,6 @@ def test_sums_take_each_part_of_a_greedy_round_once() -> None:
 
 @pytest.mark.long
 async def test_a_commit_goes_to_another_process_and_a_growth_comes_back() -> None:
-    times = await exchanges(commit_of(grown(levels_of_a_tree())), HELLO, 5, ECHO)
+    times = await exchanges(5)
     assert len(times) == 5
     assert all(0 < us < 1e6 for us in times)

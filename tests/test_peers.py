@@ -17,10 +17,8 @@ import pytest
 from bench.asking import read
 from bench.completions import Answered, Server
 from bench.fleet import cpu_s, resident
-from bench.gguf_copy import write_bfloat16
-from bench.peers import NAMES, in_batches, one_by_one, row_of
-from bench.systems import llama_server
-from bench.verdicts import GOALS, Results, ratio, verdicts
+from bench.peers import GOALS, NAMES, Results, in_batches, one_by_one, ratio, row_of, verdicts
+from bench.systems import llama_server, write_bfloat16
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.gguf import GgufFile
 from tests.small_gguf import small_metadata, small_tensors, write_gguf
@@ -86,7 +84,7 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
     systems = [Told("slipstream-plain", 10), Fails("slipstream-default", 30)]
     async for _ in one_by_one(systems, {"copy": [[1], [2], [3]]}, 11, results):
         pass
-    row = row_of(("slipstream-default", 1, "copy"), results, "bfloat16")
+    row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
     assert row["against_plain"] == pytest.approx(3.0)
 
@@ -107,7 +105,7 @@ async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> No
 
 def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:
     results: Results = {("slipstream-plain", 1, "copy"): [Answered(11, 1.0, 2.0, rounds=11)]}
-    row = row_of(("slipstream-plain", 1, "copy"), results, "bfloat16")
+    row = row_of(("slipstream-plain", 1, "copy"), results)
     assert row["tokens_per_s"] == pytest.approx(10.0)
     assert row["end_to_end"] == pytest.approx(5.5)
     assert row["acceptance_length"] == pytest.approx(1.0)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bench import fleet
 from bench.asking import ask, own
-from bench.fleet import Pair
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.drafting.ngram import NgramDrafter
@@ -32,11 +32,9 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture(scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> AsyncIterator[Pair]:
-    made = Pair("real", tmp_path_factory.mktemp("real"), PREFERS_DRAFTS)
-    await made.start()
-    yield made
-    await made.stop()
+async def pair(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> AsyncIterator[fleet.Served]:
+    async with fleet.pair("real", tmp_path_factory.mktemp("real"), PREFERS_DRAFTS) as made:
+        yield made
 
 
 def prompt(codec: TextCodec, text: str) -> list[int]:
@@ -46,7 +44,7 @@ def prompt(codec: TextCodec, text: str) -> list[int]:
 SAMPLINGS = (Sampling(stop_token_ids=(2,)), Sampling(temperature=0.8, top_p=0.95, seed=5))
 
 
-async def test_answers_over_grpc_equal_plain_ones(pair: Pair, codec: TextCodec) -> None:
+async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Served, codec: TextCodec) -> None:
     """To the bit, and side by side: what a row computes depends on its own path alone."""
     wanted = [(prompt(codec, text), sampling) for text in (*CHAT[:2], *COPY[:3]) for sampling in SAMPLINGS]
     plain, drafted = [await asyncio.gather(*(ask(pair.client, *one, 48, speculate) for one in wanted))
@@ -73,7 +71,7 @@ async def test_answers_of_torch_in_float32_equal_plain_ones(codec: TextCodec) ->
     assert from_drafts > 10, "drafts were hardly used, so this shows little"
 
 
-async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: Pair, codec: TextCodec) -> None:
+async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: fleet.Served, codec: TextCodec) -> None:
     text = prompt(codec, COPY[0].replace("exactly", "exactly three times"))
     plain = await ask(pair.client, text, Sampling(), 160, False)
     killed = asyncio.Event()
@@ -82,7 +80,7 @@ async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: 
     def on_piece(piece: Piece) -> None:
         heard.append(piece)
         if len(heard) == 10:
-            pair.draft.signal(signal.SIGKILL)
+            pair.drafts[0].signal(signal.SIGKILL)
             killed.set()
         if back.is_set():
             accepted_after.append(piece.accepted)
@@ -90,8 +88,8 @@ async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: 
     async def restart() -> None:
         await killed.wait()
         await asyncio.sleep(0.3)
-        pair.draft.start()
-        await pair.draft.ready()
+        pair.drafts[0].start()
+        await pair.drafts[0].ready()
         while not (await pair.client.info()).drafts[0].connected:
             await asyncio.sleep(0.05)
         back.set()

@@ -9,9 +9,8 @@ from types import FrameType
 
 import pytest
 
-from bench.entrants import WHOLE_TREES
-from bench.walk import config_of, walk
-from bench.way import OURS, ROOT, Call, Way
+from bench.drafts import WHOLE_TREES
+from bench.walk import OURS, ROOT, Call, Way, config_of, walk
 from slipstream.protocol.tree import DraftTree
 
 FOLDERS = (*OURS, f"{ROOT}/tests/")
