@@ -106,11 +106,10 @@ walk: setup  ## files entered and Python calls of a round, and of a request unti
 demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)
 
-docs: .venv/.project  ## print the tables of docs/ from the code
-	$(BIN)/slipstream docs
-
-chart: .venv/.project  ## print the chart's values, schema, dashboards and alerts from the code
+docs: .venv/.project  ## print the tables of docs/, the chart's values, schema, dashboards and alerts from the code
 	$(BIN)/python -m deploy
+
+chart: docs  ## the same
 
 k8s-tools: .venv/.project  ## fetch helm, kubectl, trivy, promtool and Kubernetes' schemas into the cache folder, for the tests
 	$(BIN)/python -m deploy.tools

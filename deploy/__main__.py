@@ -1,14 +1,14 @@
-"""``python -m deploy``: print what the chart takes from the code; ``make chart`` runs it, a test keeps it in step."""
+"""``python -m deploy``: print what chart and pages take from the code; ``make docs``; a test keeps it in step."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from deploy import manual
 from deploy.alerts import rules_yaml
 from deploy.dashboards import BOARDS
 from deploy.schema import schema_json, values_yaml
-from slipstream.base.config import Config
-from slipstream.cli.manual import config_yaml
+from slipstream.base.config import Config, config_yaml
 
 CHART = Path("deploy/helm/slipstream")
 
@@ -25,7 +25,7 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
+    for path, text in {**pages(), **manual.pages()}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path)

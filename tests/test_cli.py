@@ -76,11 +76,6 @@ def test_a_chat_that_finds_no_router_says_which_address_it_needs() -> None:
     assert isinstance(result.exception, Unavailable) and "router.grpc_listen" in str(result.exception)
 
 
-def test_the_tables_of_docs_need_a_checkout(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["docs", "--root", str(tmp_path)])
-    assert isinstance(result.exception, ConfigError) and "--root" in str(result.exception)
-
-
 def test_config_prints_what_is_in_force(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["config", "--set", "router.max_in_flight=3"])
     file = tmp_path / "slipstream.yaml"

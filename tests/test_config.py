@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.base.address import host_port
-from slipstream.base.config import Config, load
+from slipstream.base.config import Config, config_yaml, load
 from slipstream.base.errors import ConfigError
-from slipstream.cli.manual import config_yaml
 
 
 @pytest.mark.parametrize(("override", "told"), [

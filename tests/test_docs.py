@@ -13,10 +13,10 @@ from click import Group
 from pydantic import BaseModel
 from typer.main import get_command
 
+from deploy.manual import markdown, pages, tables, with_tables
 from deploy.values import Values
-from slipstream.base.config import Config, load
+from slipstream.base.config import Config, config_yaml, load
 from slipstream.cli.commands import app
-from slipstream.cli.manual import config_yaml, markdown, pages, tables, with_tables
 from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +27,7 @@ NO_SETTINGS = ("config.json", "target.log", "router.request", "target.answer", "
 
 
 def test_printed_pages_are_in_step() -> None:
-    stale = [page.name for page, text in pages(ROOT).items() if page.read_text(encoding="utf-8") != text]
+    stale = [page.name for page, text in pages().items() if (ROOT / page).read_text(encoding="utf-8") != text]
     assert not stale, f"{stale} differ from the code: run `make docs`"
 
 

@@ -2,29 +2,53 @@
 
 Rules:
 1. Every knob has a default, chosen by a benchmark or a stated reason; there are few of them.
-2. An unknown key is an error that names the nearest known one.
+2. A mistake is a line that names its key and what to write instead; of an unknown key, the nearest known one.
 3. Nothing is read from the environment. What is detected (threads, slots) is returned and logged, never written back.
+4. It prints itself, with what each setting means; what is printed can be loaded.
 
 It knows nothing about how a value is used.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from slipstream.base.address import dialled, listening
 from slipstream.base.errors import ConfigError
-from slipstream.base.mistakes import explained
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Kernels = Literal["auto", "native", "torch"]
 Quantize = Literal["none", "fp8", "int8"]
 Listen = Annotated[str, BeforeValidator(listening)]  # host:port
 Peers = Annotated[tuple[str, ...], BeforeValidator(dialled)]  # host:port or kubernetes:///SERVICE.NAMESPACE:PORT
+
+# The names that pydantic gives to mistakes -> our words; {input} and pydantic's own context are filled in.
+WORDS: Mapping[str, str] = MappingProxyType({
+    "model_type": "is a section: write its settings below it, one a line, or --set {key}.NAME=VALUE",
+    "string_type": "{input} is not text; YAML takes it as such in quotes: '{input}'",
+    "int_type": "'{input}' is not a whole number",
+    "int_parsing": "'{input}' is not a whole number",
+    "int_from_float": "'{input}' is not a whole number",
+    "float_type": "'{input}' is not a number",
+    "float_parsing": "'{input}' is not a number",
+    "bool_type": "'{input}' is neither true nor false",
+    "bool_parsing": "'{input}' is neither true nor false",
+    "tuple_type": "write a list, as in [one, two]; [] for none",
+    "literal_error": "'{input}' is not known; write {expected}",
+    "greater_than": "must be above {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be below {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+})
+LONGEST = 80  # characters of a wrong value that are shown
 
 
 class Section(BaseModel):
@@ -194,7 +218,7 @@ def load(path: str | Path | None = None, overrides: tuple[str, ...] = ()) -> Con
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(explained(error, Config)) from error
+        raise ConfigError("\n".join(_mistake(problem) for problem in error.errors())) from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -211,3 +235,66 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree[last] = yaml.safe_load(value) if value else ""
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override}: not a YAML value") from error
+
+
+def _mistake(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"]) or "configuration"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_at([str(part) for part in problem["loc"][:-1]])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+        return f"{key}: unknown key; " + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}")
+    words = WORDS.get(problem["type"])
+    if words is None:
+        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+    found = "nothing" if problem["input"] is None else str(problem["input"])[:LONGEST]
+    return f"{key}: {words.format(key=key, input=found, **problem.get('ctx', {}))}"
+
+
+def _keys_at(sections: list[str]) -> list[str]:
+    kind: type[BaseModel] = Config
+    for section in sections:
+        annotation = kind.model_fields[section].annotation if section in kind.model_fields else None
+        candidates = [a for a in (annotation, *get_args(annotation))
+                      if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not candidates:
+            return []
+        kind = candidates[0]
+    return list(kind.model_fields)
+
+
+def config_yaml(config: Config) -> str:
+    """The whole configuration as YAML, with what each setting means as a comment."""
+    return "\n".join(_section(config, 0)) + "\n"
+
+
+def _section(section: BaseModel, depth: int) -> Iterable[str]:
+    indent = "  " * depth
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if not isinstance(value, BaseModel):
+            comment = _comment(field)
+            yield f"{indent}{name}: {_scalar(value)}" + (f"  # {comment}" if comment else "")
+            continue
+        if depth == 0 and name != "model":
+            yield ""
+        meaning = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
+        yield f"{indent}{name}:" + (f"  # {meaning}" if meaning else "")
+        yield from _section(value, depth + 1)
+
+
+def _comment(field: FieldInfo) -> str:
+    parts = [field.description or ""]
+    if get_origin(field.annotation) is Literal:
+        parts.append("one of " + ", ".join(str(choice) for choice in get_args(field.annotation)))
+    bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt")
+              if hasattr(rule, name)}
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    if any(bound != 0 for bound in bounds.values()):
+        parts.append(", ".join(f"{words[name]} {bound}" for name, bound in bounds.items()))
+    return "; ".join(part for part in parts if part)
+
+
+def _scalar(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")

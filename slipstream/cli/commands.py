@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream import __version__
-from slipstream.base.config import Config, Dtype, load
+from slipstream.base.config import Config, Dtype, config_yaml, load
 from slipstream.base.errors import InvalidRequest, SlipstreamError, Unavailable
 from slipstream.cli.terminal import Conversation, ask, complain, plain_table
 from slipstream.models.folder import settled
@@ -181,8 +181,6 @@ def show_config(config: ConfigFile = None, overrides: Overrides = None) -> None:
 
     Example: `slipstream config --set target.policy.max_nodes=8 > slipstream.yaml`
     """
-    from slipstream.cli.manual import config_yaml
-
     print(config_yaml(load(config, tuple(overrides or ()))), end="")
 
 
@@ -311,16 +309,6 @@ def simulate(
     names = SCHEDULES if schedule == "all" else (schedule,)
     rows = [describe(name, targets, drafts, batch, rtt_ms, step_ms, draft_ms, acceptance, seconds) for name in names]
     Console().print(plain_table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
-
-
-@app.command(hidden=True)
-def docs(root: Annotated[Path, typer.Option(help="The checkout.")] = Path()) -> None:
-    """Print the tables of docs/ from the code."""
-    from slipstream.cli.manual import pages
-
-    for page, text in pages(root).items():
-        page.write_text(text, encoding="utf-8")
-        print(page)
 
 
 @models_app.command(name="list")

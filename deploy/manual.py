@@ -1,23 +1,16 @@
-"""What the code says about itself, as text for people: the configuration, the protocol's tables, the map of modules.
-
-``slipstream docs`` prints it into ``docs/``; a test keeps both in step. It knows nothing about running services.
-"""
+"""What pages of ``docs/`` take from the code: the configuration, the protocol's tables, the map of folders."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TypeVar
 
-import yaml
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
-from slipstream.base.config import Config
-from slipstream.base.errors import STATUS, ConfigError
+from slipstream.base.config import Config, config_yaml
+from slipstream.base.errors import STATUS
 from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
 from slipstream.protocol.session import DRAFT_TABLE, LEASE_S, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
@@ -29,6 +22,7 @@ ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slips
          "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe", "slipstream/simulate",
          "slipstream/train", "slipstream/cli", "draft_service", "target_service", "router_service", "bench", "deploy")
 
+ROOT, DOCS = Path(__file__).parent.parent, Path("docs")
 Rows = Sequence[Sequence[str]]
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
@@ -37,22 +31,19 @@ CONFIG_PAGE = """# Configuration
 
 One YAML file, given to every service with `--config`; single settings with `--set section.key=value`. Below are all
 settings with their defaults. Write only what you change: the rest keeps its default. An unknown key is an error that
-names the nearest known one. This page is printed by `slipstream docs`; `slipstream config` prints what is in force.
+names the nearest known one. This page is printed by `make docs`; `slipstream config` prints what is in force.
 
 ```yaml
 {yaml}```
 """
 
 
-def pages(root: Path) -> dict[Path, str]:
-    """The pages below ``root`` that the code prints, as they should be. Raises ConfigError where there are none."""
-    docs = root / "docs"
-    if not docs.is_dir():
-        raise ConfigError(f"{docs.absolute()} is no folder; run it in a checkout, or name one with --root")
-    fresh = {"map": room_map(root), **tables()}
-    written = {page: with_tables(page.read_text(encoding="utf-8"), fresh)
-               for page in (docs / "ARCHITECTURE.md", docs / "PROTOCOL.md")}
-    return {docs / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **written}
+def pages() -> dict[Path, str]:
+    """The pages that the code prints, by their path from the checkout's root, as they should be."""
+    fresh = {"map": room_map(), **tables()}
+    written = {page: with_tables((ROOT / page).read_text(encoding="utf-8"), fresh)
+               for page in (DOCS / "ARCHITECTURE.md", DOCS / "PROTOCOL.md")}
+    return {DOCS / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **written}
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
@@ -62,9 +53,9 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
     return re.sub(r"<!-- table: ([a-z]+) -->\n.*?<!-- end -->", fresh, page, flags=re.DOTALL)
 
 
-def room_map(root: Path) -> str:
-    """Every folder below ``root`` with the first sentence of its docstring."""
-    rows = [(f"`{room}/`", _sentence(root / room / "__init__.py")) for room in ROOMS]
+def room_map() -> str:
+    """Every folder with the first sentence of its docstring."""
+    rows = [(f"`{room}/`", _sentence(ROOT / room / "__init__.py")) for room in ROOMS]
     return markdown(("folder", "what it is"), rows)
 
 
@@ -83,48 +74,10 @@ def markdown(head: Sequence[str], rows: Rows) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def config_yaml(config: Config) -> str:
-    """The whole configuration as YAML, with what each setting means as a comment."""
-    return "\n".join(_section(config, 0)) + "\n"
-
-
-def _section(section: BaseModel, depth: int) -> Iterable[str]:
-    indent = "  " * depth
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if not isinstance(value, BaseModel):
-            comment = _comment(field)
-            yield f"{indent}{name}: {_scalar(value)}" + (f"  # {comment}" if comment else "")
-            continue
-        if depth == 0 and name != "model":
-            yield ""
-        meaning = " ".join((type(value).__doc__ or "").split()).replace("``", "`")
-        yield f"{indent}{name}:" + (f"  # {meaning}" if meaning else "")
-        yield from _section(value, depth + 1)
-
-
 def _sentence(path: Path) -> str:
     paragraph = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")[0]
     sentence = " ".join(paragraph.split()).partition(". ")[0].replace("``", "`")
     return sentence if not sentence or sentence.endswith((".", "?")) else sentence + "."
-
-
-def _comment(field: FieldInfo) -> str:
-    parts = [field.description or ""]
-    if get_origin(field.annotation) is Literal:
-        parts.append("one of " + ", ".join(str(choice) for choice in get_args(field.annotation)))
-    bounds = {name: getattr(rule, name) for rule in field.metadata for name in ("ge", "gt", "le", "lt")
-              if hasattr(rule, name)}
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    if any(bound != 0 for bound in bounds.values()):
-        parts.append(", ".join(f"{words[name]} {bound}" for name, bound in bounds.items()))
-    return "; ".join(part for part in parts if part)
-
-
-def _scalar(value: Any) -> str:
-    plain = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _transitions(table: Mapping[tuple[S, E], tuple[S, str]]) -> Rows:
