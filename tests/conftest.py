@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="where the tests of attention and sampling compute: cpu, cuda")
+    parser.addoption("--device", default="cpu", help="where tests of what a device computes run: cpu, cuda")
 
 
 @pytest.fixture(scope="session")

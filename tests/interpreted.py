@@ -11,7 +11,6 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from bench.gpu.exactness import Subject, random_words
 from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder
@@ -22,6 +21,7 @@ from slipstream.engine.ops.fused import DTYPES, MOST_WIDTH, compared, difference
 from slipstream.engine.ops.layer import Heads, Step
 from slipstream.engine.ops.rope import Rope
 from slipstream.engine.ops.specification import TORCH, rms_norm
+from tests.on_device import Subject, random_words
 
 CPU, SEED, MANY = torch.device("cpu"), 13, 600
 cast = interpreter.InterpreterBuilder.cast_impl

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.exactness import Subject, random_words
 from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
@@ -24,6 +23,7 @@ from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_
 from slipstream.engine.ops.fused import MOST_WIDTH, block, difference, missing, operations_for, warps
 from slipstream.engine.ops.layer import Heads, Step
 from slipstream.engine.ops.specification import TORCH, Operations
+from tests.on_device import Subject, random_words
 
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 
 import bench.gpu.__main__ as gpu
 from bench.gpu.__main__ import STAGES, main, run
-from bench.gpu.exactness import Subject, Weights, scripted, sweep
-from bench.gpu.shapes import LLAMA_8B, TINY, config_of, decoder_shapes, head_bytes, random_tensors, read_bytes
+from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
 from bench.gpu.stage import Finding, Given
-from slipstream.engine.decoder import Decoder
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
 
@@ -51,30 +48,6 @@ def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--stages", "warp"])
     assert "no stage warp" in capsys.readouterr().err
-
-
-def test_a_row_that_reads_foreign_slots_is_seen() -> None:
-    weights = Weights.of(GIVEN)
-    subject = weights.subject(torch.float32, GIVEN.device, 2000)
-    (_, prefill), (_, decode), _ = list(scripted(weights.config.vocab_size, 2000))
-    subject.logits(prefill)
-    assert not bool(subject.logits(decode).isnan().any())
-    decode.kv_slots[0] = decode.kv_slots[0].copy()
-    decode.kv_slots[0][0] = next(s for s in range(2000) if bool(subject.pool.kv[0, s].isnan().any()))
-    assert bool(subject.logits(decode)[0].isnan().all())
-
-
-def test_a_row_that_heeds_its_company_is_seen() -> None:
-    class Heeding(Decoder):
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            return super().logits(hidden) + len(hidden)
-
-    config = config_of(TINY)
-    model = Heeding(config, random_tensors(decoder_shapes(config), torch.float32, GIVEN.device))
-    subject = replace(Weights.of(GIVEN).subject(torch.float32, GIVEN.device, 2000), model=model)
-    assert isinstance(subject, Subject)
-    alone, together = (row for row, _ in sweep(subject, "nodes", (1, 4)))
-    assert float((together - alone).abs().max()) > 1
 
 
 def test_the_large_shapes_weigh_what_they_are_known_to() -> None:

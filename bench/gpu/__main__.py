@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu.answers import answers_stage
-from bench.gpu.exactness import graphs_stage, kernel_stage, logits_stage, padding_stage, ranks_stage
-from bench.gpu.pace import choose_stage, decode_stage, fp8_stage, fused_stage, tree_stage
+from bench.gpu.pace import choose_stage, decode_stage, fp8_stage, fused_stage, graphs_stage, tree_stage
 from bench.gpu.stage import Finding, Given, copy_rate, free, seconds
 from bench.report import Row, save, write
 from slipstream.engine.model import device_of
@@ -31,9 +30,9 @@ from slipstream.models.folder import KNOWN, prepare
 
 Stage = Callable[[Given], Iterator[Finding]]
 
-DEVICE_TESTS = ("tests/test_attention.py", "tests/test_sampling.py")
+DEVICE_TESTS = ("tests/test_device.py", "tests/test_attention.py", "tests/test_sampling.py")
 PACKAGES = ("numpy", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python")
-SUITE_S = 180
+SUITE_S = 300
 LIMIT_S = 500.0
 
 
@@ -61,9 +60,11 @@ def info_stage(given: Given) -> Iterator[Finding]:
 
 def suite_stage(given: Given) -> Iterator[Finding]:
     began = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--device", str(given.device)]
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device)]
     done = subprocess.run([*command, *DEVICE_TESTS], capture_output=True, text=True, timeout=SUITE_S, check=False)
     print(done.stdout[-4000:] + done.stderr[-2000:] if done.returncode else "")
+    for what, value, unit in re.findall(r"^= (.+) \| (.+) \| (.+)$", done.stdout, re.MULTILINE):
+        yield Finding(what, float(value), unit)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout)}
     yield Finding("tests passed", counts.get("passed", 0))
     yield Finding("tests that failed", sum(n for word, n in counts.items() if word in ("failed", "error", "errors")),
@@ -73,9 +74,8 @@ def suite_stage(given: Given) -> Iterator[Finding]:
 
 
 STAGES: dict[str, Stage] = {
-    "info": info_stage, "logits": logits_stage, "padding": padding_stage, "kernel": kernel_stage,
-    "fused": fused_stage, "graphs": graphs_stage, "choose": choose_stage, "decode": decode_stage, "fp8": fp8_stage,
-    "tree": tree_stage, "ranks": ranks_stage, "answers": answers_stage, "suite": suite_stage,
+    "info": info_stage, "suite": suite_stage, "fused": fused_stage, "graphs": graphs_stage, "choose": choose_stage,
+    "decode": decode_stage, "fp8": fp8_stage, "tree": tree_stage, "answers": answers_stage,
 }
 
 
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", default=" ".join(STAGES), help="names with spaces between; else all")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--model", help="a folder or a known name for logits, padding, answers; else random")
+    parser.add_argument("--model", help="a folder or a known name for answers; else random")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="no stage begins later than this")

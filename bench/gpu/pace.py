@@ -1,5 +1,5 @@
-"""Stages ``choose``, ``decode``, ``fp8``, ``tree`` and ``fused`` of ``make gpu``: how long does choosing take, a step
-of an 8B model, a tree of its head, a layer?
+"""Stages ``choose``, ``decode``, ``graphs``, ``fp8``, ``tree`` and ``fused`` of ``make gpu``: how long does choosing
+take, a step of an 8B model, a tree of its head, a layer?
 
 Rules:
 1. A time is what a service would see: from the host's lists to numbers on the host again.
@@ -41,6 +41,7 @@ from slipstream.engine.backend import Attention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import multiplied, rounded, specified, with_fp8
+from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import ROUNDINGS, compared, missing, operations_for, triton_operations
@@ -133,6 +134,12 @@ def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_
 
 def decode_stage(given: Given) -> Iterator[Finding]:
     yield from steps_of(decoder(given), given)
+
+
+def graphs_stage(given: Given) -> Iterator[Finding]:
+    attention = paged(given, config_of(LLAMA_8B if given.full else TINY))
+    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
+    yield from steps_of(model, given, spare_slots=model.spare_slots)
 
 
 def fp8_stage(given: Given) -> Iterator[Finding]:

@@ -1,0 +1,173 @@
+"""What a device computes is right, whatever the company. ``make gpu`` runs this with ``--device cuda``; on a CPU shapes
+are small, torch's pages stand in FlashInfer's place, and the function itself in a graph's.
+
+The reference is the same model in float64 on the CPU, its weights rounded to bfloat16 as in all that is compared: a
+difference is arithmetic alone. A graph's is the same step without, and that of two devices is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.gpu.shapes import SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
+from bench.gpu.stage import Given, capture_of, paged
+from slipstream.base.config import ModelSection
+from slipstream.engine.backend import TorchAttention
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.decoder import Decoder
+from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.loading import graphed, load_model
+from slipstream.engine.model import CausalModel
+from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ranks import ranked_model
+from tests.on_device import CONTEXT, LENGTHS, TREES, Spoiling, Subject, mixed, relative, scripted, sweep
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LIMITS = {"float32": 1e-4, "bfloat16": 1e-1}
+REFERENCE = torch.device("cpu")
+KERNEL_LIMIT, LONGEST = 1e-2, 8192  # context of the kernel's rows
+RANKS = 2
+SLOTS, PADDING = 2000, 128  # rows that fill up a graph take the last ones
+MOST_ROWS = 64
+
+
+def told(what: str, value: float, unit: str) -> None:
+    """A line that ``make gpu`` puts into its table."""
+    print(f"\n= {what} | {value:.3g} | {unit}")
+
+
+def full(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def fields_of(device: torch.device) -> Fields:
+    return SMALL if full(device) else TINY
+
+
+def sizes_of(device: torch.device) -> Sequence[int]:
+    return range(1, MOST_ROWS + 1) if full(device) else (1, 2, 5, 8)
+
+
+def subject_of(fields: Fields, dtype: torch.dtype, device: torch.device, slots: int) -> Subject:
+    config = config_of(fields)
+    tensors = random_tensors(decoder_shapes(config), torch.bfloat16, REFERENCE)
+    ops = operations_for("auto", config, dtype, device)
+    return Subject.of(Decoder.from_tensors(config, tensors, dtype, device, ops), slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_those_of_float64(device: torch.device, dtype: str) -> None:
+    slots, fields = 2 * (sum(LENGTHS) + sum(TREES)), fields_of(device)
+    right = subject_of(fields, torch.float64, REFERENCE, slots)
+    subject = subject_of(fields, DTYPES[dtype], device, slots)
+    for kind, builder in scripted(right.model.config.vocab_size, slots):
+        reference, found = right.logits(builder), subject.logits(builder)
+        error = relative(found, reference)
+        same = float((found.argmax(1) == reference.argmax(1)).double().mean())
+        told(f"{dtype} {kind}: largest error", float(error.max()), "rms")
+        told(f"{dtype} {kind}: mean error", float(error.mean()), "rms")
+        told(f"{dtype} {kind}: rows with the same best token", same, "share")
+        assert float(error.max()) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["sessions", "nodes"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_heed_its_company(device: torch.device, dtype: str, kind: str) -> None:
+    subject = subject_of(fields_of(device), DTYPES[dtype], device, (CONTEXT + 1) * MOST_ROWS)
+    rows = list(sweep(subject, kind, sizes_of(device)))
+    alone = rows[0][0]
+    errors = [float(relative(row, alone).max()) for row, _ in rows]
+    told(f"{dtype}, with other {kind}: largest change of a row", max(errors), "rms")
+    told(f"{dtype}, with other {kind}: bit for bit as alone", sum(e == 0 for e in errors), f"of {len(rows)}")
+    assert max(errors) <= LIMITS[dtype]
+    assert all(int(row.argmax()) == int(alone.argmax()) for row, _ in rows), "another best token than alone"
+    assert all(again for _, again in rows), "other bits when run again"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (9, 3), (32, 8), (16, 2)])  # groups of 1, 3, 4 and 8
+def test_attention_over_pages_is_that_of_float64(device: torch.device, heads: int, kv_heads: int) -> None:
+    """Of random batches, over the same bfloat16 numbers."""
+    longest = LONGEST if full(device) else 64
+    for head_dim in (64, 128) if full(device) else (16,):
+        config = config_of(fields_of(device) | {"head_dim": head_dim, "num_attention_heads": heads,
+                                                "num_key_value_heads": kv_heads})
+        slots, worst, attention = 6 * longest + 200, 0.0, paged(Given(device), config)
+        for seed in range(3):
+            dice = np.random.default_rng(seed)
+            batch = mixed(dice, slots, longest).build()
+            kv = torch.full((slots, 2, kv_heads, head_dim), torch.nan, dtype=torch.bfloat16)
+            known = dice.standard_normal((len(batch.kv_slots), *kv.shape[1:]), np.float32)
+            kv[batch.kv_slots] = torch.from_numpy(known).bfloat16()
+            q = torch.from_numpy(dice.standard_normal((batch.num_rows, heads, head_dim), np.float32)).bfloat16()
+            right = TorchAttention(config, torch.float64).plan(batch)(q.double(), kv.double())
+            there = ForwardBatch.of(batch.host, batch.q_indptr, batch.kv_indptr, batch.mask_lens,
+                                    batch.host.placed(device))
+            found = attention.plan(there)(q.to(device), kv.to(device)).to("cpu", torch.float64)
+            distance = (found - right).norm(dim=1) / right.norm(dim=1)
+            worst = max(worst, float(distance.nan_to_num_(nan=torch.inf).max()))
+        told(f"{heads} heads on {kv_heads} of {head_dim}: largest error of a row", worst, "rms")
+        assert worst <= KERNEL_LIMIT
+
+
+@pytest.mark.parametrize("kind", ["sessions", "nodes"])
+def test_a_graph_computes_what_it_captured(device: torch.device, kind: str) -> None:
+    config, given = config_of(fields_of(device)), Given(device)
+    attention, slots = paged(given, config), (CONTEXT + 1) * MOST_ROWS
+    tensors = random_tensors(decoder_shapes(config), torch.bfloat16, REFERENCE)
+    ops = operations_for("auto", config, torch.bfloat16, device)
+    model = Decoder.from_tensors(config, tensors, torch.bfloat16, device, ops, attention)
+    captured = GraphedDecoder(model, attention, capture_of(given))
+    pairs = list(zip(sweep(Subject.of(Spoiling(captured), slots + captured.spare_slots), kind, sizes_of(device)),
+                     sweep(Subject.of(model, slots), kind, sizes_of(device)), strict=True))
+    worst = max(float(relative(found, right).max()) for (found, _), (right, _) in pairs)
+    told(f"graph against none, with other {kind}: largest change of a row", worst, "rms")
+    assert worst <= LIMITS["bfloat16"]
+    assert all(again for (_, again), _ in pairs), "other bits when replayed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_devices_compute_what_one_does(device: torch.device, dtype: str, tmp_path: Path) -> None:
+    if full(device) and torch.cuda.device_count() < RANKS:
+        pytest.skip(f"{RANKS} GPUs are needed")
+    folder = write_folder(tmp_path, fields_of(device))
+    one = graphed(load_model(folder, ModelSection(dtype=dtype, device=device.type)))
+    two = ranked_model(folder, ModelSection(dtype=dtype, device=device.type, tensor_parallel=RANKS))
+
+    def logits(model: CausalModel) -> list[torch.Tensor]:
+        subject = Subject.of(model, SLOTS + PADDING)
+        return [subject.logits(batch) for _, batch in scripted(model.config.vocab_size, SLOTS)]
+
+    try:
+        worst = max(float(relative(found, right).max()) for found, right in zip(logits(two), logits(one), strict=True))
+    finally:
+        two.close()
+    told(f"{RANKS} devices, {dtype}: largest error of a row", worst, "rms")
+    assert worst <= LIMITS[dtype]
+
+
+def test_a_row_that_reads_foreign_slots_is_seen() -> None:
+    subject = subject_of(TINY, torch.float32, REFERENCE, SLOTS)
+    (_, prefill), (_, decode), _ = list(scripted(subject.model.config.vocab_size, SLOTS))
+    subject.logits(prefill)
+    assert not bool(subject.logits(decode).isnan().any())
+    decode.kv_slots[0] = decode.kv_slots[0].copy()
+    decode.kv_slots[0][0] = next(s for s in range(SLOTS) if bool(subject.pool.kv[0, s].isnan().any()))
+    assert bool(subject.logits(decode)[0].isnan().all())
+
+
+def test_a_row_that_heeds_its_company_is_seen() -> None:
+    class Heeding(Decoder):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().logits(hidden) + len(hidden)
+
+    config = config_of(TINY)
+    model = Heeding(config, random_tensors(decoder_shapes(config), torch.float32, REFERENCE))
+    subject = replace(subject_of(TINY, torch.float32, REFERENCE, SLOTS), model=model)
+    alone, together = (row for row, _ in sweep(subject, "nodes", (1, 4)))
+    assert float((together - alone).abs().max()) > 1
