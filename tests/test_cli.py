@@ -51,7 +51,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def on_free_ports() -> tuple[str, ...]:
-    keys = [place.key for place in places(Config())]
+    keys = [*places(Config())]
     return tuple(f"{key}=127.0.0.1:{port}" for key, port in zip(keys, free_ports(len(keys)), strict=True))
 
 

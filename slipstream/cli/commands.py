@@ -52,7 +52,7 @@ def everywhere(
 @app.command()
 def run(
     prompt: Annotated[str | None, typer.Argument(help="The question; a default one shows drafts at work.")] = None,
-    once: Annotated[bool, typer.Option("--once", "--exit", help="End after the answer instead of serving on.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="End after the answer instead of serving on.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
     config: ConfigFile = None, overrides: Overrides = None, logs: Logs = None,
 ) -> None:

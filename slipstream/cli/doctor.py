@@ -246,12 +246,11 @@ def _exactness(config: Config) -> list[Check]:
 
 
 def _ports(config: Config) -> list[Check]:
-    taken = [(place, problem) for place in places(config) if (problem := _bind_problem(place.address))]
-    if not taken:
-        return [Check("ports", "ok", ", ".join(place.address for place in places(config)))]
-    return [Check("ports", "warn", f"{place.address}: {problem}",
-                  f"stop what listens there (an earlier run?), or choose another: --set {place.key}=127.0.0.1:PORT")
-            for place, problem in taken]
+    listens = places(config)
+    return [Check("ports", "warn", f"{address}: {problem}",
+                  f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
+            for key, address in listens.items() if (problem := _bind_problem(address))] or [
+        Check("ports", "ok", ", ".join(listens.values()))]
 
 
 def _bind_problem(listen: str) -> str:

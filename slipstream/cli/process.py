@@ -108,20 +108,11 @@ def prepare_libraries(config: Config) -> None:
         os.environ.setdefault(name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """An address that a service listens on, and the setting that says so."""
-
-    key: str
-    address: str
-
-
 @dataclass(slots=True)
 class Service:
     """One process. ``ready``: whether it has ever taken work."""
 
     name: str
-    module: str
     metrics_listen: str
     log: Path
     process: subprocess.Popen[bytes] | None = None
@@ -156,33 +147,30 @@ def joined(config: Config) -> Config:
     return config.model_copy(update={"target": target, "router": router}).on_one_machine()
 
 
-def places(config: Config) -> tuple[Place, ...]:
-    """Every address that the three services listen on."""
-    return (
-        Place("router.listen", config.router.listen), Place("router.grpc_listen", config.router.grpc_listen),
-        Place("router.metrics_listen", config.router.metrics_listen),
-        Place("target.listen", config.target.listen), Place("target.metrics_listen", config.target.metrics_listen),
-        Place("draft.listen", config.draft.listen), Place("draft.metrics_listen", config.draft.metrics_listen),
-    )
+def places(config: Config) -> dict[str, str]:
+    """Every setting that says where one of the three services listens, with its address."""
+    return {f"{name}.{key}": getattr(section, key)
+            for name, section in (("router", config.router), ("target", config.target), ("draft", config.draft))
+            for key in ("listen", "grpc_listen", "metrics_listen") if hasattr(section, key)}
 
 
 def require_free(config: Config) -> None:
     """Raises ConfigError naming each address that cannot be had, with a flag that would help."""
     wanted = places(config)
-    ports = {_split(place.address)[1] for place in wanted}
+    ports = {_split(address)[1] for address in wanted.values()}
     lines = []
-    for place in wanted:
-        problem = refused(place.address)
+    for key, address in wanted.items():
+        problem = refused(address)
         if problem is None:
             continue
-        host, port = _split(place.address)
+        host, port = _split(address)
         if problem.errno != errno.EADDRINUSE:
-            lines.append(f"{place.key}: cannot listen on {place.address}: {problem.strerror or problem}; "
-                         f"choose another address with --set {place.key}=HOST:PORT")
+            lines.append(f"{key}: cannot listen on {address}: {problem.strerror or problem}; "
+                         f"choose another address with --set {key}=HOST:PORT")
             continue
         other = next(p for p in _other_ports(port) if p not in ports and refused(f"{host}:{p}") is None)
         ports.add(other)
-        lines.append(f"{place.key}: port {port} is taken; stop what uses it, or add --set {place.key}={host}:{other}")
+        lines.append(f"{key}: port {port} is taken; stop what uses it, or add --set {key}={host}:{other}")
     if sum(" is taken; " in line for line in lines) > 1:
         lines.append("is Slipstream running already? `slipstream chat` talks to it")
     if lines:
@@ -195,10 +183,9 @@ class Launch:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = joined(config)
         self.folder = folder
-        sections = (("draft", self.config.draft.metrics_listen), ("target", self.config.target.metrics_listen),
-                    ("router", self.config.router.metrics_listen))
-        self.services = [Service(name, f"{name}_service", metrics, folder / f"{name}.log")
-                         for name, metrics in sections]
+        listens = places(self.config)
+        self.services = [Service(name, listens[f"{name}.metrics_listen"], folder / f"{name}.log")
+                         for name in ("draft", "target", "router")]
 
     def start(self) -> None:
         """Start all of them. Raises ConfigError when an address is taken or the folder cannot be written."""
@@ -263,7 +250,7 @@ class Launch:
         return self.folder / "slipstream.yaml"
 
     def _spawn(self, service: Service) -> None:
-        command = [sys.executable, "-m", service.module, "--config", str(self._file)]
+        command = [sys.executable, "-m", f"{service.name}_service", "--config", str(self._file)]
         with service.log.open("ab") as log:
             service.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                                start_new_session=True, env={**SHARED_CORES, **os.environ})
