@@ -16,7 +16,7 @@ import torch
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_head
-from slipstream.drafting.levels import Network
+from slipstream.drafting.neural import Network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Features

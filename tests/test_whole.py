@@ -13,8 +13,7 @@ import torch
 from slipstream.base.config import GrowthSection
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
-from slipstream.drafting.levels import Levels
-from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team

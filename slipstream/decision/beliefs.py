@@ -35,11 +35,12 @@ class DraftLatency:
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
 
-    __slots__ = ("_known", "_load", "_seen", "shared")
+    __slots__ = ("_known", "_level", "_load", "_seen", "mean_s", "shared")
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self._load = 1
+        self.mean_s: float | None = None  # of the present load; None: nothing is known
+        self._load = self._level = 1
         self._seen: dict[int, Latencies] = {}
         self._known: Latencies | None = None  # of the present load, or of the next smaller one that was seen
 
@@ -51,12 +52,9 @@ class DraftLatency:
     @load.setter
     def load(self, sessions: int) -> None:
         self._load = sessions
+        if self.shared:
+            self._level = sessions.bit_length()
         self._look_up()
-
-    @property
-    def mean_s(self) -> float | None:
-        """None: nothing is known."""
-        return self._known.mean_s if self._known is not None else None
 
     def least_s(self, unknown_s: float) -> float:
         """The best that is known: what made the others dear may be over."""
@@ -74,19 +72,19 @@ class DraftLatency:
         return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
 
     def observe(self, seconds: float) -> None:
-        self._seen.setdefault(self._level(), Latencies()).observe(seconds)
+        if self._level not in self._seen:
+            self._seen[self._level] = Latencies()
+        self._seen[self._level].observe(seconds)
         self._look_up()
 
     def forget(self) -> None:
         self._seen.clear()
-        self._known = None
-
-    def _level(self) -> int:
-        return self._load.bit_length() if self.shared else 0
+        self._look_up()
 
     def _look_up(self) -> None:
-        seen = [level for level in self._seen if level <= self._level()]
-        self._known = self._seen[max(seen)] if seen else None
+        level = self._level if self._level in self._seen else max(filter(self._level.__gt__, self._seen), default=None)
+        self._known = self._seen[level] if level is not None else None
+        self.mean_s = self._known.mean_s if self._known is not None else None
 
 
 class Latencies:
@@ -331,21 +329,22 @@ class Beliefs:
     """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
     cores of their target."""
 
-    __slots__ = ("_accepted", "_drafted", "alone", "costs", "latency", "purse")
+    __slots__ = ("_accepted", "_drafted", "alone", "costs", "latency", "purse", "worth")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False) -> None:
         self.costs = costs
         self.latency = DraftLatency(shared_cores)
         self.purse = Purse(TOGETHER if shared_cores else 1)
+        self.worth = 1.0  # of a second that drafting takes, by one of plain decoding: what prompt lookup makes in it
         self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
         # Sampled text is harder to foresee, so what is known of it is kept apart.
         self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
         self._drafted: WeakKeyDictionary[object, None] = WeakKeyDictionary()  # who asks for drafts, in order
 
-    @property
-    def worth(self) -> float:
-        """Of a second that drafting takes, by one of plain decoding: what the text foretells would be made in it."""
-        return max(1.0, self.alone.gain)
+    def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
+        """A round of any session is over. Without prompt lookup it counts as a plain one."""
+        self.alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
+        self.worth = max(1.0, self.alone.gain)
 
     def begin(self, sampled: bool, price_s: float) -> Acceptance:
         """What a new session believes: as others have seen it. If the purse has ``price_s`` it begins with a guess, so

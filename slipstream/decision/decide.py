@@ -100,6 +100,7 @@ class Decision:
     enough: float  # draft tokens that a tree must promise for the step to begin at once
     why: Why
     spends_s: float = 0.0  # of the purse: what this round is expected to lose for what it tells
+    tries: bool = False  # it is a wait that is spent for
 
 
 class Round(NamedTuple):
@@ -294,20 +295,21 @@ def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads
     plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
     loses_s = _plain_loses_s(prices, standing) if plain else 0.0
     plain = plain and beliefs.purse.left_s >= loses_s
-    drafts = standing.wants and not plain
+    wants = standing.wants
+    drafts = wants and not plain
     wait = _asks(prices, nodes, beliefs, standing, seen, rules) if drafts else Wait(False)
     if lookup and wait.tries:
         wait = Wait(False)
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
-    asks = wait.granted if beliefs.latency.shared else standing.wants
+    asks = wait.granted if beliefs.latency.shared else wants
     verify = nodes if drafts else 0
     want = verify if asks and not lookup else 0
     waits = wait.granted and seen.followed and not (standing.idle or standing.silent)
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
                     bool(want and seen.grows_ahead and leads and not beliefs.latency.shared),
                     _deadline_s(beliefs, standing, rules) if waits else 0.0,
-                    _enough(prices, nodes, beliefs, standing) if standing.wants and not lookup else 0.0,
-                    _why(lookup, plain, wait, standing, seen), loses_s if plain else wait.spends_s)
+                    _enough(prices, nodes, beliefs, standing) if wants and not lookup else 0.0,
+                    _why(lookup, plain, wait, wants, standing, seen), loses_s if plain else wait.spends_s, wait.tries)
 
 
 def _asks(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> Wait:
@@ -328,10 +330,10 @@ def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules
     return not idle and (standing.mode is not Mode.PLAIN or standing.wants)
 
 
-def _why(lookup: int, plain: bool, wait: Wait, standing: Standing, seen: Seen) -> Why:
+def _why(lookup: int, plain: bool, wait: Wait, wants: bool, standing: Standing, seen: Seen) -> Why:
     rows: tuple[tuple[bool, Why], ...] = (
         (not standing.allowed, "forbidden"), (lookup > 0, "prompt lookup"),
         (standing.probe_left_s is not None, "a probe"), (plain, "measures plain"),
-        (not standing.wants or standing.idle > 0, "drafts do not pay"), (wait.tries, "tries a wait"),
+        (not wants or standing.idle > 0, "drafts do not pay"), (wait.tries, "tries a wait"),
         (not seen.followed, "no drafter"), (not wait.granted, "too slow"))
     return next((why for holds, why in rows if holds), "drafts pay")

@@ -121,25 +121,26 @@ class SpeculationPolicy:
         """The coming round, from what is there after a commit. It is paid for; asked again before the round is over,
         the last answer counts."""
         beliefs, rules = self._beliefs, self._rules
-        self._take_back()
+        if self._stands is not None:
+            self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
         leads = seen.grows_ahead and beliefs.leads(self, rules.few, rules.crowd)
         decision = self._stands = decide(beliefs, self._at, seen, rules, leads)
         self._others = seen.others
         beliefs.asks(self, decision.want > 0)
-        if decision.why == "tries a wait" and not self._at.trying:
+        if decision.tries and not self._at.trying:
             beliefs.purse.pay_wait(decision.spends_s)
             self._at.trying = True
-        else:
+        elif decision.spends_s:
             beliefs.purse.pay(decision.spends_s)
         return decision
 
-    def _take_back(self) -> None:
-        decision, self._stands = self._stands, None
-        if decision is None or not decision.spends_s:
+    def _take_back(self, decision: Decision) -> None:
+        self._stands = None
+        if not decision.spends_s:
             return
-        if decision.why == "tries a wait":
+        if decision.tries:
             self._beliefs.purse.unpay_wait(decision.spends_s)
             self._at.trying = False
         else:
@@ -167,14 +168,15 @@ class SpeculationPolicy:
         beside = max(told or 0, round_.rows - 1 - drafted, 0)
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
         others = beside if told is None else told
-        self._plain_s, step_s = ((round_.plain_s, round_.verify_s) if round_.plain_s is not None else
-                                 (beliefs.costs.cost(beside + 1), beliefs.costs.cost(beside + 1 + drafted)))
+        steps = ((round_.plain_s, round_.verify_s) if round_.plain_s is not None else
+                 beliefs.costs.steps(beside + 1, drafted))
+        self._plain_s, step_s = steps[0], steps[-1]
         waiting = 1 if round_.plain_s is not None else others + 1
         toll_s = beliefs.latency.toll_s(self._plain_s) if (drafted or round_.wait_s) and not round_.lookup else 0.0
         prices = Prices((self._plain_s, step_s if drafted else self._plain_s), waiting, beliefs.worth)
         earned_s = (1 + round_.accepted) * self._plain_s
         spent_s = prices.seconds(1, round_.wait_s + toll_s)  # a plain step is a plain step, whatever it took
-        beliefs.alone.add(earned_s, spent_s if round_.lookup else earned_s, 0.0, round_.lookup)
+        beliefs.passed(earned_s, spent_s, round_.lookup)
         beliefs.purse.earn(round_.verify_s + round_.wait_s, others + 1)
         self._stands = None
         if not round_.lookup:
@@ -279,7 +281,8 @@ class SpeculationPolicy:
         self._backoff_s = min(2 * self._backoff_s, self._rules.probe_max_s)
 
     def _go(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
-        self._take_back()
+        if self._stands is not None:
+            self._take_back(self._stands)
         self._end_probe()
         at, before = self._at, self._at.mode
         at.mode, self._since_s = after, now_s

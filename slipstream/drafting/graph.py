@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.drafting.levels import MOST_SESSIONS, Network, Output
+from slipstream.drafting.neural import MOST_SESSIONS, Network, Output
 from slipstream.engine.backend import Attend, PagedAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
@@ -39,7 +39,7 @@ FEW_ROWS = 64  # pending rows of a session
 
 
 class LevelNetwork(Network, Protocol):
-    """A ``levels.Network`` whose forward can be taken apart."""
+    """A ``neural.Network`` whose forward can be taken apart."""
 
     @property
     def pool_slots(self) -> int:

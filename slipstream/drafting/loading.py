@@ -19,8 +19,7 @@ from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_he
 from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
-from slipstream.drafting.levels import Levels, Network, run_network
-from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.neural import Levels, Network, NeuralDrafter, run_network
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.flashinfer import FlashInferAttention

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from slipstream.drafting.levels import Output
+from slipstream.drafting.neural import Output
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import Slots
 from slipstream.engine.runner import ModelRunner
@@ -21,7 +21,7 @@ from slipstream.protocol.messages import Features, FeatureSpec
 
 
 class StandaloneNetwork:
-    """A ``levels.Network`` over a whole causal model."""
+    """A ``neural.Network`` over a whole causal model."""
 
     lag = 0
     hidden_size = 0

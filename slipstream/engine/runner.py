@@ -127,7 +127,8 @@ class ModelRunner:
     def features(self, slots: Sequence[int] | NDArray[np.int64]) -> torch.Tensor:
         """[M, F], the feature rows of tokens by their slots, in the model's dtype."""
         assert self.taps, "no taps are set"
-        return self._features.index_select(0, sent(np.asarray(slots, np.int64), self._features.device))
+        near, device = np.asarray(slots, np.int64), self._features.device
+        return self._features.index_select(0, torch.from_numpy(near) if device.type == "cpu" else sent(near, device))
 
     def features_from(self, slots: NDArray[np.int64]) -> int:
         """The index in ``slots`` from which on every feature row is there (their number: none is)."""

@@ -1,9 +1,16 @@
-"""Following: all sessions of one target that may be drafted for, the drafts, and what both have shown so far.
+"""Following: sessions of one target that may be drafted for: their trees, who drafts, what was decided, and when.
 
 Rules:
 1. Its verbs belong to the engine thread; what links tell (``LinkEvents``) waits in the inbox until that thread looks.
 2. It blocks nowhere but in ``take``, and there never longer than it is told.
 3. What can wait until the drafts have heard of a commit (counters, costs) waits until ``flush``.
+4. What a round needs is decided once, when the round before is committed (or a drafter joins): ``Followed.decision``
+   holds until the next commit.
+5. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
+   drafter would in the same time, its chain is verified at once and nobody is asked.
+6. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
+7. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
+   says to a target that holds nodes tells how it deepens, not how long an answer takes.
 
 It knows nothing about engines, clients or sockets.
 """
@@ -13,19 +20,399 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import log
 
-from slipstream.base.config import TargetSection
+from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.decide import Decision, Mode, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.following.followed import Followed, RoundRecord, Shared, Step, Verified
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
-from slipstream.protocol.messages import DraftHello, Growth, Link, Sampling, TargetBound
+from slipstream.protocol.lookup import PromptLookup
+from slipstream.protocol.messages import (
+    Close,
+    DraftHello,
+    Drop,
+    Features,
+    FeatureSpec,
+    Growth,
+    Link,
+    Sampling,
+    TargetBound,
+)
+from slipstream.protocol.requests import Finish
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward that is done. ``rows``: of all sessions; ``nodes``: draft tokens among them."""
+
+    began_s: float
+    seconds: float
+    rows: int
+    sessions: int  # that it verified a tree for
+    nodes: int = 0
+    prefill: bool = False  # it computed prompts too
+
+    @property
+    def ended_s(self) -> float:
+        return self.began_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What one session got out of a step: ``tokens`` to commit, the first ``accepted`` of them draft tokens."""
+
+    session: int
+    tokens: tuple[int, ...]
+    drafted: int  # draft tokens that were verified
+    accepted: int
+    depth: int  # of the deepest of them
+    finish: Finish = ""  # why the answer ends here; "": it goes on
+    rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What became of a round, and why it was as it was."""
+
+    drafted: int
+    accepted: int
+    tokens: int
+    waited_s: float  # it stood still for its drafter
+    outcome: str  # one of the metric's
+    why: Why
+    link: Link | None  # who drafted, if anybody did
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    pool: DraftPool
+    policy: PolicySection
+    beliefs: Beliefs
+    metrics: TargetMetrics
+    lookup: bool  # in the text itself
+
+    def changed(self, session: int, change: Transition, why: Why) -> None:
+        """Another mode from now on. ``why``: of the decision that stood then."""
+        self.metrics.mode.changed(change.before.value, change.after.value, change.reason)
+        logger("target").info("mode changed", scope="session", session=session, before=change.before.value,
+                              after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+
+
+PENDING = 16  # committed tokens that a drafter takes in together with a tree
+ASKED = 4  # commits whose answers may still come
+
+
+class Waiting:
+    """Of one session, since its newest commit."""
+
+    __slots__ = ("_asked", "_heard_s", "_latency_s", "committed_s", "first", "stood", "unasked", "until_s")
+
+    def __init__(self) -> None:
+        self.committed_s = 0.0  # when the newest token was committed
+        self.until_s = 0.0  # the deadline of the drafter's answer
+        self.stood = False  # a step went without it since then, because it waited
+        self.first = True  # the drafter that follows has not been awaited yet, or not for long
+        self.unasked = 0  # tokens that were committed since a tree was asked for
+        self._heard_s: float | None = None  # when the drafter answered for it
+        self._asked: dict[int, float] = {}  # base -> when
+        self._latency_s: float | None = None  # of an answer that came since the last round
+
+    def attached(self) -> None:
+        """A drafter follows from here, and has the whole text to read."""
+        self.first, self.unasked = True, 0
+
+    def asks(self) -> None:
+        """A tree is asked for. What the drafter has to catch up with takes time that no later answer takes."""
+        self.first, self.unasked = self.first or self.unasked > PENDING, 0
+
+    def begin(self, now_s: float, wait_s: float, base: int | None) -> None:
+        """The drafter hears of the newest token now. ``base``: what its answer will name, if that tells its latency."""
+        self.committed_s, self.until_s, self.stood, self._heard_s = now_s, now_s + wait_s, False, None
+        if base is not None and not self.first:
+            self._asked[base] = now_s
+            if len(self._asked) > ASKED:
+                del self._asked[min(self._asked)]
+
+    def heard(self, now_s: float, base: int, newest: int, joined: bool, answered: bool) -> None:
+        """Growth for ``base`` came, of which something ``joined`` the tree at ``newest``; ``answered``: it is what was
+        waited for."""
+        if answered and self._heard_s is None:
+            self._heard_s = now_s
+        if joined and base < newest:
+            # It crossed the commit, so its drafter believes in a tree here: what comes next is one more level of it.
+            self._asked.pop(newest, None)
+        asked_s = self._asked.pop(base, None)
+        if asked_s is not None:
+            self._latency_s = max(0.0, now_s - asked_s)
+
+    def stood_s(self, began_s: float) -> float:
+        """Seconds that it stood still before the step that began at ``began_s``."""
+        if not self.stood:
+            return 0.0
+        answered_s = self._heard_s if self._heard_s is not None else min(began_s, self.until_s)
+        return max(0.0, answered_s - self.committed_s)
+
+    def latency(self) -> float | None:
+        """What the newest answer took; told once."""
+        latency_s, self._latency_s = self._latency_s, None
+        return latency_s
+
+
+ROWS = 256  # feature rows of one item: well below the message limit for any known model
+RETRY_S = 1.0  # after a drafter gave the session up for lack of room
+LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
+
+
+class Followed:
+    """One session. Made by ``Following.open``."""
+
+    __slots__ = ("_limit", "_lookup", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun", "decision",
+                 "link", "policy", "reads", "session", "side", "waiting")
+
+    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
+        """limit: tokens that the session has at most, its prompt included."""
+        self.session = side.session
+        self.side = side
+        self.policy = policy
+        self.link: Link | None = None
+        self.reads: FeatureSpec | None = None  # what its drafter reads of the engine's states
+        self._runs_ahead = False  # whether its drafter grows on while the engine verifies, where it may
+        self.begun = False
+        self.decision = self._alone()
+        self.waiting = Waiting()
+        self._shared = shared
+        self._limit = limit
+        self._lookup: PromptLookup | None = None
+        self._retry_at_s = 0.0  # no drafter is looked for before
+        self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be committed."""
+        return self._limit - self.side.base
+
+    @property
+    def nodes(self) -> int:
+        """Rows to verify now, root included."""
+        held, decision = len(self.side.tree) - 1, self.decision
+        return 1 if not held or self.left == 1 else 1 + min(held, decision.lookup or decision.verify)
+
+    def take(self, rows: int) -> DraftTree:
+        """The best of its tree in at most so many rows, root included."""
+        return self.side.tree.best(min(rows, self.nodes))
+
+    def chain(self, most: int) -> list[int]:
+        """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""
+        tree = self.take(self.nodes)
+        return [int(tree.tokens[node]) for node in tree.best_path()[1 : 1 + min(most, self.left - 1)]]
+
+    def waits(self, now_s: float) -> bool:
+        """Whether the step should leave it out for a while, because growth may still come in time."""
+        if self.link is None or self.side.heard or now_s >= self.waiting.until_s:
+            return False
+        tree = self.side.tree
+        return len(tree) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+
+    def begin(self, now_s: float, others: int) -> None:
+        """It is computed from now on, beside so many ``others``."""
+        self.begun = True
+        self.decision = self._decide(now_s, others, ())
+        self._follow(now_s, others)
+        self._await(now_s)
+
+    def pause(self) -> None:
+        """It is not computed for a while."""
+        self.begun = False
+        self.detach()
+
+    def detach(self) -> None:
+        """Nobody follows it any more; its drafter, if it had one, is told."""
+        self._leave(self.side.detach())
+
+    def close(self) -> None:
+        """The answer is over."""
+        self._leave(self.side.close())
+
+    def allow(self, allowed: bool, now_s: float) -> None:
+        """Its client (or the router's policy) allows or forbids speculation from now on."""
+        if allowed:
+            self._note(self.policy.allow(now_s))
+            return
+        self._note(self.policy.forbid(now_s))
+        self._lookup = None  # it would miss tokens
+        self.detach()
+        self.decision = self._alone()
+
+    def commit(self, verified: Verified, step: Step) -> RoundRecord:
+        """Make ``tokens`` part of the session, decide the next round, and have the drafter told by the next flush."""
+        now_s, tokens, side = step.ended_s, verified.tokens, self.side
+        record = self._learn(verified, step, now_s)
+        if verified.finish:
+            side.commit(tokens)
+            return record
+        chain, chances = self._look_up(tokens)
+        self.waiting.unasked += len(tokens)
+        decision = self.decision = self._decide(now_s, step.sessions - 1, chances)
+        if decision.want:
+            self.waiting.asks()
+        message = side.commit(tokens, self._rows_of(verified), verified.drafted, decision.want, decision.ahead)
+        self._shared.pool.say(self.link, message)
+        self._follow(now_s, step.sessions - 1)
+        self._await(now_s)
+        if decision.lookup:
+            side.add_lookup(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
+        return record
+
+    def wants_rows(self) -> tuple[FeatureSpec, int] | None:
+        """Which feature rows its drafter reads, and the first position whose row it has not had."""
+        return (self.reads, self._rows_from) if self.reads is not None else None
+
+    def give_rows(self, start: int, count: int, rows: bytes) -> None:
+        """Rows of committed tokens from ``start`` on, in order; what is left out is a gap that the drafter bridges."""
+        if self.reads is None:
+            return
+        size = len(rows) // max(1, count)
+        for at in range(0, count, ROWS):
+            self._shared.pool.say(self.link, Features(self.session, start + at, rows[at * size : (at + ROWS) * size],
+                                                      min(ROWS, count - at), self.reads.dtype))
+        self._rows_from = start + count
+
+    def receive(self, message: Growth | Drop, now_s: float) -> None:
+        """Take what its drafter sent, which came at ``now_s``. Raises RemoteProtocolError for what cannot be."""
+        joined = self.side.receive(message)
+        if isinstance(message, Drop):
+            self._dropped(message.reason, now_s)
+            return
+        if joined < 0:
+            self._shared.metrics.stale_growth()
+            return
+        self.waiting.heard(now_s, message.base, self.side.base, joined > 0, self.side.heard)
+
+    def lost(self, now_s: float, reason: Reason, moves: bool = False) -> None:
+        """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
+        commit, if one has room; else it decodes alone."""
+        if self._unlink() is not None:
+            self.side.lost()
+        if moves and self._shared.pool.has_room:
+            self._shared.metrics.moved()
+            return
+        self._note(self.policy.drafter_lost(now_s, reason))
+
+    def _dropped(self, reason: str, now_s: float) -> None:
+        link = self._unlink()
+        self._shared.pool.part(link)
+        if reason == "draining" and link is not None:
+            self._shared.pool.set_leaving(link, True)
+        elif reason in ("capacity", "failed", "invalid"):
+            self._retry_at_s = now_s + RETRY_S
+        self.lost(now_s, "draft_unavailable", moves=reason == "draining")
+        if now_s >= self._retry_at_s:
+            self.policy.drafter_ready(now_s)
+
+    def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
+        before, waiting, lookup = self.decision, self.waiting, self.decision.lookup > 0
+        waited_s = waiting.stood_s(step.began_s) if self.link is not None and self.side.num_output else 0.0
+        round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                       late=waiting.stood and not self.side.heard, exchange_s=None if lookup else waiting.latency(),
+                       first=waiting.first, lookup=lookup)
+        # The first token comes with the prompt: nobody waits for a drafter there.
+        waiting.first = waiting.first and (lookup or self.side.num_output == 0)
+        if (change := self.policy.observe(now_s, round_)) is not None:
+            self._note(change)
+        return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
+                           self._outcome(verified.drafted), before.why, None if before.lookup else self.link)
+
+    def _outcome(self, drafted: int) -> str:
+        if drafted:
+            return "prompt_lookup" if self.decision.lookup else "used"
+        if self.policy.mode is Mode.PLAIN:
+            return "plain"
+        return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
+
+    def _look_up(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        most = self._shared.policy.max_nodes if self._shared.lookup else 0
+        if not most or not self.policy.allowed:
+            return [], []
+        if self._lookup is None:
+            self._lookup = PromptLookup([*self.side.tokens, *tokens])
+        else:
+            self._lookup.commit(tokens)
+        return self._lookup.chain(min(most, self.left - len(tokens) - 1))
+
+    def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
+        followed = self.link is not None
+        if not followed and not chances and not self._looks(now_s):
+            return self._alone()
+        return self.policy.decide(now_s, Seen(others, followed, chances, self.waiting.unasked, self._runs_ahead))
+
+    def _alone(self) -> Decision:
+        return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
+                        "no drafter" if self.policy.allowed else "forbidden")
+
+    def _looks(self, now_s: float) -> bool:
+        """Whether a drafter could be found for it."""
+        return now_s >= self._retry_at_s and self._shared.pool.has_room
+
+    def _follow(self, now_s: float, others: int) -> None:
+        if self.link is not None:
+            if not self.decision.follow:
+                self.detach()
+        elif self._looks(now_s):
+            if self.decision.follow:
+                self._attach(now_s, others)
+            elif self._shared.beliefs.latency.shared:  # to ask again takes time from the step
+                self._retry_at_s = now_s + LOOK_S
+
+    def _attach(self, now_s: float, others: int) -> None:
+        self.link = self._shared.pool.join()
+        hello = self._shared.pool.hello(self.link)
+        if hello is None:
+            return
+        self.reads, self._runs_ahead = hello.features, hello.run_ahead > 0
+        # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
+        message = self.side.attach(self.decision.want, self.decision.ahead)
+        self._shared.pool.say(self.link, message)
+        self.waiting.attached()
+        self._rows_from = max(0, self.side.base - hello.max_context)
+        if not self.decision.lookup:
+            self.decision = self._decide(now_s, others, ())
+
+    def _unlink(self) -> Link | None:
+        """Whom it had, and has no more."""
+        link, self.link, self.reads, self._runs_ahead = self.link, None, None, False
+        return link
+
+    def _leave(self, message: Close | None) -> None:
+        link = self._unlink()
+        self._shared.pool.part(link)
+        self._shared.pool.say(link, message)
+
+    def _await(self, now_s: float) -> None:
+        """Its drafter hears of its newest token now; from here on it may wait."""
+        tells = self.link is not None and self.decision.want and len(self.side.tree) == 1
+        self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
+                           self.side.base if tells else None)
+
+    def _rows_of(self, verified: Verified) -> Features | None:
+        if self.reads is None or not verified.rows:
+            return None
+        start, count = self.side.base - 1, len(verified.tokens)
+        self._rows_from = start + count
+        return Features(self.session, start, verified.rows, count, self.reads.dtype)
+
+    def _note(self, change: Transition | None) -> None:
+        if change is not None:
+            self._shared.changed(self.session, change, self.decision.why)
+
 
 Event = Callable[[], None]
 

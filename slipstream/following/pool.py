@@ -48,6 +48,7 @@ class DraftPool:
         self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
         self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
+        self._due: set[Link] = set()  # whose items leave with the next flush
         self._spec: FeatureSpec | None = None
         self._agreement: dict[Link, Agreement] = {}
         self._warned: set[Link] = set()
@@ -80,6 +81,7 @@ class DraftPool:
     def link_down(self, link: Link, reason: str) -> None:
         """A drafter is gone."""
         self._outbox.pop(link, None)
+        self._due.discard(link)
         self._sessions.pop(link, None)
         self._agreement.pop(link, None)
         self._leaving.discard(link)
@@ -129,12 +131,14 @@ class DraftPool:
     def say(self, link: Link | None, item: DraftBound | None) -> None:
         """With the next flush."""
         if link in self._ready and item is not None:
-            self._outbox[link].append(item)
+            items = self._outbox[link]
+            items.append(item)
+            if not isinstance(item, Commit) or item.wanted or len(items) >= HELD:
+                self._due.add(link)
 
     def flush(self) -> bool:
         """Send what there is to say. Returns whether anything left."""
-        due = [link for link, items in self._outbox.items()
-               if len(items) >= HELD or any(not isinstance(item, Commit) or item.wanted for item in items)]
+        due, self._due = self._due, set()
         for link in due:
             link.send(self._outbox.pop(link))
         return bool(due)

@@ -32,16 +32,12 @@ class Trace:
 
     def __init__(self, path: str, name: str) -> None:
         self._path = path
+        self.keeps = bool(path)  # whether anything is kept
         self._name = name
         self._pid = crc32(f"{os.getpid()} {name}".encode())  # two of one process are two in the picture
         self._offset_s = time.time() - time.monotonic()
         self._rows: dict[str, int] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=KEPT)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether anything is kept."""
-        return bool(self._path)
 
     def span(self, row: str, name: str, began_s: float, ended_s: float, **values: Value) -> None:
         """Something took from ``began_s`` to ``ended_s``."""

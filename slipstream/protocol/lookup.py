@@ -51,25 +51,24 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. Once there are twice as many as are kept, the older half is forgotten."""
-        for token in tokens:
-            self._append(token)
+        self._append(tokens)
         if len(self.tokens) > 2 * self._keep:
             kept = self.tokens[-self._keep:]
             self._clear()
-            for token in kept:
-                self._append(token)
+            self._append(kept)
 
-    def _append(self, token: int) -> None:
-        text = self.tokens
-        text.append(token)
-        end = len(text)
-        for order, newest, before in zip(self._orders, self._newest, self._before, strict=True):
-            if order > end:
-                before.append(-1)
-                continue
-            key = hash(tuple(text[end - order:]))
-            before.append(newest.get(key, -1))
-            newest[key] = end
+    def _append(self, tokens: Sequence[int]) -> None:
+        text, chains = self.tokens, [*zip(self._orders, self._newest, self._before, strict=True)]
+        for token in tokens:
+            text.append(token)
+            end = len(text)
+            for order, newest, before in chains:
+                if order > end:
+                    before.append(-1)
+                    continue
+                key = hash(tuple(text[end - order:]))
+                before.append(newest.get(key, -1))
+                newest[key] = end
 
     def matches(self) -> list[Match]:
         """Earlier occurrences of the newest tokens, the longest first and the newest first among equals."""

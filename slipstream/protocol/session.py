@@ -173,9 +173,8 @@ class TargetSide:
         return len(self.tree) - before
 
     def add_lookup(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
-        """Nodes from no drafter: a chain below the root."""
-        if tokens:
-            self.tree = self.tree.graft(tokens, scores, LOOKED_UP + MAX_NODES * self.base)
+        """Nodes from no drafter: a chain below the root, of one token at least."""
+        self.tree = self.tree.graft(tokens, scores, LOOKED_UP + MAX_NODES * self.base)
 
     def lost(self) -> None:
         """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""

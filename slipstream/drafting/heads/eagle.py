@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead
 from slipstream.drafting.heads.layout import LAYER
-from slipstream.drafting.levels import Output, apart, wire_rows
+from slipstream.drafting.neural import Output, apart, wire_rows
 from slipstream.engine.backend import Attend
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
@@ -44,7 +44,7 @@ NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm
 
 
 class EagleNetwork:
-    """A ``levels.Network`` over an EAGLE head."""
+    """A ``neural.Network`` over an EAGLE head."""
 
     lag = 1
 

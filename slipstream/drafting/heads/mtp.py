@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
-from slipstream.drafting.levels import Output, apart, wire_rows
+from slipstream.drafting.neural import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch, sent
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
@@ -79,7 +79,7 @@ class DecoderBlocks:
 
 
 class MtpNetwork:
-    """A ``levels.Network`` over the layers of a head."""
+    """A ``neural.Network`` over the layers of a head."""
 
     lag = 1
 
