@@ -6,7 +6,7 @@ Rules:
 3. No run outlives ``request_timeout_s``.
 4. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
 
-It knows nothing about the OpenAI format, HTTP or gRPC.
+It knows nothing about HTTP or gRPC, nor how answers are written.
 """
 
 from __future__ import annotations
@@ -53,16 +53,15 @@ class Gateway:
     """Plans and starts requests for one model."""
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
-                 section: RouterSection, spans: Spans, clock: Callable[[], float] = time.monotonic) -> None:
+                 section: RouterSection, spans: Spans) -> None:
         self.codec = codec
         self.metrics = metrics
+        self.spans = spans
         self.admission = Admission(section.max_in_flight, metrics.load)
+        self.leaving = False
         self._balancer = balancer
         self._fallback = fallback
         self._section = section
-        self.clock = clock
-        self.spans = spans
-        self.leaving = False
 
     @property
     def ready(self) -> bool:
@@ -115,9 +114,9 @@ class Gateway:
     async def start(self, job: Job, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
-        arrived_s = self.clock()
+        arrived_s = time.monotonic()
         await self.admission.enter(job.num_answers)
-        self.metrics.admitted(self.clock() - arrived_s, sum(map(len, job.prompts)) * job.options.n)
+        self.metrics.admitted(time.monotonic() - arrived_s, sum(map(len, job.prompts)) * job.options.n)
         try:
             run = Run(self, job, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
@@ -207,7 +206,7 @@ class Run:
         self._commits_s: dict[int, float] = {}
         self._closed = False
         self._failed = False
-        self._limit = Limit(_too_long, max(deadline_s - gateway.clock(), 0.0))
+        self._limit = Limit(_too_long, max(deadline_s - time.monotonic(), 0.0))
         self._span = gateway.spans.begin("router.request", trace, endpoint=job.endpoint, answers=job.num_answers)
         self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
         # No queue between a single answer and its reader.
@@ -236,7 +235,7 @@ class Run:
         if not self._commits_s:
             meant = self.completions[found[0]].tally.first_state == "speculate"
             self.mode = "speculative" if meant and self._gateway.drafted else "plain"
-        self._came = self._gateway.clock(), found[0], found[1].num_tokens
+        self._came = time.monotonic(), found[0], found[1].num_tokens
         return found
 
     def usage(self) -> Usage:
@@ -289,6 +288,6 @@ class Run:
         done = all(completion.finished for completion in self.completions)
         metrics.request(self.job.endpoint, 200 if done else 499, self.mode)
         if done:
-            metrics.finished(self._gateway.clock() - self._arrived_s, self.mode)
+            metrics.finished(time.monotonic() - self._arrived_s, self.mode)
         else:
             metrics.failed("cancelled")

@@ -90,11 +90,6 @@ class TextCodec:
                 tokens += self._encode(segment.text, "messages", add_special_tokens=False)
         return tokens
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of a whole answer, special tokens left out."""
-        detokenizer = Detokenizer(self)
-        return "".join([detokenizer.push(token) for token in tokens]) + detokenizer.flush()
-
     def is_special(self, token: int) -> bool:
         return token in self._specials
 
@@ -351,7 +346,8 @@ class Tally:
 
 
 class Completion:
-    """The text of ``answer`` to ``request``. Iterate once; errors of the answer come out of the iteration."""
+    """The text of ``answer``, which ends with a finish or an error, to ``request``. Iterate once; errors of the answer
+    come out of the iteration."""
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str],
                  vocab_size: int) -> None:
@@ -373,11 +369,7 @@ class Completion:
     async def __anext__(self) -> TextDelta:
         if self.finished:
             raise StopAsyncIteration
-        try:
-            piece = await anext(self._pieces)
-        except StopAsyncIteration:
-            raise Unavailable("the target ended the answer before its end") from None
-        delta = self._take(piece)
+        delta = self._take(await anext(self._pieces))
         if delta.finish:
             self.finished = True
             await self._answer.aclose()
