@@ -14,71 +14,31 @@ import asyncio
 import contextlib
 import selectors
 import signal
-import socket
-from collections import deque
 
-UNJOINED_S = 1e-3  # how often bytes look whether there is another end by now
+MOST_BYTES = 1 << 16  # at once
 
 
-class Way(asyncio.Protocol):
-    """One end of a connection: what it hears goes to the other end, later."""
-
-    def __init__(self, delay_s: float) -> None:
-        self._delay_s = delay_s
-        self._loop = asyncio.get_running_loop()
-        self._waiting: deque[bytes | None] = deque()  # None: the end
-        self.transport: asyncio.Transport | None = None
-        self.other: Way | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def data_received(self, data: bytes) -> None:
-        self._later(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._later(None)
-
-    def _later(self, data: bytes | None) -> None:
-        self._waiting.append(data)
-        self._loop.call_later(self._delay_s, self._pass_on)
-
-    def _pass_on(self) -> None:
-        """The oldest bytes; one call for each that came."""
-        end = self.other.transport if self.other is not None else None
-        if end is None:
-            self._loop.call_later(UNJOINED_S, self._pass_on)
-            return
-        data = self._waiting.popleft()
-        if data is None:
-            end.close()
-        elif not end.is_closing():
-            end.write(data)
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    """One way, to its end."""
+    loop, due_s = asyncio.get_running_loop(), 0.0
+    while data := await reader.read(MOST_BYTES):
+        due_s = max(due_s + 1e-6, loop.time() + delay_s)
+        loop.call_at(due_s, writer.write, data)
+    loop.call_later(delay_s, writer.close)
 
 
 async def relay(listen: tuple[str, int], to: tuple[str, int], delay_s: float) -> asyncio.Server:
     """A server that joins each connection with one of its own to ``to``."""
-    loop = asyncio.get_running_loop()
-    joining: set[asyncio.Task[None]] = set()
 
-    def accept() -> Way:
-        near = Way(delay_s)
-        task = loop.create_task(join(near))
-        joining.add(task)
-        task.add_done_callback(joining.discard)
-        return near
+    async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection(*to)
+                await asyncio.gather(pump(reader, far_writer, delay_s), pump(far_reader, writer, delay_s))
+        finally:
+            asyncio.get_running_loop().call_later(delay_s, writer.close)
 
-    async def join(near: Way) -> None:
-        far = near  # nobody is there: the end comes back
-        with contextlib.suppress(OSError):
-            _, far = await loop.create_connection(lambda: Way(delay_s), *to)
-        near.other, far.other = far, near
-        if far is near and near.transport is not None:
-            near.transport.close()
-
-    return await loop.create_server(accept, *listen)
+    return await asyncio.start_server(join, *listen)
 
 
 async def serve(listen: tuple[str, int], to: tuple[str, int], delay_s: float) -> None:

@@ -40,17 +40,10 @@ class Story:
     speculated: Measured
     plain: Measured
 
-    @property
-    def left_after_s(self) -> float | None:
-        """Seconds from turning bad to leaving speculation."""
-        return next((c.at_s - self.bad_from_s for c in self.changes
-                     if c.state != "speculate" and c.at_s >= self.bad_from_s), None)
-
-    @property
-    def back_after_s(self) -> float | None:
-        """Seconds from recovery to speculating again for good."""
-        return next((c.at_s - self.good_from_s for c in self.changes
-                     if c.state == "speculate" and c.at_s >= self.good_from_s), None)
+    def after_s(self, since_s: float, speculating: bool) -> float | None:
+        """Seconds from ``since_s`` until the answer was treated so."""
+        return next((change.at_s - since_s for change in self.changes
+                     if (change.state == "speculate") is speculating and change.at_s >= since_s), None)
 
 
 async def tell(say: Callable[[str], None], tokens: int = TOKENS) -> Story:
@@ -70,39 +63,35 @@ class Teller:
     def __init__(self, say: Callable[[str], None], tokens: int) -> None:
         self._say = say
         self._third = tokens // 3
-        self._first_s: float | None = None
+        self._first_s = 0.0
         self._tokens = self._second = self._in_second = self._accepted = 0
         self.changes: list[Change] = []
         self.bad_from_s = self.good_from_s = float("inf")
 
     def heard(self, piece: Piece) -> None:
-        now_s = time.perf_counter()
-        if self._first_s is None:
-            self._first_s = now_s
-        at_s = now_s - self._first_s
+        self._first_s = self._first_s or time.perf_counter()
+        at_s = time.perf_counter() - self._first_s
         if not self.changes or self.changes[-1].state != piece.state:
             self.changes.append(Change(at_s, piece.state))
             self._say(f"{at_s:6.1f} s  [bold]{piece.state}[/bold]")
         if int(at_s) > self._second:
             self._say(f"{at_s:6.1f} s  {self._in_second:4d} tokens a second, {self._accepted} of them from drafts")
             self._second, self._in_second, self._accepted = int(at_s), 0, 0
-        self._tokens += len(piece.tokens)
+        before, self._tokens = self._tokens, self._tokens + len(piece.tokens)
         self._in_second += len(piece.tokens)
         self._accepted += piece.accepted
-        if self._tokens >= self._third and self.bad_from_s > at_s:
-            self.bad_from_s = self._turns(at_s, "[red]the drafter turns bad[/red]")
-        if self._tokens >= 2 * self._third and self.good_from_s > at_s:
-            self.good_from_s = self._turns(at_s, "[green]the drafter recovers[/green]")
-
-    def _turns(self, at_s: float, what: str) -> float:
-        self._say(f"{at_s:6.1f} s  {what}")
-        return at_s
+        if before < self._third <= self._tokens:
+            self.bad_from_s = at_s
+            self._say(f"{at_s:6.1f} s  [red]the drafter turns bad[/red]")
+        if before < 2 * self._third <= self._tokens:
+            self.good_from_s = at_s
+            self._say(f"{at_s:6.1f} s  [green]the drafter recovers[/green]")
 
 
 def main() -> None:
     console = Console(highlight=False)
     story = asyncio.run(tell(console.print))
-    left, back = story.left_after_s, story.back_after_s
+    left, back = story.after_s(story.bad_from_s, False), story.after_s(story.good_from_s, True)
     console.print(f"left speculation {left:.1f} s after the drafter turned bad" if left is not None else
                   "[red]never left speculation[/red]")
     console.print(f"came back {back:.1f} s after it recovered" if back is not None else "[red]never came back[/red]")

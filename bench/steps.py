@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from bench.gpu.shapes import read_bytes
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
-from slipstream.base.errors import ModelError
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import ATTEND, PRODUCT
 from slipstream.engine.runner import ModelRunner
@@ -107,32 +106,21 @@ def timed(parts: dict[str, Part], repeats: int) -> dict[str, tuple[float, float]
     return {name: (statistics.median(taken), min(taken)) for name, taken in times.items()}
 
 
-def loaded(model: str, dtype: str, kernels: str, slots: int) -> ModelRunner:
-    found: CausalModel = (load_model(resolve(model), ModelSection(dtype=dtype, quantize="int8")) if kernels == "int8"
-                          else load_model(resolve(model), ModelSection(dtype=dtype, kernels=kernels)))
-    if not isinstance(found, (Decoder, NativeDecoder)):
-        raise ModelError("bench-steps measures the engine 'decoder' alone")
-    runner = ModelRunner(found, slots)
+def loaded(kernels: str, slots: int) -> ModelRunner:
+    how = ModelSection(quantize="int8") if kernels == "int8" else ModelSection(kernels=kernels)
+    runner = ModelRunner(load_model(resolve(how.path), how), slots)
     runner.pool.kv.zero_()
     return runner
 
 
-def bytes_read(model: CausalModel, itemsize: float) -> float:
-    """By a plain step, of weights."""
-    config = model.config
-    projections = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
-    layer = projections + 3 * config.hidden_size * config.intermediate_size
-    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * itemsize
-
-
-def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], list[Row]]:
+def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], list[Row]]:
     """Steps by rows, and the parts of a plain one, for each number of threads and both kernels."""
     by_rows: list[Row] = []
     split: list[Row] = []
     memory = torch.zeros(SUMMED)
     for count in track(threads, description="threads"):
         torch.set_num_threads(count)  # the kernels of our own have as many as torch when they are loaded
-        runners = {kind: loaded(model, dtype, kind, CONTEXT + max(ROWS)) for kind in kinds}
+        runners = {kind: loaded(kind, CONTEXT + max(ROWS)) for kind in kinds}
         parts: dict[str, Part] = {"sum": memory.sum}
         for kind, runner in runners.items():
             parts |= {f"{kind} {rows}": partial(step, runner, rows) for rows in ROWS}
@@ -143,17 +131,16 @@ def run(model: str, dtype: str, threads: list[int], kinds: list[str], repeats: i
                 median, least = found[f"{kind} {rows}"]
                 by_rows.append({"kernels": kind, "threads": count, "rows": rows, "ms": 1e3 * median,
                                 "least_ms": 1e3 * least, "against_one": median / found[f"{kind} 1"][0]})
-            model_of, sizes = runners[kind].model, {"int8": 1}
-            read = bytes_read(model_of, sizes.get(kind, model_of.dtype.itemsize))
+            model = runners[kind].model
+            read = read_bytes(model.config, 1 if kind == "int8" else model.dtype.itemsize, 0)
             split.append(consists_of(kind, count, found, read))
     return by_rows, split
 
 
-def side_by_side(model: str, dtype: str, threads: int, kinds: list[str], contexts: list[int],
-                 repeats: int) -> list[Row]:
+def side_by_side(threads: int, kinds: list[str], contexts: list[int], repeats: int) -> list[Row]:
     """Plain steps of several answers behind contexts of several lengths, and the attention in them."""
     torch.set_num_threads(threads)
-    runners = {kind: loaded(model, dtype, kind, max(ANSWERS) * (1 + max(contexts))) for kind in kinds}
+    runners = {kind: loaded(kind, max(ANSWERS) * (1 + max(contexts))) for kind in kinds}
     rows: list[Row] = []
     for context in track(contexts, description="contexts"):
         keys = [(kind, answers) for kind in kinds for answers in ANSWERS]
@@ -179,20 +166,18 @@ def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.steps", description=__doc__)
-    parser.add_argument("--model", default=ModelSection().path, help="a name or a folder")
-    parser.add_argument("--dtype", default=ModelSection().dtype)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--kernels", default="native,int8,torch", help="which to time, in turn")
     parser.add_argument("--contexts", default="256,1024", help="tokens behind several answers")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
-    counts = [int(count) for count in given.threads.split(",")]
-    by_rows, split = run(given.model, given.dtype, counts, given.kernels.split(","), given.repeats)
-    write("steps", by_rows, f"a step behind {CONTEXT} tokens, {given.dtype}")
-    write("plain_step", split, f"what a plain step consists of, {given.dtype}, medians")
+    counts, kinds = [int(count) for count in given.threads.split(",")], given.kernels.split(",")
+    by_rows, split = run(counts, kinds, given.repeats)
+    write("steps", by_rows, f"a step behind {CONTEXT} tokens")
+    write("plain_step", split, "what a plain step consists of, medians")
     contexts = [int(context) for context in given.contexts.split(",")]
-    together = side_by_side(given.model, given.dtype, max(counts), given.kernels.split(","), contexts, given.repeats)
-    write("steps_of_answers", together, f"a plain step of several answers, {given.dtype}, medians")
+    together = side_by_side(max(counts), kinds, contexts, given.repeats)
+    write("steps_of_answers", together, "a plain step of several answers, medians")
 
 
 if __name__ == "__main__":

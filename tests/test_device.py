@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.shapes import SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
-from bench.gpu.stage import Given, capture_of, paged
+from bench.gpu.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
+from bench.gpu.stage import Given, capture_of, fused, paged
 from slipstream.base.config import ModelSection
 from slipstream.engine.backend import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
+from slipstream.engine.fp8 import multiplied, rounded, specified
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
 from slipstream.engine.model import CausalModel
-from slipstream.engine.ops.fused import operations_for
+from slipstream.engine.ops.fused import ROUNDINGS, compared, operations_for
 from slipstream.engine.ranks import ranked_model
 from tests.on_device import CONTEXT, LENGTHS, TREES, Spoiling, Subject, mixed, relative, scripted, sweep
 
@@ -35,6 +36,15 @@ KERNEL_LIMIT, LONGEST = 1e-2, 8192  # context of the kernel's rows
 RANKS = 2
 SLOTS, PADDING = 2000, 128  # rows that fill up a graph take the last ones
 MOST_ROWS = 64
+FUSED: dict[str, Fields] = {
+    "8B": LLAMA_8B,
+    "8B with norms of q and k": LLAMA_8B | {"model_type": "qwen3"},
+    "heads of 64": SMALL,
+    "heads of 96": SMALL | {"hidden_size": 480, "intermediate_size": 1000, "head_dim": 96, "num_attention_heads": 5,
+                            "num_key_value_heads": 1},
+}
+PRODUCTS = (("qkv", 6144, 4096), ("gate and up", 28672, 4096), ("down", 4096, 14336))  # of an 8B Llama
+FP8_LIMIT = 5e-2  # sums of a GPU's fp8 are rounded on the way
 
 
 def told(what: str, value: float, unit: str) -> None:
@@ -129,6 +139,38 @@ def test_a_graph_computes_what_it_captured(device: torch.device, kind: str) -> N
     told(f"graph against none, with other {kind}: largest change of a row", worst, "rms")
     assert worst <= LIMITS["bfloat16"]
     assert all(again for (_, again), _ in pairs), "other bits when replayed"
+
+
+@pytest.mark.parametrize("shape", FUSED)
+def test_fused_operations_are_torchs(device: torch.device, shape: str) -> None:
+    """Of a row's largest number, in steps of bfloat16 there; what is not written where torch writes is infinite."""
+    config, operations, largest = config_of(FUSED[shape] if full(device) else TINY), fused(device), 0.0
+    for rows in (1, 9, 64, 4096) if full(device) else (1, 9):
+        for _, found, right in compared(operations, config, torch.bfloat16, device, rows):
+            wide = right.float().nan_to_num(0.0)
+            step = torch.finfo(torch.bfloat16).eps * wide.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+            off = (found.float().nan_to_num(0.0) - wide).abs() / step
+            largest = max(largest, float(off.masked_fill(found.isnan() != right.isnan(), torch.inf).max()))
+    told(f"fused, {shape}: largest difference", largest, "roundings")
+    assert largest <= ROUNDINGS
+
+
+@pytest.mark.parametrize(("name", "rows", "columns"), PRODUCTS)
+def test_products_in_8_bits_are_their_specification(device: torch.device, name: str, rows: int, columns: int) -> None:
+    rows, columns = (rows, columns) if full(device) else (48, 32)
+    dice = torch.Generator(device).manual_seed(0)
+
+    def numbers(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return rounded(torch.randn(count, columns, dtype=torch.bfloat16, device=device, generator=dice))
+
+    weight = numbers(rows)
+    for count in (1, 64):
+        x = numbers(count)
+        right = specified(*(part.cpu() for part in (*x, *weight))).float()
+        off = (multiplied(*x, *weight).cpu().float() - right).abs() / right.square().mean(1, keepdim=True).sqrt()
+        worst = float(off.nan_to_num_(nan=torch.inf).max())
+        told(f"fp8, {name}, {count} rows: largest error", worst, "rms")
+        assert worst <= FP8_LIMIT
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.gpu.shapes import LLAMA_8B, config_of
 from slipstream.engine.backend import PagedAttention, TorchAttention
 from slipstream.engine.flashinfer import FlashInferAttention, missing
 from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.ops.fused import missing as no_triton
+from slipstream.engine.ops.fused import triton_operations
+from slipstream.engine.ops.specification import TORCH, Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,15 @@ def paged(given: Given, config: ModelConfig) -> PagedAttention:
     if reason := missing(config, torch.bfloat16, given.device):
         raise RuntimeError(f"FlashInfer: {reason}")
     return FlashInferAttention(config, torch.bfloat16, given.device)
+
+
+def fused(device: torch.device) -> Operations:
+    """Triton's operations on a GPU, torch's elsewhere. Raises RuntimeError where a GPU has no Triton."""
+    if device.type != "cuda":
+        return TORCH
+    if reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device):
+        raise RuntimeError(f"fused operations: {reason}")
+    return triton_operations()
 
 
 def capture_of(given: Given) -> Capture:
