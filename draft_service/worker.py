@@ -266,7 +266,7 @@ class DraftWorker:
             self._give_up_all("failed", round_)
             self._drafter.close(round_.closes)
         round_.send()
-        if round_.sent and self._inbox.empty():
+        if round_.sent and self._inbox.empty() and self._thread.is_alive():
             time.sleep(HAND_OVER_S)  # Python runs one thread at a time: the one that writes the frame goes first
         self._note(round_)
 

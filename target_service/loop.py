@@ -285,7 +285,8 @@ class TargetWorker:
         for one in [*done.prefilled, *(outcome.sequence for outcome in done.outcomes)]:
             self._kv.give_prompt_rows(one)
         now_s = done.step.ended_s
-        if self.following.flush() and all(one.followed.waits(now_s) for one in self._queues.running):
+        if self.following.flush() and self.alive and all(
+                one.followed.waits(now_s) for one in self._queues.running):
             # Frames are written by another thread, and Python runs one at a time: who has to wait lets it go on.
             time.sleep(HAND_OVER_S)
         return list(zip(done.outcomes, batch, records, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from target_service.scheduler import holds
 SOME = Deployment()
 
 
+@cache
 def rate(schedule: str, deployment: Deployment = SOME, seconds: float = 6.0) -> float:
     return simulate(of_schedule(schedule, deployment), seconds).tokens_per_s
 
