@@ -368,18 +368,25 @@ class DraftWorker:
 
     def _note(self, round_: Round) -> None:
         """What nobody waits for: metrics, traces and spans of a round."""
+        if self._trace.keeps:
+            self._picture(round_)
         self._metrics.sessions_open(len(self._sessions))
-        for session, base, came_s in round_.came:
-            self._trace.came("device", "commit", commit_key(session, base), came_s)
         for commit in round_.commits:
             self._metrics.committed(len(commit.tokens))
         if (grown := round_.grown) is None:
             return
-        self._trace.span("device", grown.name, grown.began_s, grown.ended_s, sessions=grown.sessions)
         self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))
         for drafted, growth in round_.sent:
-            self._trace.left("device", "growth", growth_key(growth), grown.ended_s)
             drafted.span.event("growth", base=growth.base, nodes=len(growth.ids), draft_s=growth.draft_s)
+
+    def _picture(self, round_: Round) -> None:
+        for session, base, came_s in round_.came:
+            self._trace.came("device", "commit", commit_key(session, base), came_s)
+        if (grown := round_.grown) is None:
+            return
+        self._trace.span("device", grown.name, grown.began_s, grown.ended_s, sessions=grown.sessions)
+        for _, growth in round_.sent:
+            self._trace.left("device", "growth", growth_key(growth), grown.ended_s)
 
     def _drop(self, drafted: Drafted, event: DraftEvent, reason: str, round_: Round) -> None:
         drafted.side.apply(event)

@@ -269,7 +269,8 @@ class TargetWorker:
                 self._fail(one, error)
             return None
         step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, bool(prefill))
-        self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
+        if self._trace.keeps:
+            self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for one, _ in [*prefill, *trees]:
             one.first_step_s = one.first_step_s or began_s
         return Done(step, [one for one, _ in prefill], outcomes)

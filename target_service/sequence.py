@@ -62,7 +62,9 @@ class Sequence:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
         span = spans.begin("target.answer", request.trace, prompt=prompt, answered=request.answered)
-        history = TokenHistory.of(request.sampling, request.tokens[:prompt])
+        history: TokenHistory | None = None
+        if request.sampling.path_dependent:
+            history = TokenHistory.of(request.sampling, request.tokens[:prompt])
         if history is not None:
             history.append(request.tokens[prompt:])
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
