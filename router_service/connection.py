@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -79,7 +80,8 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
                  _loop: asyncio.AbstractEventLoop | None = None) -> None:
-        super().__init__(config, server_state, {**app_state, STATE: self}, _loop)
+        # Weak: one that is over is freed at once, with all that it holds.
+        super().__init__(config, server_state, {**app_state, STATE: weakref.ref(self)}, _loop)
         self.parser = httptools.HttpRequestParser(self)  # without the leniency of uvicorn's
         self._in_head = False
         self._in_body = False
@@ -275,8 +277,8 @@ def _refusal(problem: Problem) -> bytes:
 
 def connection_of(scope: Scope) -> Connection | None:
     """The one that a request came on; None behind another server."""
-    found = scope.get("state", {}).get(STATE)
-    return found if isinstance(found, Connection) else None
+    found: Callable[[], Connection | None] | None = scope.get("state", {}).get(STATE)
+    return None if found is None else found()
 
 
 class Unchunked:

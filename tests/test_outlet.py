@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,14 +13,21 @@ from pathlib import Path
 import h11
 import pytest
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.connection import STALL_S, STATE, EventStream, HttpListener, Presence, connection_of
+from router_service.connection import STALL_S, Connection, EventStream, HttpListener, Presence, connection_of
 from slipstream.base.config import RouterSection, WireSection
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, events, routing
 
 BLOCK = bytes(range(256)) * 256
+
+
+def watched(scope: Scope, lost: asyncio.Event) -> None:
+    """Set ``lost`` when the connection of ``scope`` is over."""
+    found = connection_of(scope)
+    assert found is not None
+    found.watch(lost.set)
 
 
 class Source:
@@ -33,7 +42,7 @@ class Source:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = Presence(connection_of(scope))
         await EventStream(self._events(), client, self._close, {}, stall_s=0.3)(scope, receive, send)
-        scope["state"][STATE].watch(self.lost.set)
+        watched(scope, self.lost)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         while self.made < self.blocks:
@@ -55,7 +64,7 @@ async def asked(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader
 
 
 @asynccontextmanager
-async def served(source: Source, stall_s: float = STALL_S) -> AsyncIterator[int]:
+async def served(source: ASGIApp, stall_s: float = STALL_S) -> AsyncIterator[int]:
     listener = HttpListener(source, RouterSection(listen="127.0.0.1:0"), WireSection(), stall_s)
     await listener.start()
     yield listener.port
@@ -98,7 +107,7 @@ class Whole(Source):
     """Answers at once, with all of it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"][STATE].watch(self.lost.set)
+        watched(scope, self.lost)
         await Response(BLOCK * self.blocks)(scope, receive, send)
 
 
@@ -130,3 +139,26 @@ async def test_an_old_client_gets_no_chunks(tiny_folder: Path, version: bytes) -
     assert (b"transfer-encoding: chunked" in head.lower()) == (version == b"1.1")
     if version == b"1.0":
         assert "".join(e["choices"][0]["text"] for e in events(sent.decode())) == "10 s3 w0 w1 w2 w"
+
+
+async def test_a_connection_that_is_over_leaves_nothing() -> None:
+    kept: list[weakref.ref[Connection]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found = connection_of(scope)
+        assert found is not None
+        kept.append(weakref.ref(found))
+        await Response(b"x")(scope, receive, send)
+
+    gc.disable()
+    try:
+        async with served(app) as port:
+            for _ in range(3):
+                async with asked(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as reader:
+                    await reader.read(-1)
+            async with asyncio.timeout(5.0):
+                while [connection for connection in kept if connection() is not None]:
+                    await asyncio.sleep(0.005)
+        assert len(kept) == 3
+    finally:
+        gc.enable()
