@@ -14,6 +14,9 @@ endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router_service bench deploy
 
+# Two processes take a module of tests each, the longest first (ARGS="-n 0": one process).
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
 .DEFAULT_GOAL := help
@@ -30,10 +33,10 @@ run: setup  ## start all services on this machine, ask a question, serve until C
 	$(BIN)/slipstream run --logs build/logs $(ARGS)
 
 test: setup  ## the tests
-	$(BIN)/pytest -rs $(ARGS)
+	$(BIN)/pytest -rs $(SIDE_BY_SIDE) $(ARGS)
 
 test-long: setup  ## the tests, and those that take minutes
-	$(BIN)/pytest -rs -m "long or not long" $(ARGS)
+	$(BIN)/pytest -rs $(SIDE_BY_SIDE) -m "long or not long" $(ARGS)
 
 test-k8s: .venv/.project k8s-tools  ## chart and discovery on a real API server (of KUBECONFIG, else of k8s-cluster), metrics on a real Prometheus
 	$(BIN)/pytest -rs tests_k8s $(ARGS)

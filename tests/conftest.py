@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,24 @@ import torch
 from tests.tiny import write_tiny_model
 
 torch.set_num_threads(1)
+# Modules that take longest begin first, or a process would be left alone with one of them at the end.
+LONGEST = ("test_real", "test_lossless", "test_simulation", "test_train", "test_policy", "test_ranks", "test_chart")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tests of what a device computes run: cpu, cuda")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A service sets torch's threads for its whole process, which is its own: the next test's is not."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
