@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 
-from slipstream.base.errors import RemoteProtocolError, SlipstreamError
+from slipstream.base.errors import SlipstreamError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.tree import GrowingTree
 from slipstream.observe.log import logger
@@ -47,6 +47,7 @@ from slipstream.protocol.messages import (
     DraftBound,
     DraftHello,
     Drop,
+    Faults,
     Features,
     Growth,
     Open,
@@ -169,7 +170,6 @@ def growth_of(growth: Growth, session: int, draft_s: float) -> Growth:
 
 
 HAND_OVER_S = 50e-6
-Faults = Sequence[tuple[int, RemoteProtocolError]]
 
 
 class DraftWorker:
@@ -351,7 +351,8 @@ class DraftWorker:
         wanting = [drafted for drafted in self._sessions.values() if drafted.stale or drafted.hungry]
         if not wanting:
             return
-        wanting.sort(key=lambda drafted: not drafted.starving)
+        if len(wanting) > 1:
+            wanting.sort(key=lambda drafted: not drafted.starving)
         whole = wanting[0].starving  # one whole tree for all costs little more than for those that wait for it
         started_s, most = self._clock(), self._drafter.max_nodes
         growths = {growth.session: growth for growth in self._drafter.grow(

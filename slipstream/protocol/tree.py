@@ -129,7 +129,7 @@ class DraftTree:
     def best_path(self) -> list[int]:
         """Nodes from the root down, at each the child of the highest score."""
         nodes, scores, parents = [0], self.scores.tolist(), self.parents.tolist()
-        while children := [node for node in range(nodes[-1] + 1, len(self)) if parents[node] == nodes[-1]]:
+        while children := [node for node in range(nodes[-1] + 1, len(self.tokens)) if parents[node] == nodes[-1]]:
             nodes.append(max(children, key=scores.__getitem__))
         return nodes
 
@@ -146,7 +146,7 @@ class DraftTree:
         # Lists: this runs for every message of a drafter, and of a few nodes numpy makes more work than it saves.
         held: list[list[int]] = [array.tolist() for array in (self.tokens, self.parents, self.ids)]
         known: list[float] = self.scores.tolist()
-        where = dict(zip(held[2], range(len(self)), strict=True))
+        where = dict(zip(held[2], range(len(self.tokens)), strict=True))
         taken = {parent << 32 | token for token, parent, _ in zip(*held, strict=True)}  # an edge as one number
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             parent = where.get(parent_id)
@@ -157,7 +157,7 @@ class DraftTree:
             known.append(min(float(score), known[parent]) if score == score else -inf)
             for array, value in zip(held, (token, parent, node_id), strict=True):
                 array.append(value)
-        if len(known) == len(self):
+        if len(known) == len(self.tokens):
             return self
         new_tokens, new_parents, new_ids = (np.array(array, np.int32) for array in held)
         return DraftTree(self.base, new_tokens, new_parents, new_ids, np.array(known, np.float32))
@@ -187,7 +187,7 @@ class DraftTree:
 
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected because of rule 5 and a stable sort."""
-        if num_nodes >= len(self):
+        if num_nodes >= len(self.tokens):
             return self
         scores = self.scores.tolist()
         order = sorted(range(len(scores)), key=lambda node: -scores[node])
@@ -205,7 +205,7 @@ class DraftTree:
             return DraftTree.root_only(base, int(tokens[-1]))
         all_parents, keep, parents = self.parents.tolist(), [nodes[-1]], [-1]
         places = {nodes[-1]: 0}
-        for node in range(nodes[-1] + 1, len(self)):
+        for node in range(nodes[-1] + 1, len(self.tokens)):
             if (parent := places.get(all_parents[node])) is not None:
                 places[node] = len(keep)
                 keep.append(node)
