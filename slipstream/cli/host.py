@@ -134,7 +134,7 @@ def _start(launch: Launch, console: Console) -> None:
         if not asyncio.run(_draft_found(launch.config)):
             console.print(Text("the target has not found its draft yet; answers are plain until it does "
                                f"(see {launch.folder / 'draft.log'})", style="yellow"))
-        elif launch.config.draft.drafter != "ngram":
+        elif launch.config.draft.drafter != "ngram" and launch.config.target.policy.max_nodes:
             status.update("looking whether the draft fits the target")
             problem = asyncio.run(pairing_problem(launch.config))
             if problem:
