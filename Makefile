@@ -68,7 +68,7 @@ bench-load: setup  ## aiperf against the router: time to the first token, betwee
 bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
 	$(BIN)/python -m bench.routing $(ARGS)
 
-bench-scale: setup  ## up to 4 targets, 4 drafts and 512 streams on timed devices, a model of it, and what it predicts for 100 pods
+bench-scale: setup  ## up to 4 targets, 4 drafts and 512 streams on timed devices, and what a round and a stream cost the host
 	$(BIN)/python -m bench.scale $(ARGS)
 
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side

@@ -22,19 +22,11 @@ from slipstream.simulate.timed import Timing
 TOKENS = 900  # the drafter is good for the first third of them, bad for the second, good for the last
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The state of the answer from ``at_s`` on."""
-
-    at_s: float
-    state: str
-
-
 @dataclass(slots=True)
 class Story:
     """What happened. Seconds since the first token."""
 
-    changes: list[Change]
+    changes: list[tuple[float, str]]  # when, and the state of the answer from then on
     bad_from_s: float
     good_from_s: float
     speculated: Measured
@@ -42,8 +34,8 @@ class Story:
 
     def after_s(self, since_s: float, speculating: bool) -> float | None:
         """Seconds from ``since_s`` until the answer was treated so."""
-        return next((change.at_s - since_s for change in self.changes
-                     if (change.state == "speculate") is speculating and change.at_s >= since_s), None)
+        return next((at_s - since_s for at_s, state in self.changes
+                     if (state == "speculate") is speculating and at_s >= since_s), None)
 
 
 async def tell(say: Callable[[str], None], tokens: int = TOKENS) -> Story:
@@ -65,14 +57,14 @@ class Teller:
         self._third = tokens // 3
         self._first_s = 0.0
         self._tokens = self._second = self._in_second = self._accepted = 0
-        self.changes: list[Change] = []
+        self.changes: list[tuple[float, str]] = []
         self.bad_from_s = self.good_from_s = float("inf")
 
     def heard(self, piece: Piece) -> None:
         self._first_s = self._first_s or time.perf_counter()
         at_s = time.perf_counter() - self._first_s
-        if not self.changes or self.changes[-1].state != piece.state:
-            self.changes.append(Change(at_s, piece.state))
+        if not self.changes or self.changes[-1][1] != piece.state:
+            self.changes.append((at_s, piece.state))
             self._say(f"{at_s:6.1f} s  [bold]{piece.state}[/bold]")
         if int(at_s) > self._second:
             self._say(f"{at_s:6.1f} s  {self._in_second:4d} tokens a second, {self._accepted} of them from drafts")

@@ -19,24 +19,21 @@ What is measured, and how:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import statistics
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from bench.asking import Measured, Question, ask, read
 from bench.fleet import running, served, service
-from bench.report import Row, save, write
+from bench.report import Row, finished, save, write
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
-from slipstream.base.errors import ConfigError, SlipstreamError
-from slipstream.cli.terminal import complain
+from slipstream.base.errors import ConfigError
 from slipstream.drafting.rounds import Acceptance
 from slipstream.models.folder import resolve
 from slipstream.protocol.messages import Sampling
@@ -202,9 +199,8 @@ async def run(arguments: argparse.Namespace) -> None:
     folder, common = Path("build/bench/logs/drafts"), (f"model.path={arguments.target}", *arguments.set)
     codec = TextCodec(resolve(arguments.target))
     questions = {name: read(arguments.prompts, name, arguments.count) for name in arguments.sets}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     async with AsyncExitStack() as stack:
-        bar = stack.enter_context(Progress(*columns))
+        bar = stack.enter_context(Progress())
         starting = bar.add_task("starting processes", total=1 + len(arguments.drafters))
         plain = (await stack.enter_async_context(served("plain", folder, (), (*SLOTS, *common)))).client
         bar.advance(starting)
@@ -234,30 +230,17 @@ async def run(arguments: argparse.Namespace) -> None:
               "tokens an answer, over loopback gRPC")
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.replace(",", " ").split() if name != "plain"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", required=True, help="folder with JSONL question sets, such as mt_bench.jsonl")
     parser.add_argument("--count", type=int, default=3, help="questions of each set, evenly over it")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--drafters", type=_names, default=usual(), help=f"some of {', '.join(NAMES)}")
-    parser.add_argument("--sets", type=_names, default=list(SETS), help="names of sets in the folder")
+    parser.add_argument("--drafters", type=str.split, default=list(NAMES[:-1]), help=f"some of {', '.join(NAMES)}")
+    parser.add_argument("--sets", type=str.split, default=list(SETS), help="names of sets in the folder")
     parser.add_argument("--target", default=ModelSection().path, help="name or folder of the target")
     parser.add_argument("--head", default=HEAD, help="name or folder of its EAGLE-3 head")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for all processes")
-    try:
-        asyncio.run(run(parser.parse_args()))
-    except SlipstreamError as error:
-        complain(error)
-        sys.exit(1)
-
-
-def usual() -> list[str]:
-    """All drafters but standalone, whose draft would be the target itself."""
-    return list(NAMES[:-1])
+    finished(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

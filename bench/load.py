@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 
 from bench.asking import SETS, own, read
-from bench.report import Row, write
+from bench.report import Row, finished, write
 from bench.systems import Slipstream
 from slipstream.base.config import ModelSection
-from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
-from slipstream.cli.terminal import complain
+from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.folder import resolve
 
 LOGS = Path("build/bench/logs/load")
@@ -93,22 +90,14 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def rates(text: str) -> Sequence[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, required=True, help="what `make bench-peers` installed")
-    parser.add_argument("--rates", type=rates, default=[0.5, 1.0, 2.0], help="requests a second")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="requests a second")
     parser.add_argument("--seconds", type=float, default=16.0, help="of arrivals, for each rate")
     parser.add_argument("--max-tokens", type=int, default=96)
     arguments = parser.parse_args()
-    try:
-        rows = asyncio.run(run(arguments))
-    except SlipstreamError as error:
-        complain(error)
-        sys.exit(1)
+    rows = finished(run(arguments))
     write("load", rows, f"bench-load: aiperf, chat completions, answers of at most {arguments.max_tokens} tokens")
 
 

@@ -25,16 +25,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
-from bench.report import FOLDER, Row, save, write
+from bench.report import FOLDER, Row, finished, save, write
 from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import SlipstreamError
-from slipstream.cli.terminal import complain
 from slipstream.models.folder import KNOWN, packaged_file, resolve
 
 LOGS = Path("build/bench/logs/peers")
@@ -204,9 +203,8 @@ async def run(arguments: argparse.Namespace) -> None:
     sets = {set_: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for set_, all_ in questions.items()}
     few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
     results: Results = defaultdict(list)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with AsyncExitStack() as stack:
-        progress = stack.enter_context(Progress(*columns))
+        progress = stack.enter_context(Progress())
         systems = await started(arguments.systems, arguments, stack, progress)
         many = [s for s in systems if s.name in TOGETHER] if arguments.runs else []
         task = progress.add_task("one by one", total=len(systems) * sum(map(len, few.values())))
@@ -232,13 +230,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each batch size and set; 0: no batches")
     parser.add_argument("--waves", type=int, default=3, help="questions of each stream of a batch; 1: all at once")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--systems", type=lambda text: text.replace(",", " ").split(), default=list(NAMES))
+    parser.add_argument("--systems", type=str.split, default=list(NAMES))
     parser.add_argument("--peers", type=Path, required=True, help="what `make bench-peers` installed")
-    try:
-        asyncio.run(run(parser.parse_args()))
-    except SlipstreamError as error:
-        complain(error)
-        sys.exit(1)
+    finished(run(parser.parse_args()))
 
 
 if __name__ == "__main__":

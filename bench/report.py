@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from slipstream.base.errors import SlipstreamError
+from slipstream.cli.terminal import complain
 
 FOLDER = Path("build/bench")
 SHOWN = 5  # numbers of a list in the table
 
 Cell = str | float | int | bool | Sequence[float]
 Row = Mapping[str, Cell]
+Result = TypeVar("Result")
+
+
+def number(row: Row, name: str) -> float:
+    value = row[name]
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def finished(work: Coroutine[Any, Any, Result]) -> Result:
+    """What ``work`` returns; an error of ours ends the process with its sentence."""
+    try:
+        return asyncio.run(work)
+    except SlipstreamError as error:
+        complain(error)
+        sys.exit(1)
 
 
 def device() -> str:

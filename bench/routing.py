@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -110,15 +109,14 @@ class Load:
     tokens: int = 0
     seconds: float = 0.0
     spent_s: dict[str, float] = field(default_factory=lambda: {"router": 0.0, "target": 0.0})
-    gaps: list[float] = field(default_factory=list)
 
     def told(self) -> dict[str, float]:
-        return {"tokens_per_s": self.tokens / self.seconds, "gap_ms": 1e3 * statistics.median(self.gaps),
+        return {"tokens_per_s": self.tokens / self.seconds,
                 **{f"{name}_us_a_token": 1e6 * spent / max(1, self.tokens) for name, spent in self.spent_s.items()}}
 
 
 async def load(rig: Rig, way: str, streams: int, seconds: float, seen: Load) -> None:
-    """All streams for so long: what each process takes for its tokens, and the gaps between those."""
+    """All streams for so long: what each process takes for its tokens."""
     ask, came = rig.ways[way], [list[float]() for _ in range(streams)]
     tasks = [asyncio.create_task(ask(number, LONG, came[number])) for number in range(streams)]
     await asyncio.sleep(0.4 + streams / 100)
@@ -131,10 +129,8 @@ async def load(rig: Rig, way: str, streams: int, seconds: float, seen: Load) -> 
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    inside = [[s for s in each if began_s <= s <= ended_s] for each in came]
-    seen.tokens += sum(map(len, inside))
+    seen.tokens += sum(began_s <= at_s <= ended_s for each in came for at_s in each)
     seen.seconds += ended_s - began_s
-    seen.gaps += [b - a for each in inside for a, b in itertools.pairwise(each)]
 
 
 async def loads(rig: Rig, streams: int, seconds: float) -> dict[str, Load]:

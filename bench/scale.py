@@ -3,13 +3,8 @@
 Devices are timed (``simulate.timed``): a step takes a set time whoever computes, so what is measured is the services'
 own work, which is Python, on the cores of this machine. Every process's processor time is read before and after.
 
-The model that is fitted to it, and what it assumes:
-1. A part (target, draft, client) takes ``round_us`` of a core for a round and ``stream_us`` for each stream in it:
-   least squares over all rows.
-2. A round of a target with b streams is one after the other: its draft's device and host, its own device (as many rows
-   as were drafted, and one a stream) and host. What all processes take may not exceed the machine's cores.
-3. With a machine of its own for each pod (a core for each service is enough), pods do not slow one another down, and a
-   draft serves as many streams as its own host work allows within a round.
+What is fitted to it, by least squares over all rows: a part (target, draft, client) takes ``round_us`` of a core for a
+round, and ``stream_us`` for each stream in it.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.fleet import cpu_s
-from bench.report import Row, write
+from bench.report import Row, number, write
 from bench.timed import Reader, Timed, deployed
 from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import Timing
@@ -80,50 +75,12 @@ def fit(rows: Sequence[Row]) -> dict[str, Cost]:
     """Least squares for each part: what it takes for a round of b streams is round_us + stream_us b."""
     costs = {}
     for part in PARTS:
-        batch = np.array([_number(row, "streams") / _number(row, "targets") for row in rows])
-        took = np.array([_number(row, f"{part}_us_a_round") for row in rows]) * batch  # of a round of all its streams
+        batch = np.array([number(row, "streams") / number(row, "targets") for row in rows])
+        took = np.array([number(row, f"{part}_us_a_round") for row in rows]) * batch  # of a round of all its streams
         weight = 1 / np.maximum(took, 1.0)  # errors count by their share
         (base, slope), *_ = np.linalg.lstsq(np.stack([weight, batch * weight], 1), took * weight, rcond=None)
         costs[part] = Cost(max(0.0, float(base)), max(0.0, float(slope)))
     return costs
-
-
-def round_s(costs: dict[str, Cost], timing: Timing, targets: int, streams: int, cores: float | None,
-            rows_a_stream: float) -> float:
-    """Seconds of a round of ``streams`` over ``targets``; ``cores`` None: a machine for each pod."""
-    batch = streams / targets
-    device = timing.step_of(round(batch * rows_a_stream))
-    host = {part: 1e-6 * cost.of(batch) for part, cost in costs.items()}
-    alone = device + host["target"] + timing.draft_s + host["draft"]
-    return alone if cores is None else max(alone, targets * sum(host.values()) / cores)
-
-
-def prediction(rows: Sequence[Row], costs: dict[str, Cost], timing: Timing, pods: int) -> list[str]:
-    """The fit in words, how well it meets what was measured, and what it says of ``pods`` targets."""
-    cores, length = float(os.cpu_count() or 1), statistics.median(_number(row, "acceptance_length") for row in rows)
-    verified = statistics.median(_number(row, "drafted") for row in rows) + 1
-    lines = [f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it"
-             for part, cost in costs.items()]
-    for row in rows:
-        expected = round_s(costs, timing, int(_number(row, "targets")), int(_number(row, "streams")), cores,
-                           _number(row, "drafted") + 1)
-        lines.append(f"{row['targets']} × {row['drafts']}, {row['streams']} streams: a round took "
-                     f"{_number(row, 'round_ms'):.0f} ms, the model says {1e3 * expected:.0f}")
-    for batch in (8, 32, 128):
-        alone = round_s(costs, timing, pods, batch * pods, None, verified)
-        lines.append(f"{pods} targets with a draft each, {batch} streams a target, a core for each service: "
-                     f"{1e3 * alone:.0f} ms a round, {batch * pods * length / alone:,.0f} tokens/s "
-                     f"(the devices alone: {1e3 * timing.step_of(round(batch * verified)):.0f} ms)")
-    per_stream = sum(cost.stream_us for cost in costs.values())
-    lines.append(f"this machine's limit: {cores:.0f} cores of Python, {1e6 * cores / per_stream:,.0f} stream rounds a "
-                 f"second, {1e6 * cores * length / per_stream:,.0f} tokens/s, client included")
-    return lines
-
-
-def _number(row: Row, name: str) -> float:
-    value = row[name]
-    assert isinstance(value, int | float)
-    return float(value)
 
 
 async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: Timing) -> list[Row]:
@@ -141,12 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--pods", type=int, default=100, help="targets to predict for")
     arguments = parser.parse_args()
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = asyncio.run(sweep(CELLS, arguments.seconds, timing))
     write("scale", rows, f"bench-scale: timed devices, {arguments.step_ms:g} ms a step")
-    print("\n".join(prediction(rows, fit(rows), timing, arguments.pods)))
+    for part, cost in fit(rows).items():
+        print(f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it")
 
 
 if __name__ == "__main__":

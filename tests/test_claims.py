@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.network import cells_of, close, full, verdicts
+from bench.network import cells_of, full, verdicts
 from bench.report import Row
 from bench.timed import Reader
 from slipstream.protocol.requests import Piece
@@ -43,26 +43,6 @@ def test_without_hits_nothing_is_said_about_the_tenth() -> None:
 
 def test_a_serial_round_that_loses_to_plain_fails_too() -> None:
     assert states([row("plain", 50), row("serial", 40, 20.0)])[2] == "FAILS"
-
-
-def again(row_: Row, rival: Row, *ratios: float) -> Row:
-    (case,) = [case for case in close([*GOOD[:4], row_]) if case.row is row_ and case.rival is rival]
-    return {**case.key, "speeds": [100.0 * ratio for ratio in ratios], "rival_speeds": [100.0] * len(ratios)}
-
-
-@pytest.mark.parametrize(("speed", "ratios", "state"), [
-    (131, (0.93, 0.99, 0.96, 0.97, 0.91), "holds"), (135, (0.93, 0.99, 0.94, 0.97, 0.91), "FAILS")])
-def test_the_median_of_its_repeats_decides_a_row_close_to_a_bound(speed: float, ratios: tuple[float, ...],
-                                                                  state: str) -> None:
-    near = row("run-ahead", speed, 1.0, 0.8)
-    (found,) = [line for line in verdicts([*GOOD[:4], near], [again(near, GOOD[3], *ratios)])
-                if "best of plain" in line]
-    assert found.startswith(state) and "median of 5 from 0.910 to 0.990" in found
-
-
-def test_rows_on_both_sides_of_a_bound_are_close_and_others_are_not() -> None:
-    rows = [*GOOD[:4], *(row("run-ahead", 140 * ratio, 1.0, 0.8) for ratio in (0.89, 0.91, 0.99, 1.01))]
-    assert [round(case.figure, 2) for case in close(rows)] == [0.91, 0.99]
 
 
 def test_a_reader_counts_from_one_token_to_another() -> None:

@@ -1,4 +1,4 @@
-"""The model that `make bench-scale` fits: what it finds again, and what it says of more pods."""
+"""The model that `make bench-scale` fits: what it finds again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.scale import PARTS, Cost, deployed, fit, measure, prediction, round_s
+from bench.scale import PARTS, Cost, deployed, fit, measure
 from slipstream.simulate.timed import Timing
 
 PLANTED = {"target": Cost(800.0, 150.0), "draft": Cost(500.0, 90.0), "client": Cost(0.0, 70.0)}
@@ -18,10 +18,8 @@ def rows() -> list[dict[str, Any]]:
     out = []
     for targets, streams in ((1, 8), (1, 64), (2, 32), (4, 512)):
         batch = streams / targets
-        took_s = round_s(PLANTED, TIMING, targets, streams, 2.0, 2.5)
-        out.append({"targets": targets, "drafts": targets, "streams": streams, "round_ms": 1e3 * took_s,
-                    "acceptance_length": 2.5, "drafted": 1.5, **{f"{part}_us_a_round": PLANTED[part].of(batch) / batch
-                                                 for part in PARTS}})
+        out.append({"targets": targets, "drafts": targets, "streams": streams,
+                    **{f"{part}_us_a_round": PLANTED[part].of(batch) / batch for part in PARTS}})
     return out
 
 
@@ -30,19 +28,6 @@ def test_the_fit_finds_what_was_planted() -> None:
     for part, cost in PLANTED.items():
         assert found[part].round_us == pytest.approx(cost.round_us, abs=1.0)
         assert found[part].stream_us == pytest.approx(cost.stream_us, rel=1e-3)
-
-
-def test_pods_of_their_own_do_not_slow_one_another_down() -> None:
-    few, many = (round_s(PLANTED, TIMING, pods, 8 * pods, None, 2.5) for pods in (1, 100))
-    assert few == pytest.approx(many)
-    assert round_s(PLANTED, TIMING, 100, 800, 2.0, 2.5) > many  # a hundred of them on two cores do
-
-
-def test_the_prediction_names_each_row_the_pods_and_the_limit() -> None:
-    lines = prediction(rows(), fit(rows()), TIMING, 100)
-    assert sum("a round took" in line for line in lines) == 4
-    assert any(line.startswith("100 targets") for line in lines)
-    assert "this machine's limit" in lines[-1]
 
 
 @pytest.mark.long

@@ -146,4 +146,4 @@ async def test_a_drafter_that_turns_bad_and_recovers_changes_no_answer(tmp_path:
     story = await tell(said.append, 180)
     assert story.speculated.tokens == story.plain.tokens
     assert 0.0 < story.bad_from_s < story.good_from_s < float("inf"), said
-    assert story.speculated.accepted > 10 and story.changes[0].state == "speculate", story.changes
+    assert story.speculated.accepted > 10 and story.changes[0][1] == "speculate", story.changes
