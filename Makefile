@@ -106,7 +106,7 @@ gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch
 walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
 	$(BIN)/python -m bench.walk $(ARGS)
 
-demo-fallback: setup  ## a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
+demo-fallback: setup  ## on timed devices: a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)
 
 docs: .venv/.project  ## print the tables of docs/, the chart's values, schema, dashboards and alerts from the code

@@ -133,12 +133,6 @@ class Asked:
     prompt: list[int]
 
 
-async def warm_up(backends: Iterable[Backend], prompt: list[int], stops: tuple[int, ...]) -> None:
-    """The first step of a process is slower than all others."""
-    for backend in backends:
-        await ask(backend, prompt, Sampling(stop_token_ids=stops), 8, True)
-
-
 async def measure(plain: Backend, contenders: Sequence[Contender], asked: Sequence[Asked], stops: tuple[int, ...],
                   max_tokens: int, advance: Callable[[], None] = lambda: None) -> Scores:
     """Ask all of ``asked`` of everybody."""
@@ -218,9 +212,9 @@ async def run(arguments: argparse.Namespace) -> None:
             bar.update(asking, description=f"asking {name}")
             asked = prepare(few, codec, room)
             bar.advance(asking, len(few) - len(asked))
-            if asked and not scores:
-                everybody = [plain, *(each for who in contenders for each in (who.whole, who.served))]
-                await warm_up(everybody, asked[0].prompt, tuple(codec.stop_token_ids))
+            if asked and not scores:  # the first step of a process is slower than all others
+                for backend in (plain, *(each for who in contenders for each in (who.whole, who.served))):
+                    await ask(backend, asked[0].prompt, Sampling(), 8, True)
             scores |= await measure(plain, contenders, asked, tuple(codec.stop_token_ids), arguments.max_tokens,
                                     lambda: bar.advance(asking))
             rows = rows_of(scores, ("plain", *arguments.drafters), arguments.sets)

@@ -297,13 +297,12 @@ def config_of(*overrides: str) -> Config:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", action="store_true", help="list functions, not files")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="overrides")
     options = parser.parse_args()
     try:
         config = config_of(*options.overrides)
         configure(config.log)
-        walk(config, options.max_tokens, options.calls)
+        walk(config, MAX_TOKENS, options.calls)
     except SlipstreamError as error:
         raise SystemExit(f"bench.walk: {error}") from error
 
