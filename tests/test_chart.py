@@ -21,7 +21,7 @@ from deploy.__main__ import pages
 from deploy.values import OWNED, Values
 from draft_service.__main__ import DRAIN_S
 from slipstream.base.config import Config, load
-from slipstream.wire.cluster import service_address
+from slipstream.wire.discovery import service_address
 from tests.kube import CHART, PROFILES, ROOT, helm, only, rendered, run
 
 ROLES = ("router", "target", "draft")

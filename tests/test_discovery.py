@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,8 +13,20 @@ from typing import Any
 import pytest
 
 from slipstream.base.errors import ConfigError, RemoteProtocolError
-from slipstream.wire.cluster import Endpoint, ServiceAddress, api_server, endpoints_of, merged, service_address
-from slipstream.wire.discovery import Directory, Roster, RosterRules, WatchRules, fixed, following
+from slipstream.wire.cluster import api_server
+from slipstream.wire.discovery import (
+    Directory,
+    Endpoint,
+    Roster,
+    RosterRules,
+    ServiceAddress,
+    WatchRules,
+    endpoints_of,
+    fixed,
+    following,
+    merged,
+    service_address,
+)
 from tests.api_server import StandIn, endpoint
 
 ADDRESS = "kubernetes:///target.ns:50051"
@@ -185,6 +199,12 @@ async def test_plain_addresses_need_no_cluster() -> None:
     async with following(("127.0.0.1:1",), "", lambda ready: None) as found:
         await asyncio.sleep(0)
         assert found.listed == 0 and found.fresh
+
+
+def test_who_asks_no_cluster_loads_no_client_of_it() -> None:
+    """The Kubernetes client is an extra, takes half a second and 40 MB."""
+    program = "import sys, slipstream.wire.discovery as _; sys.exit('kubernetes' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 async def test_no_cluster_is_said(tmp_path: Path) -> None:

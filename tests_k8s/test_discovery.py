@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from slipstream.base.errors import Unavailable
-from slipstream.wire.cluster import ApiServer, Change, Outdated, ServiceAddress, api_server, service_address
-from slipstream.wire.discovery import Directory, WatchRules, following
+from slipstream.wire.cluster import ApiServer, api_server
+from slipstream.wire.discovery import (
+    Change,
+    Directory,
+    Outdated,
+    ServiceAddress,
+    WatchRules,
+    following,
+    service_address,
+)
 from tests.api_server import endpoint
 from tests_k8s.cluster import Cluster, Door, Slices
 from tests_k8s.own_server import OwnServer
