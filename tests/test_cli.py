@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from bench.fleet import free_port
 from slipstream import __version__
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
@@ -42,17 +43,12 @@ def screen(**options: Any) -> tuple[Console, io.StringIO]:
     return Console(file=out, width=200, **options), out
 
 
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 def on_free_ports() -> tuple[str, ...]:
-    keys = [*places(Config())]
-    return tuple(f"{key}=127.0.0.1:{port}" for key, port in zip(keys, free_ports(len(keys)), strict=True))
+    keys = places(Config())
+    ports: set[int] = set()
+    while len(ports) < len(keys):
+        ports.add(free_port())
+    return tuple(f"{key}=127.0.0.1:{port}" for key, port in zip(keys, ports, strict=True))
 
 
 @pytest.mark.parametrize(("name", "text"), COMMANDS, ids=[name for name, _ in COMMANDS])
@@ -72,7 +68,7 @@ def test_the_version_is_printed() -> None:
 
 
 def test_a_chat_that_finds_no_router_says_which_address_it_needs() -> None:
-    result = CliRunner().invoke(app, ["chat", "--address", f"127.0.0.1:{free_ports(1)[0]}"])
+    result = CliRunner().invoke(app, ["chat", "--address", f"127.0.0.1:{free_port()}"])
     assert isinstance(result.exception, Unavailable) and "router.grpc_listen" in str(result.exception)
 
 
@@ -257,7 +253,7 @@ async def test_one_process_gives_the_answers_of_plain_decoding(tiny_folder: Path
     keys = tmp_path / "keys"
     keys.write_text("open-sesame\n")
     config = load(None, (*on_free_ports(), f"model.path={tiny_folder}", "model.dtype=float64",
-                         f"router.api_keys_file={keys}"))
+                         f"router.api_keys_file={keys}", "target.policy.always=true", "target.policy.deadline_max_s=2"))
     stop, up = asyncio.Event(), asyncio.Event()
     serving = asyncio.create_task(colocated.serve(config, stop, up.set))
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from bench.fleet import free_port
 from draft_service.__main__ import host
 from draft_service.__main__ import serve as serve_draft
 from draft_service.assembly import build
@@ -90,12 +90,6 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     await until(lambda: bool(told.downs))
     assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
     linking.cancel()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent import futures
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import grpc
 import httpx
 import pytest
 
+from bench.fleet import free_port, joined
 from draft_service.__main__ import serve as serve_draft
 from router_service.__main__ import serve as serve_router
 from slipstream.base.config import Config, LogSection
 from slipstream.observe.spans import NoSpans, spans_of, well_formed
+from slipstream.wire.target_client import TargetClient
 from target_service.__main__ import serve as serve_target
 from tests.pair import STUBBORN
-from tests.test_lifecycle import free_port
+from tests.test_lifecycle import until_ready
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SHOWN = f"00-{TRACE}-{PARENT}-01"
@@ -49,7 +51,8 @@ async def serving(serve: Callable[..., Coroutine[Any, Any, None]], config: Confi
     await task
 
 
-async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft_folder: Path) -> None:
+async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft_folder: Path,
+                                                   tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="the extra otel is not installed")
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as wire
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
@@ -81,7 +84,9 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
                    "targets": [f"127.0.0.1:{target}"], "model_name": "tiny"}})
     body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 40, "ignore_eos": True}
     async with (serving(serve_draft, config), serving(serve_target, config), serving(serve_router, config),
-                httpx.AsyncClient(timeout=30) as client):
+                aclosing(TargetClient(f"127.0.0.1:{target}")) as asked, httpx.AsyncClient(timeout=30) as client):
+        await joined(asked, tmp_path)
+        await until_ready(client, http)
         for headers in ({"traceparent": UNFOLLOWED}, {"traceparent": SHOWN}):
             answer = await client.post(f"http://127.0.0.1:{http}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200
