@@ -23,7 +23,7 @@ from rich.progress import track
 from bench.gpu.shapes import read_bytes
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.loading import load_model

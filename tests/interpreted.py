@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from bench.gpu.shapes import TINY, config_of, decoder_shapes, random_tensors
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager

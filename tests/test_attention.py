@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import attend, plan_attention
+from slipstream.engine.attention import attend, plan_attention, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.pages import plan_pages
 from tests.trees import random_tree
 
 HEADS, SIZE, SLOTS = 2, 8, 2000

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import CapacityError, ModelError
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.kv import KVPool

@@ -18,7 +18,7 @@ import torch
 from bench.gpu.shapes import LLAMA_8B, SMALL, TINY, Fields, config_of, decoder_shapes, random_tensors, write_folder
 from bench.gpu.stage import Given, capture_of, fused, paged
 from slipstream.base.config import ModelSection
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import multiplied, rounded, specified

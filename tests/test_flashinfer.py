@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import attend_pages
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import PageTensors, TorchAttention, attend_pages, plan_pages, visible
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.flashinfer import VARIANT, FlashInferAttention, attention_for, missing, variant
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PageTensors, plan_pages, visible
 from tests.test_attention import random_batch
 from tests.tiny import tiny_config
 
@@ -166,7 +164,7 @@ extern "C" void seen(const int32_t* q_indptr, const int32_t* kv_indptr, const in
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_kernels_rule_is_the_specification(tmp_path: Path) -> None:
-    """The C++ that is compiled into the kernel, on the host, beside ``pages.visible``; and beyond a segment's ends."""
+    """The C++ that is compiled into the kernel, on the host, beside ``attention.visible``; and beyond a segment's ends."""
     (tmp_path / "rule.cpp").write_text(SHIM + VARIANT + ASKED)
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "rule.so", tmp_path / "rule.cpp"], check=True)
     seen = ctypes.CDLL(str(tmp_path / "rule.so")).seen

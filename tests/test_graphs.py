@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import ROWS, SEGMENTS, GraphedDecoder, Replay, Size, capture_eager, padded, sizes

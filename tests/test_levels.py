@@ -14,7 +14,7 @@ from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.backend import PagedAttention, TorchAttention
+from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import write_eagle_folder

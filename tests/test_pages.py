@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.backend import Attend, TorchAttention
+from slipstream.engine.attention import Attend, PagePlan, TorchAttention, placed, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PagePlan, placed, plan_pages
 from tests.test_attention import HEADS, SIZE, poisoned, random_batch
 from tests.tiny import tiny_config
 

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import attend_pages
-from slipstream.engine.backend import Attend, TorchAttention
+from slipstream.engine.attention import Attend, PagePlan, PageTensors, TorchAttention, attend_pages, write_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Size
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.pages import PagePlan, PageTensors, write_pages
 from tests.pretended import GPU, Gpu, pretended
 from tests.test_flashinfer import PlainWrapper
 from tests.tiny import tiny_config, tiny_tensors
@@ -58,7 +56,7 @@ def library(gpu: Gpu, attends: Kernel = attended) -> ModuleType:
 
 
 class LaunchedPages:
-    """Torch's attention over pages as a kernel; see ``backend.PagedAttention``."""
+    """Torch's attention over pages as a kernel; see ``attention.PagedAttention``."""
 
     def __init__(self, config: ModelConfig, gpu: Gpu) -> None:
         self._scale, self._gpu = config.head_dim**-0.5, gpu

@@ -22,7 +22,7 @@ from bench.fleet import Process, free_port
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError, RanksLost, Unavailable
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.engine.backend import TorchAttention
+from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.loading import load_model

@@ -35,7 +35,7 @@ from slipstream.base.config import GrowthSection
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.backend import Attention
+from slipstream.engine.attention import Attention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import with_fp8

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.shapes import LLAMA_8B, config_of
-from slipstream.engine.backend import PagedAttention, TorchAttention
+from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.flashinfer import FlashInferAttention, missing
 from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.model import ModelConfig

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from slipstream.engine.backend import Attention, TorchAttention
+from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix
 from slipstream.engine.kv import KVPool

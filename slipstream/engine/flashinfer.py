@@ -1,7 +1,7 @@
 """FlashInfer's paged attention, with this engine's own rule of who sees whom compiled into its kernel.
 
 Rules:
-1. One kernel for every kind of row: the variant below asks the three numbers of ``pages`` about each score. No mask
+1. One kernel for every kind of row: the variant below asks the three numbers of ``attention`` about each score. No mask
    tensor exists, on the host or on the device.
 2. The backend is always ``fa2``: fa3 has no masks of one's own, and ``auto`` may choose what downloads its kernels.
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
@@ -26,10 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.engine.backend import Attend, Attention, FixedAttention, TorchAttention
+from slipstream.engine.attention import (
+    Attend,
+    Attention,
+    FixedAttention,
+    PagePlan,
+    PageTensors,
+    TorchAttention,
+    placed,
+    plan_pages,
+)
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.pages import PagePlan, PageTensors, placed, plan_pages
 from slipstream.engine.trial import disagreement
 from slipstream.observe.log import logger
 
@@ -125,7 +133,7 @@ def _settled(device: torch.device) -> None:
 
 
 class FlashInferAttention:
-    """See ``backend.PagedAttention``. ``workspace``: bytes in which plans lie."""
+    """See ``attention.PagedAttention``. ``workspace``: bytes in which plans lie."""
 
     __slots__ = ("_config", "_device", "_dtype", "_float", "_planner", "_wrapper_type", "workspace")
 
@@ -191,7 +199,7 @@ class Planner:
 
 
 class FixedFlashInfer:
-    """See ``backend.FixedAttention``. Its buffers are the wrapper's own and three of rows; ``write`` writes all.
+    """See ``attention.FixedAttention``. Its buffers are the wrapper's own and three of rows; ``write`` writes all.
     ``launch``: what FlashInfer says of the captured one."""
 
     __slots__ = ("_last", "_pages", "_planner", "launch")

@@ -26,11 +26,10 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.attention import AttentionPlan, attend, plan_attention
+from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
-from slipstream.engine.pages import plan_pages
 from slipstream.engine.weights import Tensors, take
 from slipstream.protocol.tree import MAX_NODES
 

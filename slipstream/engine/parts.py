@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.engine.backend import Attention
+from slipstream.engine.attention import Attention
 from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8

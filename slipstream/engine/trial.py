@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.backend import PagedAttention, TorchAttention
+from slipstream.engine.attention import PagedAttention, PageTensors, TorchAttention, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
-from slipstream.engine.pages import PageTensors, plan_pages
 
 SEGMENTS = (("chunk", 40, 9), ("step", 200, 1), ("tree", 130, 33), ("step", 1, 1), ("tree", 3, 2))  # context, rows
 SLOTS = 500

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from slipstream.drafting.heads.eagle_checkpoint import EagleHead
 from slipstream.drafting.heads.layout import LAYER
 from slipstream.drafting.neural import Output, apart, wire_rows
-from slipstream.engine.backend import Attend
+from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots

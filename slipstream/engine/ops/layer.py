@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from slipstream.engine.backend import Attend, Attention
+from slipstream.engine.attention import Attend, Attention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, joined, matrix
 from slipstream.engine.model import ModelConfig
