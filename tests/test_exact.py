@@ -14,10 +14,9 @@ from slipstream.base.errors import ModelError
 from slipstream.drafting import create
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.loading import load_model
+from slipstream.engine.loading import check_exact, load_model, passes_trial
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.trial import check_exact, passes_trial
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.protocol.tree import DraftTree

@@ -164,7 +164,7 @@ extern "C" void seen(const int32_t* q_indptr, const int32_t* kv_indptr, const in
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_kernels_rule_is_the_specification(tmp_path: Path) -> None:
-    """The C++ that is compiled into the kernel, on the host, beside ``attention.visible``; and beyond a segment's ends."""
+    """The C++ that is compiled into the kernel, on the host, beside ``visible``; and beyond a segment's ends."""
     (tmp_path / "rule.cpp").write_text(SHIM + VARIANT + ASKED)
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "rule.so", tmp_path / "rule.cpp"], check=True)
     seen = ctypes.CDLL(str(tmp_path / "rule.so")).seen

@@ -26,8 +26,8 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import X86, kernels
 from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, Packed, Program, Team
-from slipstream.engine.parts import part_of
 from slipstream.engine.preparation import prepare_as
+from slipstream.engine.ranks import part_of
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import FORMAT, HEADS, RECEIPT, head_for, is_prepared
 from slipstream.protocol.messages import Features, Open, Sampling

@@ -27,8 +27,7 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.loading import load_model
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, WarmOrder, read, written
-from slipstream.engine.parts import part_config, part_of, sharded_decoder
-from slipstream.engine.ranks import RankedModel, ranked_model
+from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Sampling

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.engine.attention import Attention, PageTensors, TorchAttention
+from slipstream.engine.attention import Attention, PageTensors, TorchAttention, disagreement
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Replay
 from slipstream.engine.kv import KVPool
-from slipstream.engine.trial import disagreement
 from tests.pretended import GPU, pretended
 from tests.test_pretended import SIZES, SLOTS, Kernel, attended, config, library
 from tests.tiny import tiny_config, tiny_tensors

@@ -12,6 +12,7 @@ Rules:
    last slot, never foreign memory.
 5. A *fixed* attention is planned again and again for one number of rows and segments: what it reads stays where it is,
    so that a captured graph may hold it. One call writes all of it.
+6. Before another attention serves, ``disagreement`` asks it both ways beside torch's, with NaN where no row may read.
 
 It knows nothing about layers, weights or why a row is there. Which attention serves: ``flashinfer.attention_for``.
 Dimension key: see the package.
@@ -29,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.engine.batch import ForwardBatch, sent
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, sent
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.tree import MAX_NODES
 
@@ -325,3 +326,56 @@ class FixedTorch:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         yield from self._pages
+
+
+# Of a trial: one batch of every kind of row, behind contexts of several lengths, on slots in any order.
+TRIAL = (("chunk", 40, 9), ("step", 200, 1), ("tree", 130, 33), ("step", 1, 1), ("tree", 3, 2))  # context, rows
+TRIAL_SLOTS = 500
+ROUNDING = 2e-2  # of a row's length: several times what 16 bits round
+
+
+@torch.inference_mode()
+def disagreement(attention: PagedAttention, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Where a trial differs from torch's, in words; empty: nowhere. Raises what the attention raises."""
+    batch = trial_batch().build(device)
+    dice = torch.Generator().manual_seed(0)
+    q, known = (torch.randn(count, heads, config.head_dim, generator=dice).to(device, dtype)
+                for count, heads in ((batch.num_rows, config.num_heads), (2 * TRIAL_SLOTS, config.num_kv_heads)))
+    kv = torch.full_like(known, torch.nan).view(TRIAL_SLOTS, 2, config.num_kv_heads, config.head_dim)
+    kv.index_copy_(0, batch.kv_slots, known.view_as(kv).index_select(0, batch.kv_slots))
+    right = TorchAttention(config, torch.float32).plan(batch)(q.float(), kv.float())
+    for way, found in (("planned", attention.plan(batch)(q, kv)), ("fixed", _fixed(attention, config, batch, q, kv))):
+        worst = farthest(found, right)
+        if worst > ROUNDING:
+            return f"in a trial ({way}) a row is off by {worst:.2g} of its length, and rounding explains {ROUNDING:g}"
+    return ""
+
+
+def farthest(found: torch.Tensor, right: torch.Tensor) -> float:
+    """The greatest distance of a row of ``found`` [T, W] from the same of ``right``, by that one's length; infinite
+    where something is not a number."""
+    off = (found.float() - right.float()).norm(dim=1) / right.float().norm(dim=1)
+    return float(off.nan_to_num_(nan=torch.inf).max())
+
+
+def trial_batch() -> BatchBuilder:
+    dice, builder, taken = np.random.default_rng(0), BatchBuilder(), 0
+    order = dice.permutation(TRIAL_SLOTS).astype(np.int64)
+    for kind, context, rows in TRIAL:
+        own = order[taken + context : taken + context + rows].tolist()
+        words = [1]
+        for node in range(1, rows):
+            words.append(words[int(dice.integers(node))] | 1 << node)
+        is_tree = kind == "tree"
+        builder.add([0] * rows, [0] * rows, own, order[taken : taken + context], words if is_tree else None,
+                    rows if is_tree else 0)
+        taken += context + rows
+    return builder
+
+
+def _fixed(attention: PagedAttention, config: ModelConfig, batch: ForwardBatch, q: torch.Tensor,
+           kv: torch.Tensor) -> torch.Tensor:
+    plan = plan_pages(batch, config.sliding_window)
+    fixed = attention.fixed(PageTensors.empty(batch.num_rows, len(batch.mask_lens), 2 * TRIAL_SLOTS, kv.device))
+    fixed.write(plan)
+    return fixed(q, kv)

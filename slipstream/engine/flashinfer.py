@@ -7,7 +7,7 @@ Rules:
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
 5. One float workspace for all plans of an engine: one stream, and each plan is made right before its forward.
-6. Before it serves it is tried beside torch's attention (see ``trial``); where it fails, torch's serves.
+6. Before it serves it is tried beside torch's attention (``attention.disagreement``); where it fails, torch's serves.
 
 It was compiled for sm_90a and has never run on a GPU. It knows nothing about models or graphs. Written for
 flashinfer-python 0.7.2.
@@ -33,12 +33,12 @@ from slipstream.engine.attention import (
     PagePlan,
     PageTensors,
     TorchAttention,
+    disagreement,
     placed,
     plan_pages,
 )
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.trial import disagreement
 from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}

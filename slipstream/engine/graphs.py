@@ -23,12 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.engine.attention import FixedAttention, PagedAttention, PageTensors, plan_pages
+from slipstream.engine.attention import FixedAttention, PagedAttention, PageTensors, farthest, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.ops.layer import Step
-from slipstream.engine.trial import farthest
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 

@@ -3,6 +3,8 @@
 Rules:
 1. What was asked for and cannot be had is a ModelError that names the field, before anything is loaded where it can be.
 2. What was left to be chosen is chosen once, here, and the log says what and why.
+3. Kernels that are to be exact are tried first: the rows of a random tree, and of a prompt, beside plain steps, bit for
+   bit. What passes are the CPU kernels (``native``), whose sums are in one order; torch's depend on the number of rows.
 
 It knows nothing about where folders come from (see ``slipstream.models``), sessions or pools.
 """
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.engine.batch import rows_batch
+from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
@@ -30,9 +33,10 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.trial import check_exact
 from slipstream.engine.weights import Tensors, load_tensors
 from slipstream.observe.log import logger
+
+CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
 
 
 def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
@@ -90,3 +94,45 @@ def _first_rows(decoder: Decoder, rows: int) -> None:
     config = decoder.config
     pool = KVPool(config.num_layers, rows, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
     decoder.forward(rows_batch(np.arange(rows), decoder.device), pool)
+
+
+def check_exact(model: CausalModel) -> CausalModel:
+    """The model, after its trial. Raises ModelError."""
+    if not passes_trial(model):
+        raise ModelError("model.kernels: native: on this machine a tree's rows differ from plain steps; serve with "
+                         "model.dtype=float32 instead")
+    return model
+
+
+def passes_trial(model: CausalModel) -> bool:
+    """Whether the rows of a random tree, and of a prompt, are bit for bit those of plain steps."""
+    dice, config = np.random.default_rng(0), model.config
+    parents = [-1, *(int(dice.integers(node)) for node in range(1, ROWS))]
+    tokens = dice.integers(config.vocab_size, size=CONTEXT + ROWS).tolist()
+    pool = KVPool(config.num_layers, CONTEXT + 2 * ROWS, config.num_kv_heads, config.head_dim, model.dtype)
+    context = np.arange(CONTEXT)
+    logits = _run(model, pool, tokens[:CONTEXT], list(range(CONTEXT)), context[:0])
+    if not torch.equal(logits[-1:], _run(model, pool, tokens[CONTEXT - 1 : CONTEXT],
+                                         [CONTEXT - 1], context[:-1])):
+        return False
+    nodes, words, paths = tokens[CONTEXT:], [1], [[0]]
+    for node in range(1, ROWS):
+        words.append(words[parents[node]] | 1 << node)
+        paths.append([*paths[parents[node]], node])
+    slots = list(range(CONTEXT, CONTEXT + ROWS))
+    tree = _run(model, pool, nodes, slots, context, words, [len(path) - 1 for path in paths])
+    longest = max(paths, key=len)
+    for depth, node in enumerate(longest):
+        behind = np.append(context, np.arange(depth) + slots[-1] + 1)
+        alone = _run(model, pool, [nodes[node]], [slots[-1] + 1 + depth], behind)
+        if not torch.equal(alone[0], tree[node]):
+            return False
+    return True
+
+
+def _run(model: CausalModel, pool: KVPool, tokens: list[int], slots: list[int], context: NDArray[np.int64],
+         words: list[int] | None = None, depths: list[int] | None = None) -> torch.Tensor:
+    builder = BatchBuilder()
+    positions = [len(context) + depth for depth in depths or range(len(tokens))]
+    builder.add(tokens, positions, slots, context, words, 0 if words is None else len(tokens))
+    return model.logits(model.forward(builder.build(), pool)[0])
