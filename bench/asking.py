@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.base.errors import ConfigError
-from slipstream.cli.host import QUESTIONS
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Backend, Piece, Request
 
@@ -29,6 +28,8 @@ class Question:
 
 def own() -> list[Question]:
     """Six chat questions and six in which the answer repeats the prompt or itself."""
+    from slipstream.cli.host import QUESTIONS  # not above: it imports gRPC, which `make gpu` has to do without
+
     return [*(Question("chat", text) for text in QUESTIONS), *read(SETS, "copy", 99)[:6]]
 
 

@@ -19,11 +19,11 @@ from time import perf_counter
 
 import numpy as np
 
+from bench.asking import SETS, read
 from bench.gpu.shapes import SMALL, TINY, write_folder
 from bench.gpu.stage import Finding, Given, free
 from router_service.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, ModelSection
-from slipstream.cli.host import QUESTIONS
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.graphs import GraphedDecoder
@@ -49,7 +49,8 @@ def real(folder: Path) -> Asked:
     codec, head = TextCodec(folder), head_for(str(folder))
     drafters = {"ngram": {"drafter": "ngram"}} | (
         {"head": {"drafter": "eagle3", "model": head.name}} if head is not None else {})
-    return Asked(folder, [codec.chat([{"role": "user", "content": text}]) for text in QUESTIONS], drafters, 128)
+    prompts = [codec.chat([{"role": "user", "content": question.text}]) for question in read(SETS, "copy", 6)]
+    return Asked(folder, prompts, drafters, 128)
 
 
 def random(folder: Path, full: bool) -> Asked:
