@@ -145,6 +145,6 @@ clean:  ## remove what was built; the environment and prepared models stay
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(PREPARED): slipstream/models/folder.py slipstream/models/conversion.py slipstream/models/gguf.py | .venv/.project
+$(PREPARED): slipstream/models/folder.py slipstream/models/gguf.py | .venv/.project
 	$(BIN)/slipstream models prepare $(MODEL)
 	@touch $@
