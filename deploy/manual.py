@@ -15,7 +15,7 @@ from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_
 from slipstream.protocol.session import DRAFT_TABLE, LEASE_S, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.channel import RULES
-from slipstream.wire.handshake import MAX_PROJECTION_BYTES, MAX_TAPS
+from slipstream.wire.codec import MAX_PROJECTION_BYTES, MAX_TAPS
 from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, MAX_BATCHES, MAX_PEERS, PROJECTION_S, REFUSED_RETRY_S
 
 ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",

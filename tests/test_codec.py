@@ -39,11 +39,14 @@ from slipstream.wire.answers import (
 from slipstream.wire.codec import (
     FrameLimits,
     decode_draft_frame,
+    decode_draft_hello,
     decode_target_frame,
+    decode_target_hello,
     encode_draft_frames,
+    encode_draft_hello,
     encode_target_frames,
+    encode_target_hello,
 )
-from slipstream.wire.handshake import decode_draft_hello, decode_target_hello, encode_draft_hello, encode_target_hello
 from slipstream.wire.inference import (
     decode_chat,
     decode_complete,

@@ -39,7 +39,7 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
 from slipstream.v1 import draft_pb2
-from slipstream.wire.handshake import (
+from slipstream.wire.codec import (
     ROOM,
     ProjectionReader,
     decode_draft_hello,

@@ -40,8 +40,7 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, TargetInfo
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
-from slipstream.wire.codec import encode_draft_frames
-from slipstream.wire.handshake import decode_target_hello, encode_draft_hello, encode_target_hello
+from slipstream.wire.codec import decode_target_hello, encode_draft_frames, encode_draft_hello, encode_target_hello
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink, DraftServicer, Outbox
 from slipstream.wire.local import LocalLink

@@ -23,14 +23,16 @@ from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     INT32_MAX,
     decode_sampling,
+    encode_sampling,
     few_int_bytes,
     few_ints_of,
-    fill_sampling,
     ints_of,
+    made,
     microseconds,
     name_of,
     parse,
     require,
+    shared,
 )
 from slipstream.wire.status import Reported
 
@@ -71,7 +73,7 @@ def encode_asked(answer: int, content: Request | bool | Flow) -> bytes:
     frame = target_pb2.GenerateManyRequest()
     item = frame.items.add(answer=answer)
     if isinstance(content, Request):
-        _fill_start(item.start, content)
+        item.start.CopyFrom(_start(content))
         item.traceparent = content.trace
     elif isinstance(content, Flow):
         item.flow = target_pb2.AnswerFlow.ValueType(content.value)
@@ -101,13 +103,10 @@ def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) ->
     return FLOWS[item.flow]
 
 
-def _fill_start(wire: target_pb2.GenerateStart, request: Request) -> None:
-    """Write ``request`` into ``wire``, which is empty."""
-    wire.request_id, wire.tokens = request.request_id, few_int_bytes(request.tokens)
-    fill_sampling(wire.sampling, request.sampling)
-    wire.max_tokens, wire.mode, wire.answered = request.max_tokens, _mode_of(request.speculate), request.answered
-    if request.top_logprobs is not None:
-        wire.top_logprobs = request.top_logprobs
+def _start(request: Request) -> target_pb2.GenerateStart:
+    return target_pb2.GenerateStart(
+        **shared(request, "tokens", "sampling", "speculate", "trace"), tokens=few_int_bytes(request.tokens),
+        sampling=encode_sampling(request.sampling), mode=_mode_of(request.speculate))
 
 
 def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
@@ -132,8 +131,8 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
     if wire.answered >= min(len(tokens), wire.max_tokens):
         raise InvalidRequest("answered", "must leave a prompt, and a token to answer with")
     sampling = decode_sampling(wire.sampling, vocab_size)
-    return Request(wire.request_id, tuple(tokens), sampling, wire.max_tokens, top_logprobs, speculate, wire.answered,
-                   trace)
+    return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
+                trace=trace)
 
 
 def _speculates(mode: int) -> bool:
@@ -214,14 +213,8 @@ def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
 
 
 def encode_info(info: TargetInfo) -> bytes:
-    drafts = [target_pb2.DraftInfo(address=draft.address, connected=draft.connected, drafter=draft.drafter,
-                                   problem=draft.problem) for draft in info.drafts]
-    return target_pb2.GetInfoResponse(
-        model_id=info.model_id, vocab_size=info.vocab_size, max_context=info.max_context,
-        tokenizer_hash=info.tokenizer_hash, sessions_running=info.sessions_running,
-        sessions_waiting=info.sessions_waiting, slots_total=info.slots_total, slots_free=info.slots_free,
-        draining=info.draining, drafts=drafts, lossy=info.lossy,
-    ).SerializeToString()
+    drafts = [target_pb2.DraftInfo(**shared(draft)) for draft in info.drafts]
+    return target_pb2.GetInfoResponse(**shared(info, "drafts"), drafts=drafts).SerializeToString()
 
 
 def decode_info(data: bytes) -> TargetInfo:
@@ -229,12 +222,7 @@ def decode_info(data: bytes) -> TargetInfo:
     wire = target_pb2.GetInfoResponse()
     parse(wire, data, "info")
     require(wire.vocab_size >= 1 and wire.max_context >= 1, "info", "names no vocabulary or context")
-    drafts = tuple(DraftStatus(draft.address, draft.connected, draft.drafter, draft.problem) for draft in wire.drafts)
-    return TargetInfo(
-        wire.model_id, wire.vocab_size, wire.max_context, wire.tokenizer_hash, wire.sessions_running,
-        wire.sessions_waiting, wire.slots_total, wire.slots_free, wire.draining, drafts,
-        wire.lossy,
-    )
+    return made(TargetInfo, wire, drafts=tuple(made(DraftStatus, draft) for draft in wire.drafts))
 
 
 def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:

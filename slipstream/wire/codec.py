@@ -1,4 +1,4 @@
-"""Frames of a draft stream: values of ``slipstream.protocol.messages`` to protobuf bytes and back.
+"""What a draft stream carries, to protobuf bytes and back: hellos, the weights of a projection, then frames.
 
 Rules:
 1. Whatever a peer claims is checked here, before anything of that size is allocated or used.
@@ -10,23 +10,33 @@ Rules:
 A commit and a growth come every round of every session, when caches are cold: their checks are written out, plain
 Python over few numbers instead of calls and small arrays, and messages are made on failure only.
 
-It knows nothing about sockets or about what a session is doing. Format: ``proto/slipstream/v1/draft.proto``.
+Of the handshake:
+1. The protocol version is looked at before anything else, so a peer of another release is refused by that name.
+2. The draft's hello declares a projection's shape, dtype and digest. They are checked, and bounded by
+   MAX_PROJECTION_BYTES, before any weight is read; nothing is kept beyond what was declared.
+3. Chunks come in order, none is empty, and together they are exactly what was declared, by length and by digest.
+   Whatever else comes is a RemoteProtocolError that names ``features.projection``: the stream ends and the target
+   decodes plain.
+
+It knows nothing about sockets, about what a session is doing, nor whether target and draft fit together
+(``pairing.check_pair`` does). Format: ``proto/slipstream/v1/draft.proto``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
-from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError
 from slipstream.observe.spans import well_formed
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
+    PROTOCOL_VERSION,
     Close,
     Commit,
     DraftBound,
@@ -34,27 +44,37 @@ from slipstream.protocol.messages import (
     Drop,
     Faults,
     Features,
+    FeatureSpec,
     Growth,
     Open,
+    Projection,
     TargetBound,
     TargetHello,
 )
-from slipstream.protocol.tree import MAX_NODES, Ints
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, Ints
 from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,
-    UINT32_MAX,
+    INT32_MAX,
     decode_sampling,
-    fill_sampling,
+    dtype_of,
+    encode_sampling,
     int_bytes,
     ints_of,
+    made,
+    microseconds,
     name_of,
     outside,
+    parse,
+    require,
+    shared,
     within,
 )
 
-Item = TypeVar("Item")
-
+MAX_TAPS = 64  # layers that one drafter reads
+MAX_PROJECTION_BYTES = 512 << 20  # five times that of the largest known head
+ROOM = 64  # bytes of a chunk's message beside its weights
+FIELD = "features.projection"
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
 
 
@@ -78,35 +98,41 @@ class FrameLimits:
 def encode_target_frames(incarnation: int, items: Sequence[DraftBound],
                          max_bytes: int) -> tuple[list[bytes], list[DraftBound]]:
     """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    return _encoded(_target_frame, incarnation, items, max_bytes)
+    return _encoded(draft_pb2.ExchangeRequest, incarnation, items, max_bytes)
 
 
 def encode_draft_frames(incarnation: int, items: Sequence[TargetBound],
                         max_bytes: int) -> tuple[list[bytes], list[TargetBound]]:
-    """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    return _encoded(_draft_frame, incarnation, items, max_bytes)
+    """The same of what a draft sends."""
+    return _encoded(draft_pb2.ExchangeResponse, incarnation, items, max_bytes)
 
 
 def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[DraftBound], Faults]:
     """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
-    return _decoded(draft_pb2.ExchangeRequest(), data, incarnation, limits, DRAFT_BOUND)
+    return _decoded(draft_pb2.ExchangeRequest(), data, incarnation, limits)
 
 
 def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[TargetBound], Faults]:
-    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
-    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits, TARGET_BOUND)
+    """The same of what a draft has sent."""
+    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits)
 
 
-def _encoded(write: Callable[[int, Sequence[Any]], bytes], incarnation: int, items: Sequence[Any],
+def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
              max_bytes: int) -> tuple[list[bytes], list[Any]]:
-    data = write(incarnation, items)
+    # In place: a message that is given to another's constructor is copied, and rows are the most of a frame.
+    message = kind()
+    frame = message.frame
+    frame.incarnation = incarnation
+    for item in items:
+        _write(frame.items.add(), item)
+    data = message.SerializeToString()
     if len(data) <= max_bytes:
         return [data], []
     first, second = _halves(items)
     if not second:
         return [], list(items)
-    frames, left = _encoded(write, incarnation, first, max_bytes)
-    more_frames, more_left = _encoded(write, incarnation, second, max_bytes)
+    frames, left = _encoded(kind, incarnation, first, max_bytes)
+    more_frames, more_left = _encoded(kind, incarnation, second, max_bytes)
     return frames + more_frames, left + more_left
 
 
@@ -122,27 +148,31 @@ def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
             (Features(item.session, item.start + upper, item.rows[cut:], item.num_rows - upper, item.dtype),))
 
 
-def _target_frame(incarnation: int, items: Sequence[DraftBound]) -> bytes:
-    # In place: a message that is given to another's constructor is copied, and rows are the most of a frame.
-    message = draft_pb2.ExchangeRequest()
-    frame = message.frame
-    frame.incarnation = incarnation
-    for item in items:
-        wire = frame.items.add()
-        if isinstance(item, Commit):
-            commit = wire.commit
-            commit.session, commit.base = item.session, item.base
-            commit.tokens = np.asarray(item.tokens, "<i4").tobytes()
-            commit.drafted, commit.wanted, commit.ahead = item.drafted, item.wanted, item.ahead
-            if item.features is not None:
-                _write_features(commit.features, item.features)
-        elif isinstance(item, Features):
-            _write_features(wire.features, item)
-        elif isinstance(item, Open):
-            _write_open(wire.open, item)
-        else:
-            wire.close.session = item.session
-    return message.SerializeToString()
+def _write(wire: Any, item: DraftBound | TargetBound) -> None:
+    if isinstance(item, Commit):
+        commit = wire.commit
+        commit.session, commit.base = item.session, item.base
+        commit.tokens = np.asarray(item.tokens, "<i4").tobytes()
+        commit.drafted, commit.wanted, commit.ahead = item.drafted, item.wanted, item.ahead
+        if item.features is not None:
+            _write_features(commit.features, item.features)
+    elif isinstance(item, Growth):
+        growth = wire.growth
+        growth.session, growth.base = item.session, item.base
+        growth.ids = np.asarray(item.ids, "<i4").tobytes()
+        growth.parents = np.asarray(item.parents, "<i4").tobytes()
+        growth.tokens = np.asarray(item.tokens, "<i4").tobytes()
+        growth.scores = np.asarray(item.scores, "<f4").tobytes()
+        growth.draft_us = microseconds(item.draft_s)
+    elif isinstance(item, Features):
+        _write_features(wire.features, item)
+    elif isinstance(item, Open):
+        wire.open.CopyFrom(draft_pb2.OpenItem(**shared(item, "tokens", "sampling"), tokens=int_bytes(item.tokens),
+                                              sampling=encode_sampling(item.sampling)))
+    elif isinstance(item, Drop):
+        wire.drop.session, wire.drop.reason = item.session, item.reason
+    else:
+        wire.close.session = item.session
 
 
 def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
@@ -150,50 +180,21 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
     wire.dtype, wire.rows = DTYPE_NUMBERS[item.dtype], item.rows
 
 
-def _write_open(wire: draft_pb2.OpenItem, item: Open) -> None:
-    wire.session, wire.tokens, wire.prompt_len = item.session, int_bytes(item.tokens), item.prompt_len
-    wire.wanted, wire.trace, wire.ahead = item.wanted, item.trace, item.ahead
-    fill_sampling(wire.sampling, item.sampling)
-
-
-def _draft_frame(incarnation: int, items: Sequence[TargetBound]) -> bytes:
-    message = draft_pb2.ExchangeResponse()
-    frame = message.frame
-    frame.incarnation = incarnation
-    for item in items:
-        wire = frame.items.add()
-        if isinstance(item, Growth):
-            growth = wire.growth
-            growth.session, growth.base = item.session, item.base
-            growth.ids = np.asarray(item.ids, "<i4").tobytes()
-            growth.parents = np.asarray(item.parents, "<i4").tobytes()
-            growth.tokens = np.asarray(item.tokens, "<i4").tobytes()
-            growth.scores = np.asarray(item.scores, "<f4").tobytes()
-            growth.draft_us = min(max(round(item.draft_s * 1e6), 0), UINT32_MAX)
-        else:
-            wire.drop.session, wire.drop.reason = item.session, item.reason
-    return message.SerializeToString()
-
-
-def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits,
-             readers: Mapping[str, Callable[[Any, FrameLimits], Item]]) -> tuple[list[Item], Faults]:
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise RemoteProtocolError("frame", "not a message of this protocol") from error
+def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[Any], Faults]:
+    parse(message, data, "frame")
     if message.WhichOneof("content") != "frame":
         raise RemoteProtocolError("frame", "a message that is not a frame")
     if message.frame.incarnation != incarnation:
         raise RemoteProtocolError("incarnation", "the frame belongs to another stream")
-    items: list[Item] = []
+    items: list[Any] = []
     faults: list[tuple[int, RemoteProtocolError]] = []
     for wire in message.frame.items:
         kind = wire.WhichOneof("item")
-        if kind not in readers:
+        if kind is None:
             raise RemoteProtocolError("items", "an item of unknown kind")
         content = getattr(wire, kind)
         try:
-            items.append(readers[kind](content, limits))
+            items.append(READERS[kind](content, limits))
         except (RemoteProtocolError, InvalidRequest) as error:
             faults.append((content.session, RemoteProtocolError(error.field, error.message)))
     return items, faults
@@ -295,6 +296,121 @@ def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: 
         taken.add((parent, token))
 
 
-DRAFT_BOUND: Mapping[str, Callable[[Any, FrameLimits], DraftBound]] = {
-    "open": _open, "features": _features, "commit": _commit, "close": _close}
-TARGET_BOUND: Mapping[str, Callable[[Any, FrameLimits], TargetBound]] = {"growth": _growth, "drop": _drop}
+READERS: Mapping[str, Callable[[Any, FrameLimits], DraftBound | TargetBound]] = {
+    "open": _open, "features": _features, "commit": _commit, "close": _close, "growth": _growth, "drop": _drop}
+
+
+TARGET_BOUNDS = {"vocab_size": (1, INT32_MAX), "hidden_size": (1, 1 << 20), "num_layers": (1, 1 << 16),
+                 "max_context": (1, INT32_MAX)}
+DRAFT_BOUNDS = {"vocab_size": (0, INT32_MAX), "hidden_size": (0, 1 << 20), "max_context": (1, INT32_MAX),
+                "max_nodes": (1, INT32_MAX), "max_sessions": (1, INT32_MAX), "run_ahead": (0, MAX_HELD)}
+
+
+def encode_target_hello(hello: TargetHello) -> bytes:
+    return draft_pb2.ExchangeRequest(hello=draft_pb2.TargetHello(**shared(hello))).SerializeToString()
+
+
+def decode_target_hello(data: bytes) -> TargetHello:
+    """Raises RemoteProtocolError; PairingError for another protocol version."""
+    return made(TargetHello, _hello(draft_pb2.ExchangeRequest(), data, TARGET_BOUNDS))
+
+
+def encode_draft_hello(hello: DraftHello) -> bytes:
+    features = None if hello.features is None else _wire_spec(hello.features)
+    return draft_pb2.ExchangeResponse(hello=draft_pb2.DraftHello(
+        **shared(hello, "features", "max_context"), features=features, max_context=min(hello.max_context, INT32_MAX),
+    )).SerializeToString()
+
+
+def decode_draft_hello(data: bytes) -> DraftHello:
+    """Raises RemoteProtocolError; PairingError for another protocol version."""
+    wire = _hello(draft_pb2.ExchangeResponse(), data, DRAFT_BOUNDS)
+    return made(DraftHello, wire, features=_spec(wire.features) if wire.HasField("features") else None)
+
+
+def _hello(message: Any, data: bytes, bounds: Mapping[str, tuple[int, int]]) -> Any:
+    """The hello of ``message``, its numbers within ``bounds`` and its names no longer than names are."""
+    parse(message, data, "hello")
+    require(message.WhichOneof("content") == "hello", "hello", "the first message of a stream must be the hello")
+    wire = message.hello
+    check_version(wire.protocol_version)
+    for field, (low, high) in bounds.items():
+        within(field, getattr(wire, field), low, high)
+    for described, value in wire.ListFields():
+        if isinstance(value, str):
+            name_of(described.name, value)
+    return wire
+
+
+def check_version(version: int) -> None:
+    if version != PROTOCOL_VERSION:
+        raise PairingError("protocol_version", f"the peer speaks version {version}, this side {PROTOCOL_VERSION}; "
+                                               "run the same release of both services")
+
+
+def _wire_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:
+    projection = spec.projection
+    return draft_pb2.FeatureSpec(
+        layers=spec.layers, width=spec.width, dtype=DTYPE_NUMBERS[spec.dtype],
+        projection=None if projection is None else draft_pb2.Projection(
+            rows=projection.rows, columns=projection.columns, dtype=DTYPE_NUMBERS[projection.dtype],
+            digest=projection.digest))
+
+
+def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
+    require(1 <= len(wire.layers) <= MAX_TAPS, "features.layers", f"{len(wire.layers)} is not between 1 and {MAX_TAPS}")
+    return FeatureSpec(tuple(wire.layers), within("features.width", wire.width, 1, 1 << 24), dtype_of(wire.dtype),
+                       _declared(wire.projection) if wire.HasField("projection") else None)
+
+
+def _declared(wire: draft_pb2.Projection) -> Projection:
+    """What a hello says of its projection, without weights. Raises RemoteProtocolError."""
+    projection = Projection(within(f"{FIELD}.rows", wire.rows, 1, 1 << 20),
+                            within(f"{FIELD}.columns", wire.columns, 1, 1 << 24), dtype_of(wire.dtype), wire.digest)
+    require(projection.rows <= projection.columns, FIELD, "it makes rows longer")
+    require(len(projection.digest) == 32, f"{FIELD}.digest", f"{len(projection.digest)} bytes are no SHA-256")
+    within(FIELD, projection.size, 1, MAX_PROJECTION_BYTES)
+    return projection
+
+
+def encode_projection(projection: Projection, max_bytes: int) -> Iterator[bytes]:
+    """Messages of at most ``max_bytes``, in the order in which they must be sent."""
+    step = max_bytes - ROOM
+    for index, start in enumerate(range(0, len(projection.weights), step)):
+        yield draft_pb2.ExchangeResponse(projection=draft_pb2.ProjectionChunk(
+            index=index, weights=projection.weights[start:start + step])).SerializeToString()
+
+
+class ProjectionReader:
+    """Collects the chunks of one projection."""
+
+    __slots__ = ("_declared", "_hash", "_next", "_weights")
+
+    def __init__(self, projection: Projection) -> None:
+        self._declared = projection
+        self._hash = hashlib.sha256()
+        self._weights = bytearray()
+        self._next = 0  # index of the next chunk
+
+    @property
+    def complete(self) -> bool:
+        return len(self._weights) == self._declared.size
+
+    def add(self, data: bytes) -> None:
+        """Take one message. Raises RemoteProtocolError for anything but the next chunk."""
+        message = draft_pb2.ExchangeResponse()
+        parse(message, data, FIELD)
+        require(message.WhichOneof("content") == "projection", FIELD, "a message that is no part of it")
+        chunk = message.projection
+        require(chunk.index == self._next, FIELD, f"chunk {chunk.index} where {self._next} is next")
+        left = self._declared.size - len(self._weights)
+        require(1 <= len(chunk.weights) <= left, FIELD, f"a chunk of {len(chunk.weights)} bytes where {left} are left")
+        self._hash.update(chunk.weights)
+        self._weights += chunk.weights
+        self._next += 1
+
+    def finish(self) -> Projection:
+        """The projection with its weights. Raises RemoteProtocolError when they are not those of the digest."""
+        require(self.complete, FIELD, f"{len(self._weights)} bytes where {self._declared.size} were declared")
+        require(self._hash.digest() == self._declared.digest, f"{FIELD}.digest", "the weights have another one")
+        return replace(self._declared, weights=bytes(self._weights))

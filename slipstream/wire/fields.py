@@ -10,7 +10,9 @@ It knows nothing about whole messages or sockets.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -19,6 +21,8 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.messages import FEATURE_DTYPES, Sampling
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
+
+Made = TypeVar("Made")
 
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
@@ -91,27 +95,28 @@ def few_int_bytes(values: Sequence[int]) -> bytes:
     return ONE_INT.pack(values[0]) if len(values) == 1 else struct.pack(f"<{len(values)}i", *values)
 
 
-def fill_sampling(wire: common_pb2.Sampling, sampling: Sampling) -> None:
-    """Write ``sampling`` into ``wire``, which is empty."""
-    wire.temperature, wire.top_k, wire.top_p, wire.min_p = (sampling.temperature, sampling.top_k, sampling.top_p,
-                                                            sampling.min_p)
-    wire.presence_penalty, wire.frequency_penalty = sampling.presence_penalty, sampling.frequency_penalty
-    wire.repetition_penalty = sampling.repetition_penalty
-    for token, bias in sampling.logit_bias:
-        wire.logit_bias.add(token_id=token, bias=bias)
-    wire.min_tokens, wire.seed = sampling.min_tokens, sampling.seed
-    wire.stop_token_ids.extend(sampling.stop_token_ids)
+def shared(value: Any, *but: str) -> dict[str, Any]:
+    """The fields of a dataclass, for a message that has them by the same names; without ``but``."""
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.name not in but}
+
+
+def made(kind: Callable[..., Made], wire: Message, **others: Any) -> Made:
+    """The dataclass ``kind`` of a message's fields of the same names, but for ``others``."""
+    names = (field.name for field in fields(cast(Any, kind)) if field.name not in others)
+    return kind(**{name: getattr(wire, name) for name in names}, **others)
+
+
+def encode_sampling(sampling: Sampling) -> common_pb2.Sampling:
+    bias = [common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in sampling.logit_bias]
+    return common_pb2.Sampling(**shared(sampling, "logit_bias"), logit_bias=bias)
 
 
 def decode_sampling(wire: common_pb2.Sampling, vocab_size: int) -> Sampling:
     """Raises InvalidRequest naming the field."""
+    bias = tuple((entry.token_id, entry.bias) for entry in wire.logit_bias)
     require_ids("stop_token_ids", wire.stop_token_ids, vocab_size)
-    require_ids("logit_bias", [entry.token_id for entry in wire.logit_bias], vocab_size)
-    return Sampling(
-        wire.temperature, wire.top_k, wire.top_p, wire.min_p, wire.presence_penalty, wire.frequency_penalty,
-        wire.repetition_penalty, tuple((entry.token_id, entry.bias) for entry in wire.logit_bias), wire.min_tokens,
-        tuple(wire.stop_token_ids), wire.seed,
-    )
+    require_ids("logit_bias", [token for token, _ in bias], vocab_size)
+    return made(Sampling, wire, logit_bias=bias, stop_token_ids=tuple(wire.stop_token_ids))
 
 
 def require_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

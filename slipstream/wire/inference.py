@@ -24,7 +24,7 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.v1 import inference_pb2
 from slipstream.wire.channel import INFERENCE_SERVICE
-from slipstream.wire.fields import parse
+from slipstream.wire.fields import made, parse, shared
 from slipstream.wire.status import abort
 
 Context = aio.ServicerContext[bytes, bytes]
@@ -106,7 +106,7 @@ def encode_delta(delta: Delta) -> bytes:
     if delta.finish:
         wire.finish_reason = delta.finish
     if delta.usage is not None:
-        wire.usage.CopyFrom(_usage(delta.usage))
+        wire.usage.CopyFrom(inference_pb2.Usage(**shared(delta.usage)))
     return message.SerializeToString()
 
 
@@ -117,20 +117,8 @@ def decode_delta(data: bytes) -> Delta:
     wire = message.delta
     tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None)
                    for token in wire.tokens)
-    usage = Usage(
-        wire.usage.prompt_tokens, wire.usage.completion_tokens, wire.usage.accepted_prediction_tokens,
-        wire.usage.rejected_prediction_tokens, wire.usage.cached_tokens, wire.usage.rounds,
-        wire.usage.lossy,
-    ) if wire.HasField("usage") else None
+    usage = made(Usage, wire.usage) if wire.HasField("usage") else None
     return Delta(wire.text, tokens, wire.finish_reason, usage)
-
-
-def _usage(usage: Usage) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens,
-        accepted_prediction_tokens=usage.accepted_prediction_tokens,
-        rejected_prediction_tokens=usage.rejected_prediction_tokens, cached_tokens=usage.cached_tokens,
-        rounds=usage.rounds, lossy=usage.lossy)
 
 
 def encode_models(ids: list[str]) -> bytes:

@@ -68,17 +68,15 @@ from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import (
     FrameLimits,
-    decode_draft_frame,
-    decode_target_frame,
-    encode_draft_frames,
-    encode_target_frames,
-)
-from slipstream.wire.handshake import (
     ProjectionReader,
+    decode_draft_frame,
     decode_draft_hello,
+    decode_target_frame,
     decode_target_hello,
+    encode_draft_frames,
     encode_draft_hello,
     encode_projection,
+    encode_target_frames,
     encode_target_hello,
 )
 from slipstream.wire.status import abort, error_of

@@ -21,17 +21,15 @@ from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import (
     FrameLimits,
-    decode_draft_frame,
-    decode_target_frame,
-    encode_draft_frames,
-    encode_target_frames,
-)
-from slipstream.wire.handshake import (
     ProjectionReader,
+    decode_draft_frame,
     decode_draft_hello,
+    decode_target_frame,
     decode_target_hello,
+    encode_draft_frames,
     encode_draft_hello,
     encode_projection,
+    encode_target_frames,
     encode_target_hello,
 )
 from slipstream.wire.link import Check, WireCounts
