@@ -21,12 +21,12 @@ def test_every_problem_comes_with_advice() -> None:
     assert next(check for check in listed if check.name == "python").status == "ok"
 
 
-def test_a_taken_port_is_named() -> None:
+def test_a_taken_port_is_named(tiny_folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = Config.model_validate({"router": {"listen": f"127.0.0.1:{port}"}})
+        config = Config.model_validate({"router": {"listen": f"127.0.0.1:{port}"}, "model": {"path": str(tiny_folder)}})
         ports = [check for check in found("ports", config) if f":{port}" in check.found]
     assert [check.status for check in ports] == ["warn"]
     assert "router.listen" in ports[0].advice

@@ -171,8 +171,8 @@ async def test_the_label_reaches_the_client(folders: tuple[Path, Path], lossy: b
     assert answer["slipstream"]["lossy"] is lossy and models["data"][0]["slipstream"] == {"lossy": lossy}
 
 
-def test_the_doctor_warns_and_zero_is_refused() -> None:
-    config = Config.model_validate({"target": {"accept_threshold_acc": 0.5}})
+def test_the_doctor_warns_and_zero_is_refused(tiny_folder: Path) -> None:
+    config = Config.model_validate({"target": {"accept_threshold_acc": 0.5}, "model": {"path": str(tiny_folder)}})
     (check,) = [check for check in checks(config) if check.name == "exactness"]
     assert check.status == "warn" and "LOSSY" in check.found
     with pytest.raises(ConfigError, match="accept_threshold_single"):
