@@ -229,7 +229,7 @@ async def test_a_target_that_does_not_take_a_request_or_talks_nonsense_is_unavai
         await context.write(encode_told(1, Piece((1,), accepted=2)))
         await asyncio.Event().wait()
 
-    for many, why in ((silent, "not taken"), (garbled, "not a target"), (strange, "accepted")):
+    for many, why in ((silent, "not taken"), (garbled, "not a service"), (strange, "accepted")):
         async with raw_target(many) as client:
             with pytest.raises(Unavailable, match=why):
                 await tokens_of(client, asked(1))

@@ -147,9 +147,7 @@ def encode_told(answer: int, content: Told) -> bytes:
     if isinstance(content, Piece):
         _fill_piece(item.piece, content)
     elif isinstance(content, Reported):
-        item.error.MergeFrom(target_pb2.AnswerError(
-            kind=content.kind, message=content.message, field=content.field, code=content.code,
-            retry_after_s=content.retry_after_s))
+        item.error.CopyFrom(target_pb2.AnswerError(**shared(content)))
     else:
         item.taken = True
     return frame.SerializeToString()
@@ -181,8 +179,7 @@ def _told(item: target_pb2.AnswerResponse) -> Told | RemoteProtocolError:
         except RemoteProtocolError as error:
             return error
     if kind == "error":
-        wire = item.error
-        return Reported(wire.kind, wire.message, wire.field, wire.code, wire.retry_after_s)
+        return made(Reported, item.error)
     return TAKEN if kind == "taken" else RemoteProtocolError("content", "an item must be taken, a piece or an error")
 
 

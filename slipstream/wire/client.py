@@ -14,47 +14,61 @@ It knows nothing about tokenizers or models.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
-import grpc
-from grpc import aio
-
-from slipstream.base.errors import InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Message
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
-from slipstream.wire.status import error_of
+from slipstream.wire.status import translated
 from slipstream.wire.tls import TlsFiles
 
 INFO_S = 10.0  # for the short calls
 
+Deltas = TypeVar("Deltas", Iterator[Delta], AsyncIterator[Delta])
 Conversation = str | Sequence[Message | Mapping[str, str]]
 
 
-class Client:
+class Caller(Generic[Deltas]):
+    """What both clients say; how deltas come is theirs."""
+
+    def __init__(self, address: str, api_key: str, channel: Any) -> None:
+        self._address = address
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._channel = channel
+
+    def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Deltas:
+        """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
+        return self._stream(self._begin("Chat", encode_chat(model, _messages(messages), _options(options))))
+
+    def complete(self, prompt: str, *, model: str = "", **options: Any) -> Deltas:
+        """Deltas of what follows ``prompt``, without a chat template."""
+        return self._stream(self._begin("Complete", encode_complete(model, prompt, _options(options))))
+
+    def _begin(self, name: str, request: bytes) -> Callable[[], Any]:
+        method = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/{name}")
+        return partial(method, request, metadata=self._metadata)
+
+    def _models(self) -> Any:
+        method = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
+        return method(b"", metadata=self._metadata, timeout=INFO_S)
+
+    def _stream(self, begin: Callable[[], Any]) -> Deltas:
+        """The deltas of the call that ``begin`` begins, when they are asked for."""
+        raise NotImplementedError
+
+
+class Client(Caller[Iterator[Delta]]):
     """For programs without asyncio; may be used from any thread."""
 
     def __init__(self, address: str = "127.0.0.1:8001", *, api_key: str = "", tls: TlsFiles | None = None) -> None:
-        self._address = address
-        self._metadata = _metadata(api_key)
-        self._channel = open_sync_channel(address, tls)
-
-    def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Iterator[Delta]:
-        """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
-        return self._stream("Chat", encode_chat(model, _messages(messages), _options(options)))
-
-    def complete(self, prompt: str, *, model: str = "", **options: Any) -> Iterator[Delta]:
-        """Deltas of what follows ``prompt``, without a chat template."""
-        return self._stream("Complete", encode_complete(model, prompt, _options(options)))
+        super().__init__(address, api_key, open_sync_channel(address, tls))
 
     def models(self) -> list[str]:
-        method: Any = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
-        try:
-            return decode_models(method(b"", metadata=self._metadata, timeout=INFO_S))
-        except (grpc.RpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
+        with translated(self._address):
+            return decode_models(self._models())
 
     def close(self) -> None:
         self._channel.close()
@@ -62,44 +76,28 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stream(self, name: str, request: bytes) -> Iterator[Delta]:
-        method: Any = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/{name}")
-        call = method(request, metadata=self._metadata)
+    def _stream(self, begin: Callable[[], Any]) -> Iterator[Delta]:
+        call = begin()
         try:
-            for data in call:
-                yield decode_delta(data)
-        except (grpc.RpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
+            with translated(self._address):
+                for data in call:
+                    yield decode_delta(data)
         finally:
             call.cancel()
 
 
-class AsyncClient:
+class AsyncClient(Caller[AsyncIterator[Delta]]):
     """For programs with asyncio. Make it on the event loop that uses it."""
 
     def __init__(self, address: str = "127.0.0.1:8001", *, api_key: str = "", tls: TlsFiles | None = None) -> None:
-        self._address = address
-        self._metadata = _metadata(api_key)
-        self._channel = open_channel(address, tls)
-
-    def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> AsyncIterator[Delta]:
-        """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
-        return self._stream("Chat", encode_chat(model, _messages(messages), _options(options)))
-
-    def complete(self, prompt: str, *, model: str = "", **options: Any) -> AsyncIterator[Delta]:
-        """Deltas of what follows ``prompt``, without a chat template."""
-        return self._stream("Complete", encode_complete(model, prompt, _options(options)))
+        super().__init__(address, api_key, open_channel(address, tls))
 
     async def models(self) -> list[str]:
-        method: Any = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
-        try:
-            return decode_models(await method(b"", metadata=self._metadata, timeout=INFO_S))
-        except (aio.AioRpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
+        with translated(self._address):
+            return decode_models(await self._models())
 
     async def aclose(self) -> None:
         await self._channel.close()
@@ -107,18 +105,15 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _stream(self, name: str, request: bytes) -> AsyncIterator[Delta]:
-        method: Any = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/{name}")
-        call = method(request, metadata=self._metadata)
+    async def _stream(self, begin: Callable[[], Any]) -> AsyncIterator[Delta]:
+        call = begin()
         try:
-            async for data in call:
-                yield decode_delta(data)
-        except (aio.AioRpcError, RemoteProtocolError) as error:
-            raise _translated(error, self._address) from error
+            with translated(self._address):
+                async for data in call:
+                    yield decode_delta(data)
         finally:
             call.cancel()
 
@@ -149,13 +144,3 @@ def _options(options: dict[str, Any]) -> ChatOptions:
     if isinstance(options.get("logit_bias"), Mapping):
         options["logit_bias"] = tuple(sorted((int(token), bias) for token, bias in options["logit_bias"].items()))
     return ChatOptions(**options)
-
-
-def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
-
-
-def _translated(error: Any, address: str) -> SlipstreamError:
-    if isinstance(error, RemoteProtocolError):
-        return Unavailable(f"{address}: not a service of this release ({error})")
-    return error_of(error, address)

@@ -18,16 +18,13 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 import grpc
-from grpc import aio
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.v1 import inference_pb2
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.fields import made, parse, shared
-from slipstream.wire.status import abort
-
-Context = aio.ServicerContext[bytes, bytes]
+from slipstream.wire.status import Context, abort
 
 SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in ("logit_bias", "stop"))
 

@@ -79,7 +79,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.status import abort, error_of
+from slipstream.wire.status import Context, abort, error_of
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
@@ -267,8 +267,6 @@ async def first_end(*coroutines: Coroutine[Any, Any, None]) -> None:
 HANDSHAKE_S = 5.0
 MAX_PEERS = 64
 FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
-
-Context = aio.ServicerContext[bytes, bytes]
 
 
 class StreamPeer:

@@ -1,7 +1,8 @@
 """Errors as gRPC statuses and back, so that a caller gets the class that was raised on the other side.
 
 Rules:
-1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata.
+1. The status code comes from ``errors.status_of``; class, field and time to wait travel as trailing metadata, in the
+   message that tells one answer's error, too (``AnswerError``).
 2. An error that is not ours becomes INTERNAL without its text: it may hold anything.
 3. Whatever the transport itself reports (refused, reset, too late) is Unavailable.
 
@@ -10,12 +11,15 @@ It knows nothing about services.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
+from grpc import aio
 
 from slipstream.base.errors import (
     CapacityError,
@@ -28,24 +32,16 @@ from slipstream.base.errors import (
     Unavailable,
     status_of,
 )
+from slipstream.v1 import target_pb2
+from slipstream.wire.fields import made, shared
 
-KIND, FIELD, CODE, RETRY = "slipstream-error", "slipstream-field-bin", "slipstream-code-bin", "slipstream-retry-after-s"
+Context = aio.ServicerContext[bytes, bytes]
+
+METADATA = "slipstream-error-bin"
 MAX_RETRY_S = 3600.0
 CODES = {code.name: code for code in grpc.StatusCode}
-
-
-class FailedCall(Protocol):
-    """What grpc's errors of both stacks offer."""
-
-    def code(self) -> Any: ...
-
-    def details(self) -> Any: ...
-
-    def trailing_metadata(self) -> Any: ...
-
-
-class Abortable(Protocol):
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Any: ...
+KINDS: dict[str, type[SlipstreamError]] = {kind.__name__: kind for kind in (
+    InvalidRequest, NotFound, PairingError, RemoteProtocolError, CapacityError, Draining, Unavailable)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +66,19 @@ class Reported:
 
     def error(self) -> SlipstreamError | None:
         """The error that was raised on the other side; None for what is none of ours."""
-        field = self.field or "request"
-        if self.kind in ("InvalidRequest", "NotFound"):
-            return (NotFound if self.kind == "NotFound" else InvalidRequest)(field, self.message,
-                                                                             self.code or "invalid_value")
-        if self.kind in ("PairingError", "RemoteProtocolError"):
-            return (PairingError if self.kind == "PairingError" else RemoteProtocolError)(field, self.message)
-        if self.kind == "CapacityError":
-            return CapacityError(self.message, min(max(0.0, self.retry_after_s), MAX_RETRY_S))
-        known = {"Draining": Draining, "Unavailable": Unavailable}.get(self.kind)
-        return known(self.message) if known is not None else None
+        kind, field = KINDS.get(self.kind), self.field or "request"
+        if kind is None:
+            return None
+        if issubclass(kind, InvalidRequest):
+            return kind(field, self.message, self.code or "invalid_value")
+        if issubclass(kind, RemoteProtocolError):
+            return kind(field, self.message)
+        if issubclass(kind, CapacityError):
+            return kind(self.message, min(max(0.0, self.retry_after_s), MAX_RETRY_S))
+        return kind(self.message)
 
 
-async def abort(context: Abortable, error: Exception) -> None:
+async def abort(context: Context, error: Exception) -> None:
     """End a call with ``error``; never returns. An error that is not of our kinds is a bug, logged with its trace."""
     log_bug(error)
     await context.abort(*status_parts(error))
@@ -93,43 +89,34 @@ def log_bug(error: Exception) -> None:
         structlog.get_logger(part="wire").error("bug while answering a call", exc_info=error)
 
 
-def status_parts(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+def status_parts(error: Exception) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
     """(code, details, trailing metadata) of ``error``."""
-    code, told = CODES[status_of(error)[0]], Reported.of(error)
-    metadata: list[tuple[str, str | bytes]] = [(KIND, told.kind)] if told.kind else []
-    if told.field:
-        metadata.append((FIELD, told.field.encode()))
-    if told.code:
-        metadata.append((CODE, told.code.encode()))
-    if isinstance(error, CapacityError):
-        metadata.append((RETRY, f"{told.retry_after_s:.3f}"))
-    return code, told.message, tuple(metadata)
+    told = Reported.of(error)
+    wire = target_pb2.AnswerError(**shared(told, "message"))  # which the details are
+    metadata = ((METADATA, wire.SerializeToString()),) if told.kind else ()
+    return CODES[status_of(error)[0]], told.message, metadata
 
 
-def error_of(call: FailedCall, who: str) -> SlipstreamError:
+def error_of(error: grpc.RpcError, who: str) -> SlipstreamError:
     """The error that ``status_parts`` was given; Unavailable naming ``who`` for everything else."""
-    metadata = _dictionary(call.trailing_metadata())
-    details = str(call.details() or "")
-    told = Reported(metadata.get(KIND, ""), details, metadata.get(FIELD, ""), metadata.get(CODE, ""),
-                    _seconds(metadata.get(RETRY, "")))
-    if (error := told.error()) is not None:
-        return error
+    call: Any = error  # of either stack
+    details, wire = str(call.details() or ""), target_pb2.AnswerError()
+    with contextlib.suppress(DecodeError):
+        wire.ParseFromString(dict(call.trailing_metadata() or ()).get(METADATA, b""))
+    if (told := made(Reported, wire, message=details).error()) is not None:
+        return told
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return InvalidRequest("api_key", details, "invalid_api_key")
-    return Unavailable(f"{who}: {_name(call.code())} {details}".rstrip())
+    code = call.code()
+    return Unavailable(f"{who}: {code.name if code is not None else 'no status'} {details}".rstrip())
 
 
-def _dictionary(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
-    return {key: value.decode(errors="replace") if isinstance(value, bytes) else value
-            for key, value in metadata or ()}
-
-
-def _name(code: grpc.StatusCode | None) -> str:
-    return code.name if code is not None else "no status"
-
-
-def _seconds(text: str) -> float:
+@contextlib.contextmanager
+def translated(who: str) -> Iterator[None]:
+    """Whatever a call to ``who`` raises in the block leaves it as an error of ours."""
     try:
-        return min(max(0.0, float(text)), MAX_RETRY_S)
-    except ValueError:
-        return 1.0
+        yield
+    except RemoteProtocolError as error:
+        raise Unavailable(f"{who}: not a service of this release ({error})") from error
+    except grpc.RpcError as error:
+        raise error_of(error, who) from error

@@ -19,19 +19,16 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc import aio
 
 from slipstream.base.errors import Draining, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.protocol.requests import Answer, Backend, Request, TargetInfo
 from slipstream.wire.answers import TAKEN, Asked, Flow, Told, decode_asked, encode_info, encode_told, joined
 from slipstream.wire.channel import TARGET_SERVICE
 from slipstream.wire.link import Line, first_end
-from slipstream.wire.status import Reported, abort, log_bug
+from slipstream.wire.status import Context, Reported, abort, log_bug
 
 MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 MAX_WAITING = 1 << 20
-
-Context = aio.ServicerContext[bytes, bytes]
 
 
 class TargetServicer:

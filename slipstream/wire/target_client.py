@@ -19,14 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from grpc import aio
-
 from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
 from slipstream.protocol.requests import Answer, Piece, Request, TargetInfo
 from slipstream.wire.answers import TAKEN, Flow, Told, decode_info, decode_told, encode_asked, joined
 from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, ConnectionRules
 from slipstream.wire.link import first_end
-from slipstream.wire.status import Reported, error_of
+from slipstream.wire.status import Reported, translated
 from slipstream.wire.tls import TlsFiles
 
 MAX_BYTES = 1 << 20  # of a frame that holds several items
@@ -54,14 +52,11 @@ class TargetClient:
         line = self._connection.begin()
         try:
             method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
-            data = await method(b"", timeout=self._connect_s)
+            with translated(self.address):
+                found = decode_info(await method(b"", timeout=self._connect_s))
             if self._stream is not None and not self._stream.takes:
                 self._stream = None
-            return decode_info(data)
-        except aio.AioRpcError as error:
-            raise error_of(error, self.address) from error
-        except RemoteProtocolError as error:
-            raise Unavailable(f"{self.address}: not a target of this release ({error})") from error
+            return found
         finally:
             self._connection.end(line)
 
@@ -145,11 +140,10 @@ class AnswerStream:
     async def _run(self) -> None:
         error: SlipstreamError = Draining(f"{self.address} is shutting down")  # no other reason ends a call in order
         try:
-            await first_end(self._read(), self._write())
-        except aio.AioRpcError as failed:
-            error = error_of(failed, self.address)
-        except RemoteProtocolError as failed:
-            error = Unavailable(f"{self.address}: not a target of this release ({failed})")
+            with translated(self.address):
+                await first_end(self._read(), self._write())
+        except SlipstreamError as failed:
+            error = failed
         except asyncio.CancelledError:
             error = Unavailable(f"{self.address}: the connection was closed")
             raise
@@ -291,6 +285,6 @@ class SharedAnswer:
         if isinstance(content, Reported):
             return content.error() or Unavailable(f"{address}: INTERNAL {content.message}")
         if isinstance(content, RemoteProtocolError):
-            return Unavailable(f"{address}: not a target of this release ({content})")
+            return Unavailable(f"{address}: not a service of this release ({content})")
         assert isinstance(content, SlipstreamError)
         return content
