@@ -111,6 +111,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
         self._stop_timer()
+        self._unset_keepalive_if_required()  # uvicorn forgets it where the connection was reset
         super().connection_lost(exc)
         if self._watcher is not None:
             self._watcher()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import struct
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -141,7 +142,9 @@ async def test_an_old_client_gets_no_chunks(tiny_folder: Path, version: bytes) -
         assert "".join(e["choices"][0]["text"] for e in events(sent.decode())) == "10 s3 w0 w1 w2 w"
 
 
-async def test_a_connection_that_is_over_leaves_nothing() -> None:
+@pytest.mark.parametrize("wish", [b"close", b"keep-alive"])
+async def test_a_connection_that_is_over_leaves_nothing(wish: bytes) -> None:
+    """Ended by the server, or reset by a client that could have asked again."""
     kept: list[weakref.ref[Connection]] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -154,8 +157,11 @@ async def test_a_connection_that_is_over_leaves_nothing() -> None:
     try:
         async with served(app) as port:
             for _ in range(3):
-                async with asked(port, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as reader:
-                    await reader.read(-1)
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n\r\n" % wish)
+                await reader.readuntil(b"\r\n\r\nx")
+                writer.close()
             async with asyncio.timeout(5.0):
                 while [connection for connection in kept if connection() is not None]:
                     await asyncio.sleep(0.005)
