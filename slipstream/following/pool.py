@@ -48,7 +48,7 @@ class DraftPool:
         self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
         self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
-        self._due: set[Link] = set()  # whose items leave with the next flush
+        self._due: dict[Link, None] = {}  # whose items leave with the next flush, in order
         self._spec: FeatureSpec | None = None
         self._agreement: dict[Link, Agreement] = {}
         self._warned: set[Link] = set()
@@ -81,7 +81,7 @@ class DraftPool:
     def link_down(self, link: Link, reason: str) -> None:
         """A drafter is gone."""
         self._outbox.pop(link, None)
-        self._due.discard(link)
+        self._due.pop(link, None)
         self._sessions.pop(link, None)
         self._agreement.pop(link, None)
         self._leaving.discard(link)
@@ -134,11 +134,11 @@ class DraftPool:
             items = self._outbox[link]
             items.append(item)
             if not isinstance(item, Commit) or item.wanted or len(items) >= HELD:
-                self._due.add(link)
+                self._due[link] = None
 
     def flush(self) -> bool:
         """Send what there is to say. Returns whether anything left."""
-        due, self._due = self._due, set()
+        due, self._due = self._due, {}
         for link in due:
             link.send(self._outbox.pop(link))
         return bool(due)
