@@ -22,7 +22,7 @@ from slipstream.protocol.messages import (
 
 
 class HostileDraft:
-    """Answers everything with random growth, some of it valid. Implements ``wire.peers.PeerEvents``."""
+    """Answers everything with random growth, some of it valid. Implements ``messages.PeerEvents``."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)

@@ -85,7 +85,7 @@ class Root:
 
 
 class GraphLevels:
-    """A ``levels.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
+    """A ``neural.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
 
     most_rows = FEW_ROWS
 
@@ -108,11 +108,11 @@ class GraphLevels:
         return list(self._loops.values())
 
     def takes(self, levels: int, topk: int) -> bool:
-        """See ``levels.Levels``."""
+        """See ``neural.Levels``."""
         return not self._failed and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
-        """See ``levels.Levels``."""
+        """See ``neural.Levels``."""
         roots = self._roots(seeds, topk)
         loop = self._loop(len(seeds))
         found = loop(roots) if loop is not None else None

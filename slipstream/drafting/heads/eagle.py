@@ -135,7 +135,7 @@ class EagleNetwork:
 
 
 class NativeTrees:
-    """A ``levels.Levels`` on kernels of our own."""
+    """A ``neural.Levels`` on kernels of our own."""
 
     __slots__ = ("_body", "_pool")
     most_rows = 16  # more are no small forward
@@ -148,7 +148,7 @@ class NativeTrees:
         return True
 
     def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
-        """See ``levels.Levels``."""
+        """See ``neural.Levels``."""
         return self._body.grow(seeds, self._pool, topk)
 
 
