@@ -18,9 +18,7 @@ from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.fused import DTYPES, MOST_WIDTH, compared, difference, triton_operations
-from slipstream.engine.ops.layer import Heads, Step
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH, rms_norm
+from slipstream.engine.ops.layer import TORCH, Heads, Rope, Step, rms_norm
 from tests.on_device import Subject, random_words
 
 CPU, SEED, MANY = torch.device("cpu"), 13, 600

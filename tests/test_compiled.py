@@ -20,8 +20,7 @@ from slipstream.engine.batch import rows_batch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.ops.compiled import compiled
-from slipstream.engine.ops.layer import LayerOps
-from slipstream.engine.ops.specification import TORCH
+from slipstream.engine.ops.layer import TORCH, LayerOps
 from slipstream.protocol.messages import Open, Sampling
 from slipstream.protocol.requests import Request
 from tests.eagle_folder import write_eagle2_folder, write_eagle_folder

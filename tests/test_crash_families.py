@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model

@@ -20,10 +20,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.memory import default_slots
 from slipstream.engine.model import ModelConfig, dtype_of, parse_config
-from slipstream.engine.ops.layer import DecoderLayer, LayerWeights, Step, linear
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH, rms_norm
+from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_tensors
 from tests.sequences import NOTHING, run, run_tree

@@ -13,8 +13,8 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling

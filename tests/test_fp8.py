@@ -12,13 +12,13 @@ import torch
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.fp8 import MOST, Fp8Weights, into_fp8, multiplied, rounded, specified
 from slipstream.engine.loading import load_model
-from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.layer import Linear
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Features, Open, Sampling
 from tests.eagle_folder import eagle2_config, eagle_config, write_eagle2_folder, write_eagle_folder

@@ -21,8 +21,7 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.ops.compiled import CompiledOps, after_attention, before_attention
 from slipstream.engine.ops.fused import MOST_WIDTH, block, difference, missing, operations_for, warps
-from slipstream.engine.ops.layer import Heads, Step
-from slipstream.engine.ops.specification import TORCH, Operations
+from slipstream.engine.ops.layer import TORCH, Heads, Operations, Step
 from tests.on_device import Subject, random_words
 
 ROOT = Path(__file__).parent.parent

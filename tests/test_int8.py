@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.cli.commands import app
+from slipstream.drafting.heads.checkpoint import lent_lm_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import read_head
-from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.int8 import FIELD, MOST, NOTE, Whole, joined, rounded

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.neural import Network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.weights import load_tensors

@@ -18,8 +18,8 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import create
 from slipstream.drafting.base import Drafter
+from slipstream.drafting.heads.checkpoint import MtpHead, read_mtp
 from slipstream.drafting.heads.mtp import MtpNetwork
-from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
 from slipstream.drafting.loading import mtp_blocks
 from slipstream.engine.batch import BatchBuilder
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
@@ -251,7 +251,7 @@ def test_a_wrong_shape_is_named(kind: str, name: str, tmp_path: Path) -> None:
     ({"num_nextn_predict_layers": 400}, "num_nextn_predict_layers: expected a number"),
     ({"hidden_size": 64}, "hidden_size: the head was made for 64, the target has 48"),
     ({"vocab_size": 300}, "vocab_size: the head was made for 300, the target has 260"),
-    ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a small positive number"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps: expected a positive number"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantized heads are not read"),
 ])
 def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], match: str, tmp_path: Path,

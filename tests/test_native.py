@@ -20,9 +20,7 @@ from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import X86, build, file_name, flags_for, kernels
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import BatchFrame, Frame, NativeHead, NativeLinear, Packed, Program, Table, Team
-from slipstream.engine.ops.layer import Heads
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.layer import Heads, Linear, Rope
 from slipstream.engine.runner import ModelRunner
 from tests.sequences import run, run_tree
 from tests.tiny import VOCAB, tiny_config, write_tiny_model

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
 from slipstream.drafting import create
-from slipstream.drafting.heads.lent import lent_lm_head
+from slipstream.drafting.heads.checkpoint import lent_lm_head
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import KVPool

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import read_head
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import load_tensors

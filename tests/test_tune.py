@@ -14,8 +14,7 @@ from slipstream.cli.commands import app
 from slipstream.cli.tuning import numbers, prompts_of, with_pair
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.rounds import Acceptance, Rounds, Tally, slots_needed
-from slipstream.drafting.sweep import Measured, Sweep, largest, shapes, sweep
+from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from tests.eagle_folder import eagle_config, write_eagle_folder

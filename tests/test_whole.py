@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slipstream.base.config import GrowthSection
+from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import EagleHead, read_head
 from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed

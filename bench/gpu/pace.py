@@ -43,9 +43,7 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH
+from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
 from slipstream.engine.sampling import choose
 from slipstream.protocol.messages import Commit, Features, Open, Sampling
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafting.heads.eagle_checkpoint import EagleHead
-from slipstream.drafting.heads.layout import LAYER, layer_shapes
+from slipstream.drafting.heads.checkpoint import LAYER, EagleHead, layer_shapes
 from slipstream.engine.model import ModelConfig, parse_config
 
 Shapes = dict[str, tuple[int, ...]]

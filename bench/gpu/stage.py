@@ -24,7 +24,7 @@ from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
 from slipstream.engine.ops.fused import triton_operations
-from slipstream.engine.ops.specification import TORCH, Operations
+from slipstream.engine.ops.layer import TORCH, Operations
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from slipstream.cli.host import QUESTIONS
 from slipstream.cli.terminal import plain_table
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.drafting.rounds import slots_needed
-from slipstream.drafting.sweep import Measured, Sweep, largest, shapes, sweep
+from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner

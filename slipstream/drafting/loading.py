@@ -14,11 +14,9 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting.base import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.heads.checkpoint import MtpHead, lent_lm_head, read_eagle2_head, read_head, read_mtp
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.heads.eagle_checkpoint import read_eagle2_head, read_head
-from slipstream.drafting.heads.lent import lent_lm_head
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
-from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
 from slipstream.drafting.neural import Levels, Network, NeuralDrafter, run_network
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
@@ -31,9 +29,7 @@ from slipstream.engine.memory import default_slots
 from slipstream.engine.model import ModelConfig, device_of, dtype_of
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.ops.layer import LayerOps
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.specification import TORCH
+from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger

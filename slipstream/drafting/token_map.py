@@ -22,7 +22,7 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel
-from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.layer import Linear
 
 TENSORS = ("token_map", "hot_token_id")
 MAX_BYTES = 64 << 20  # of the file: some millions of ids

@@ -22,10 +22,17 @@ from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH, rms_norm
+from slipstream.engine.ops.layer import (
+    TORCH,
+    DecoderLayer,
+    LayerOps,
+    LayerWeights,
+    Linear,
+    Rope,
+    Step,
+    linear,
+    rms_norm,
+)
 from slipstream.engine.weights import Tensors, take
 
 LAYERS = "model.layers."

@@ -21,7 +21,7 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.layer import Linear
 from slipstream.observe.log import logger
 
 E4M3 = torch.float8_e4m3fn

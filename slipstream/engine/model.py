@@ -149,8 +149,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
-    """Typed access to one JSON object; errors name file and field."""
+class Fields:
+    """Typed access to one JSON object. What is missing or null is its default, and without one, or of another type, a
+    ModelError that names file and field."""
 
     where: str
     raw: dict[str, Any]
@@ -169,8 +170,9 @@ class _Fields:
             raise ModelError(f"{self.where}: {name}: expected a positive number, found {value!r}")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.raw.get(name, default)
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        value = self.raw.get(name)
+        value = default if value is None else value
         if not isinstance(value, bool):
             raise ModelError(f"{self.where}: {name}: expected true or false, found {value!r}")
         return value
@@ -183,7 +185,7 @@ class _Fields:
 
 def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The ModelConfig of a parsed ``config.json``; ``where`` names it in errors. Raises ModelError."""
-    fields = _Fields(where, raw)
+    fields = Fields(where, raw)
     model_type = raw.get("model_type")
     if model_type not in FAMILY:
         raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILY)}; "
@@ -209,12 +211,12 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
     )
 
 
-def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     raw = fields.raw
     nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(nested, dict):
         raise ModelError(f"{fields.where}: rope_parameters: expected an object, found {type(nested).__name__}")
-    rope = _Fields(f"{fields.where}: rope_parameters", nested)
+    rope = Fields(f"{fields.where}: rope_parameters", nested)
     theta = rope.real("rope_theta", raw.get("rope_theta") or 10000.0)
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("default", None):
@@ -227,7 +229,7 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
     raise ModelError(f"{rope.where}: rope_type: {kind!r} is not supported (default, linear and llama3 are)")
 
 
-def _window(fields: _Fields, model_type: str) -> int:
+def _window(fields: Fields, model_type: str) -> int:
     # Qwen configs carry a window that a second field switches off.
     if model_type in ("mimo", "qwen2", "qwen3"):
         fields.must_be("use_sliding_window", False)

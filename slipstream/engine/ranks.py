@@ -50,9 +50,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
 from slipstream.engine.model import CausalModel, ModelConfig, dtype_of
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.ops.layer import LayerOps
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.specification import TORCH
+from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
 from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read, written
 from slipstream.engine.weights import Tensors, load_tensors, take
 from slipstream.observe.log import configure, logger

@@ -25,7 +25,7 @@ from slipstream.base.errors import CapacityError
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, sent
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtype_of
-from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.layer import Linear
 from slipstream.protocol.messages import FeatureSpec, Projection
 
 Product = Callable[[torch.Tensor], torch.Tensor]

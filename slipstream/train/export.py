@@ -4,7 +4,7 @@ Rules:
 1. ``midlayer.*``, ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as differences (target id - draft id),
    ``t2d`` as a mask. The embedding is the target's and is not written.
 2. Layers whose inputs are read are named where they are not the published default; ids then name layers by their
-   output (see ``slipstream.drafting.heads.eagle_checkpoint``, rule 3).
+   output (see ``slipstream.drafting.heads.checkpoint``, rule 3).
 3. The folder is written beside its place and renamed file by file, ``config.json`` last: what is there loads.
 
 It knows nothing about training. Format: arXiv 2503.01840, architecture ``LlamaForCausalLMEagle3``.
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from slipstream.drafting.heads.eagle_checkpoint import ARCHITECTURE
-from slipstream.drafting.heads.layout import LAYER
+from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.train.head import Head
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.drafting.heads.layout import LAYER
+from slipstream.drafting.heads.checkpoint import LAYER
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.weights import take
 from slipstream.train.shards import ANSWER, Conversation

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.drafting.heads.layout import LAYER
-from slipstream.engine.ops.rope import Rope
+from slipstream.drafting.heads.checkpoint import LAYER
+from slipstream.engine.ops.layer import Rope
 from slipstream.train.distil import Distilled, Lesson
 from slipstream.train.head import Head
 from slipstream.train.shards import ANSWER, Conversation

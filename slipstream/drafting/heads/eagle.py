@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from slipstream.drafting.heads.eagle_checkpoint import EagleHead
-from slipstream.drafting.heads.layout import LAYER
+from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
 from slipstream.drafting.neural import Output, apart, wire_rows
 from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
@@ -32,10 +31,17 @@ from slipstream.engine.model import ModelConfig, dtype_of
 from slipstream.engine.native import native_or
 from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
-from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH, rms_norm
+from slipstream.engine.ops.layer import (
+    TORCH,
+    DecoderLayer,
+    LayerOps,
+    LayerWeights,
+    Linear,
+    Rope,
+    Step,
+    linear,
+    rms_norm,
+)
 from slipstream.engine.weights import Tensors
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 

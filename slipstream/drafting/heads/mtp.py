@@ -31,16 +31,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slipstream.drafting.heads.mtp_checkpoint import MtpHead, MtpLayer
+from slipstream.drafting.heads.checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.neural import Output, apart, wire_rows
 from slipstream.engine.batch import ForwardBatch, sent
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.layer import DecoderLayer, LayerOps, LayerWeights, Step, linear
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH, rms_norm
+from slipstream.engine.ops.layer import (
+    TORCH,
+    DecoderLayer,
+    LayerOps,
+    LayerWeights,
+    Linear,
+    Rope,
+    Step,
+    linear,
+    rms_norm,
+)
 from slipstream.protocol.messages import Features, FeatureSpec
 
 Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]

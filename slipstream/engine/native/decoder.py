@@ -34,7 +34,7 @@ from slipstream.engine.native.program import (
     check_sizes,
     fits,
 )
-from slipstream.engine.ops.linear import Linear
+from slipstream.engine.ops.layer import Linear
 from slipstream.engine.weights import Tensors, take
 
 

@@ -27,8 +27,7 @@ from slipstream.engine.int8 import Matrix, Whole, as_whole
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.native.compiled_kernels import Kernels
-from slipstream.engine.ops.layer import Heads, LayerWeights
-from slipstream.engine.ops.rope import Rope
+from slipstream.engine.ops.layer import Heads, LayerWeights, Rope
 from slipstream.engine.weights import Tensors
 
 FIRST_POSITIONS = 4096  # of a table of rotary rows

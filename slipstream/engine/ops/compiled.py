@@ -20,9 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from slipstream.engine.ops.layer import LayerOps, LayerWeights, Step
-from slipstream.engine.ops.linear import Linear
-from slipstream.engine.ops.specification import TORCH, heads_of, turned
+from slipstream.engine.ops.layer import TORCH, LayerOps, LayerWeights, Linear, Step, heads_of, turned
 from slipstream.observe.log import logger
 
 ROWS = (1, 3)  # one row is a graph of its own

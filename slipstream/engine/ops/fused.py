@@ -21,9 +21,7 @@ from typing import Any
 import torch
 
 from slipstream.engine.model import ModelConfig
-from slipstream.engine.ops.layer import Heads, Step
-from slipstream.engine.ops.rope import Rope
-from slipstream.engine.ops.specification import TORCH, Operations
+from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
 from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -38,7 +38,7 @@ def place(rows: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor, q_n
           queries: tl.tensor, kv: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
           NORMED: tl.constexpr, EPS: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr) -> None:
     """Some heads of one row of ``rows`` [T, Q + 2 G, D]: normed, rotated, and put to ``queries`` [T, Q, D] or at the
-    row's slot of ``kv`` [S, 2, G, D]. cos, sin [T, D] as of ``layers.Rope``; q_norm, k_norm [D] are read if NORMED."""
+    row's slot of ``kv`` [S, 2, G, D]. cos, sin [T, D] as of ``layer.Rope``; q_norm, k_norm [D] are read if NORMED."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
     at = tl.arange(0, SIZE_BLOCK)[None, :]

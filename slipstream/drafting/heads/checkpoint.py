@@ -1,0 +1,485 @@
+"""A head as it is published, of any kind: ``config.json`` and safetensors, read and checked against its target.
+
+Rules of every head:
+1. Whatever is missing, of a wrong shape or of a foreign vocabulary is a ModelError that names it, expected and found.
+2. Only safetensors are read. A folder of pickles is refused with the command that converts it.
+3. What a target lends is read from its folder, those tensors and no more: a target may be larger than this machine.
+
+Rules of EAGLE:
+4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
+   "speculators" (``speculators_model_type``, the layer's fields in ``transformer_layer_config``).
+5. Plain names: no leading ``model.``, the layer as ``layers.0``. The authors call EAGLE-3's layer ``midlayer``;
+   speculators call EAGLE-1's ``transformer`` and its ``fc`` ``fusion_fc``.
+6. Rotary positions are the head's own, also where they differ from the target's: it was trained with them. A config
+   without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
+   because converted configs are known to carry a wrong value.
+7. A tensor that nothing would read (a norm, a bias that the config does not speak of) is refused by name: without it
+   the head would run, and draft badly.
+
+Rules of EAGLE-3 (``read_head``):
+8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.0.*``, ``norm.weight``, ``d2t``, ``t2d``,
+   ``embed_tokens.weight`` or else the target's, ``lm_head.weight`` or else the head's own embedding where the config
+   ties them, or else the target's rows; ``input_norm.weight`` where ``norm_before_fc`` says so.
+9. ``d2t`` holds differences: draft id i means target id ``i + d2t[i]``. ``t2d`` is a mask and only checked.
+10. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a
+   target with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters
+   layer i + 1; but when they are that same triple they mean it (heads of both readings are published; SGLang tells them
+   apart by their first id). In the speculators layout ids name what *enters* a layer.
+11. ``norm_before_residual`` (speculators): the residual stream begins after ``hidden_norm``, not before it.
+
+Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head with trees by joint probability):
+12. Tensors: ``fc.weight`` (``fc.bias`` where the config's ``bias``, or ``fusion_bias`` in the speculators layout, says
+   so; where it says nothing, where there is one) and ``layers.0.*`` without an input norm. There is no final norm.
+13. Embedding and lm_head are the target's (heads carry a copy of the embedding: it is left unread); with a token map
+   the lm_head is its rows (``token_map.py``). The one target state is that after the final norm.
+
+Rules of multi-token prediction, inside the target's checkpoint or beside it (``read_mtp``):
+14. MiMo: ``model.mtp_layers.{i}.`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj``, a Qwen2 decoder
+   layer and ``final_layernorm``. The input is (hidden, token), in this order; the token's half is zero in the first
+   row.
+15. DeepSeek-V3 and GLM-4.5 (NextN): ``enorm``, ``hnorm``, ``eh_proj``, a decoder layer of the target's own kind,
+   ``shared_head.norm``. The input is (token, hidden). In the target's checkpoint these are the layers after the last,
+   ``model.layers.{num_hidden_layers + i}.``; in a folder of their own they may be ``model.layers.{i}.``.
+16. A folder of its own need not hold everything: embedding and lm_head are its own (NextN: ``embed_tokens`` and
+   ``shared_head.head`` of the first layer) or else the target's, and so are MiMo layers that it lacks (MiMo publishes
+   the first layer with the model and further ones apart). ``num_nextn_predict_layers`` says how many layers there are.
+   Tensors of a decoder layer itself are checked by whoever builds the layer.
+
+It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
+repositories' checkpoints (``LlamaForCausalLMEagle3``; of the older ones ``LlamaForCausalLM``, which is why a whole
+model's folder is told by its missing ``fc``) and those of vLLM's speculators library; tensor names of targets as in
+transformers' checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from slipstream.base.errors import ModelError
+from slipstream.engine.int8 import SCALE, Whole, matrix
+from slipstream.engine.model import DTYPES, Fields, ModelConfig, parse_config, read_json
+from slipstream.engine.weights import Tensors, load_tensors, take, tensor_names
+from slipstream.observe.log import logger
+
+LAYER = "layers.0"
+PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
+UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
+          "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
+CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
+
+
+@dataclass(frozen=True, slots=True)
+class Published(Fields):
+    """The content of a head's ``config.json``: the layer's fields and the head's own side by side."""
+
+    speculators: str  # the ``speculators_model_type``; empty: the authors' layout
+
+    def must_fit(self, name: str, found: int, expected: int, what: str = "") -> None:
+        """Raises ModelError unless both are equal."""
+        if found != expected:
+            raise ModelError(f"{self.where}: {name}: the head was made for {found}{what}, the target has {expected}")
+
+
+def read_published(folder: str | Path) -> Published:
+    """Read ``config.json`` in either layout. Raises ModelError."""
+    path = Path(folder) / "config.json"
+    raw = read_json(path)
+    kind = raw.get("speculators_model_type")
+    if kind is None:
+        return Published(str(path), raw, "")
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(kind, str) or not isinstance(layer, dict):
+        raise ModelError(f"{path}: transformer_layer_config: expected an object beside speculators_model_type, found "
+                         f"{type(layer).__name__}")
+    # Whether embeddings are tied is the layer's to say: on the whole it is transformers' default.
+    head = {name: value for name, value in raw.items() if name != "tie_word_embeddings"}
+    return Published(str(path), head | layer, kind)
+
+
+def layer_config(published: Published, target: ModelConfig) -> ModelConfig:
+    """The measures of the head's one layer, checked against the target's vocabulary. Raises ModelError."""
+    raw, where = dict(published.raw), published.where
+    config = parse_config({"model_type": "llama"} | raw, where)
+    if config.num_layers != 1:
+        raise ModelError(f"{where}: num_hidden_layers: expected 1, found {config.num_layers}")
+    published.must_fit("vocab_size", config.vocab_size, target.vocab_size, " tokens")
+    if "qkv_bias" in raw:  # heads for Qwen2: a bias on q, k and v, none on o
+        config = replace(config, qkv_bias=published.flag("qkv_bias", None))
+    if (config.rope_theta, config.rope_scaling) != (target.rope_theta, target.rope_scaling):
+        logger("draft").warning("the head's rotary positions differ from the target's; if it accepts little, correct "
+                                "rope_theta in its config.json", file=where, head=config.rope_theta,
+                                target=target.rope_theta)
+    return config
+
+
+def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a head by its plain name. Raises ModelError."""
+    folder = Path(folder)
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles and not list(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder}: {pickles[0]} is a pickle, which can run code when it is read, so it never is; "
+                         f"convert it once where you trust it: {CONVERSION}")
+    return {_plain(name): tensor for name, tensor in load_tensors(folder).items()}
+
+
+def layer_shapes(config: ModelConfig, in_features: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what every head's layer has; in_features: the width that its attention reads."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * size, config.num_kv_heads * size
+    biases = {"self_attn.q_proj": (config.qkv_bias, queries), "self_attn.k_proj": (config.qkv_bias, keys),
+              "self_attn.v_proj": (config.qkv_bias, keys), "self_attn.o_proj": (config.o_bias, hidden),
+              "mlp.gate_proj": (config.mlp_bias, inner), "mlp.up_proj": (config.mlp_bias, inner),
+              "mlp.down_proj": (config.mlp_bias, hidden)}
+    norms = ("q_norm", "k_norm") if config.qk_norm else ()
+    return {f"{LAYER}.{name}.bias": (width,) for name, (there, width) in biases.items() if there} | {
+        f"{LAYER}.self_attn.{name}.weight": (size,) for name in norms} | {
+        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
+        f"{LAYER}.self_attn.q_proj.weight": (queries, in_features),
+        f"{LAYER}.self_attn.k_proj.weight": (keys, in_features),
+        f"{LAYER}.self_attn.v_proj.weight": (keys, in_features),
+        f"{LAYER}.self_attn.o_proj.weight": (hidden, queries),
+        f"{LAYER}.mlp.gate_proj.weight": (inner, hidden),
+        f"{LAYER}.mlp.up_proj.weight": (inner, hidden),
+        f"{LAYER}.mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
+                  shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelError for a tensor of ``shapes`` that is missing or of another shape, and for one left over."""
+    for name, shape in shapes.items():
+        take(tensors, name, *shape)
+    left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(UNREAD)]
+    if left:
+        raise ModelError(f"{folder}: tensor {left[0]} is no part of the head that config.json describes; a head of "
+                         "another kind, or a field that is missing (attention_bias, qkv_bias, norm_before_fc)")
+
+
+def fc_bias(published: Published, tensors: Mapping[str, torch.Tensor], hidden_size: int) -> dict[str, tuple[int, ...]]:
+    """The shape of ``fc.bias`` where there is one. Raises ModelError when config and tensors disagree."""
+    name = "fusion_bias" if published.speculators else "bias"
+    found = "fc.bias" in tensors
+    if published.flag(name, found) != found:
+        raise ModelError(f"{published.where}: {name}: {not found}, but tensor fc.bias is "
+                         f"{'there' if found else 'missing'}")
+    return {"fc.bias": (hidden_size,)} if found else {}
+
+
+def _plain(name: str) -> str:
+    for prefix, plain in PREFIXES:
+        if name.startswith(prefix):
+            name = plain + name.removeprefix(prefix)
+    return name
+
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def lent_embedding(folder: str | Path, vocab_size: int, hidden_size: int) -> torch.Tensor:
+    """[V, H] in the stored dtype. Raises ModelError, also when the head's measures are others than the target's."""
+    try:
+        return take(load_tensors(folder, (EMBEDDING,)), EMBEDDING, vocab_size, hidden_size)
+    except ModelError as error:
+        raise ModelError(f"the head has no embed_tokens.weight, so it needs the target's embedding: {error}") from error
+
+
+def lent_lm_head(folder: str | Path, config: ModelConfig, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """[V, H] of the model in ``folder``, or [K, H] of ``rows`` int64 [K], in the stored dtype; the embedding where the
+    two are tied. Raises ModelError."""
+    name = EMBEDDING if config.tied_embeddings else LM_HEAD
+    found = matrix(load_tensors(folder, (name, name + SCALE)), name, config.vocab_size, config.hidden_size)
+    weight = found.wide() if isinstance(found, Whole) else found
+    return weight if rows is None else weight.index_select(0, rows)
+
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What says that a folder holds heads of one drafter."""
+
+    speculators: str
+    architectures: tuple[str, ...]
+    norms: tuple[str, ...]  # that speculators may have and nothing here computes
+    others: str
+
+
+EAGLE3 = Kind("eagle3", (ARCHITECTURE,), ("fc_norm", "norm_output"),
+              "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
+EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle"), ("layernorms",),
+              "EAGLE-3 heads are for draft.drafter: eagle3")
+
+
+@dataclass(frozen=True, slots=True)
+class EagleHead:
+    """A checked head, on the CPU and in its stored dtypes."""
+
+    config: ModelConfig  # the layer's measures; vocab_size is the target's
+    target_hidden_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]  # as FeatureSpec.layers
+    tensors: Mapping[str, torch.Tensor]  # names of rule 1
+    vocabulary: torch.Tensor | None  # int64 [draft_vocab_size] target ids; None: all of them
+    norm_before_residual: bool = False
+    joint: bool = False  # EAGLE-1 and EAGLE-2: ``fc`` joins token and state, and there are no norms around the layer
+
+
+def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
+    """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
+    published, target = read_published(folder), ModelConfig.from_folder(target_folder)
+    _check_kind(published, EAGLE3)
+    config = layer_config(published, target)
+    hidden = published.integer("target_hidden_size", target.hidden_size)
+    published.must_fit("target_hidden_size", hidden, target.hidden_size)
+    tensors = read_tensors(folder)
+    default_vocab = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
+    draft_vocab = published.integer("draft_vocab_size", default_vocab)
+    taps = _taps(published, target.num_layers)
+    check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps) * hidden))
+    vocabulary = _vocabulary(tensors, draft_vocab, config.vocab_size)
+    if "embed_tokens.weight" not in tensors:
+        tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = _lm_head(tensors, config, target, target_folder, vocabulary)
+    return EagleHead(config, hidden, draft_vocab, taps, tensors, vocabulary,
+                     published.flag("norm_before_residual", None if published.speculators else False))
+
+
+def read_eagle2_head(folder: str | Path, target_folder: str | Path,
+                     vocabulary: torch.Tensor | None = None) -> EagleHead:
+    """Read and check the head in ``folder`` for the target in ``target_folder``. vocabulary: int64 [K], a token map.
+    Raises ModelError."""
+    published, target = read_published(folder), ModelConfig.from_folder(target_folder)
+    _check_kind(published, EAGLE2)
+    config = layer_config(published, target)
+    published.must_fit("hidden_size", config.hidden_size, target.hidden_size)
+    tensors = read_tensors(folder)
+    if "fc.weight" not in tensors:
+        raise ModelError(f"{folder}: tensor fc.weight is missing: this is no EAGLE-1 or EAGLE-2 head; a whole model is "
+                         "for draft.drafter: standalone")
+    hidden = config.hidden_size
+    shapes = {"fc.weight": (hidden, 2 * hidden)} | layer_shapes(config, hidden) | fc_bias(published, tensors, hidden)
+    check_tensors(folder, tensors, shapes)
+    lent = {"embed_tokens.weight": lent_embedding(target_folder, target.vocab_size, hidden),
+            "lm_head.weight": lent_lm_head(target_folder, target, vocabulary)}
+    return EagleHead(config, hidden, target.vocab_size if vocabulary is None else len(vocabulary),
+                     (target.num_layers,), tensors | lent, vocabulary, joint=True)
+
+
+def _check_kind(published: Published, kind: Kind) -> None:
+    where, found = published.where, published.raw.get("architectures")
+    if not published.speculators:
+        if found not in [[name] for name in kind.architectures]:
+            raise ModelError(f"{where}: architectures: expected {' or '.join(kind.architectures)}, found {found!r}; "
+                             f"{kind.others}")
+        return
+    if published.speculators != kind.speculators:
+        raise ModelError(f"{where}: speculators_model_type: expected '{kind.speculators}', found "
+                         f"{published.speculators!r}; {kind.others}")
+    for name in kind.norms:
+        if published.flag(name, False):
+            raise ModelError(f"{where}: {name}: heads with norms of this kind are not supported; use one without")
+
+
+def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
+    fields, where = published.raw, published.where
+    section = fields.get("eagle_config") or {}
+    if not isinstance(section, dict) or section.get("use_aux_hidden_state", True) is not True:
+        raise ModelError(f"{where}: eagle_config: heads that read the last state alone are not EAGLE-3 heads")
+    ids = section.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))
+    default = (2, num_layers // 2, num_layers - 3)
+    if ids is None:
+        taps = default
+    elif isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        inputs = bool(published.speculators) or tuple(ids) == default
+        taps = tuple(i if inputs else i + 1 for i in ids)
+    else:
+        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: expected layer numbers, found {ids!r}")
+    if any(not 0 <= tap <= num_layers for tap in taps):
+        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids: {ids or 'the default'} does not fit a target "
+                         f"with {num_layers} layers")
+    count = published.integer("num_aux_hidden_states", len(taps))
+    if count != len(taps):
+        raise ModelError(f"{where}: num_aux_hidden_states: {count}, but eagle_aux_hidden_state_layer_ids "
+                         f"({ids or 'the default'}) names {len(taps)} layers")
+    return taps
+
+
+def _lm_head(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: ModelConfig, target_folder: str | Path,
+             vocabulary: torch.Tensor) -> torch.Tensor:
+    if config.tied_embeddings:
+        return tensors["embed_tokens.weight"].index_select(0, vocabulary)
+    if config.hidden_size != target.hidden_size:
+        raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
+                         f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
+    return lent_lm_head(target_folder, target, vocabulary)
+
+
+def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, draft_vocab: int,
+            width: int) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, width),
+        "norm.weight": (hidden,),
+        f"{LAYER}.hidden_norm.weight": (hidden,),
+        f"{LAYER}.input_layernorm.weight": (hidden,),
+        **layer_shapes(config, 2 * hidden),
+        **fc_bias(published, tensors, hidden),
+    }
+    if published.flag("norm_before_fc", False):
+        shapes["input_norm.weight"] = (width,)
+    elif "input_norm.weight" in tensors:
+        raise ModelError(f"{published.where}: norm_before_fc: it is not set, but tensor input_norm.weight is there")
+    optional = {"embed_tokens.weight": (config.vocab_size, hidden), "lm_head.weight": (draft_vocab, hidden),
+                "t2d": (config.vocab_size,)}
+    if draft_vocab != config.vocab_size or "d2t" in tensors:
+        shapes["d2t"] = (draft_vocab,)
+    return shapes | {name: shape for name, shape in optional.items() if name in tensors}
+
+
+def _vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor:
+    own = torch.arange(draft_vocab)
+    if "d2t" not in tensors:
+        return own
+    difference = tensors["d2t"]
+    if difference.is_floating_point() or difference.dtype is torch.bool:
+        raise ModelError(f"tensor d2t: expected integers, found {difference.dtype}")
+    ids = own + difference.long()
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ModelError(f"tensor d2t: it leads to token ids from {low} to {high}, expected 0 to {vocab - 1}: "
+                         "the head is of another vocabulary")
+    distinct = len(set(ids.tolist()))
+    if distinct != draft_vocab:
+        raise ModelError(f"tensor d2t: {draft_vocab} draft tokens lead to {distinct} distinct token ids; "
+                         "it must hold differences (target id - draft id)")
+    if "t2d" in tensors:
+        mask = tensors["t2d"].bool()
+        if int(mask.sum()) != draft_vocab or not bool(mask[ids].all()):
+            raise ModelError("tensor t2d: it does not mark exactly the tokens that d2t leads to")
+    return ids
+
+
+MAX_LAYERS = 16
+OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What differs between families."""
+
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    hidden_first: bool  # the projection reads (hidden, token); False: (token, hidden)
+    first_token_zero: bool  # the row at position 0 reads a token of zeros
+    own_kind: bool  # the layer is of the target's own kind, built by transformers; False: of decoder.py
+
+
+MIMO = Layout("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", True, True, False)
+NEXTN = Layout("enorm", "hnorm", "eh_proj", "shared_head.norm", False, False, True)
+LAYOUTS = {"mimo": MIMO, "deepseek_v3": NEXTN, "glm4_moe": NEXTN}
+
+
+@dataclass(frozen=True, slots=True)
+class MtpLayer:
+    """What one layer has beside its decoder layer."""
+
+    prefix: str  # of the decoder layer's tensors, such as ``model.layers.61``
+    token_norm: torch.Tensor  # [H]
+    hidden_norm: torch.Tensor  # [H]
+    projection: torch.Tensor  # [H, 2H]
+    norm: torch.Tensor  # [H]
+
+
+@dataclass(frozen=True, slots=True)
+class MtpHead:
+    """A checked head for its target, on the CPU and in its stored dtypes."""
+
+    folder: Path  # of the config.json that describes its decoder layers
+    layout: Layout
+    vocab_size: int
+    hidden_size: int
+    target_layers: int
+    norm_eps: float
+    layers: tuple[MtpLayer, ...]
+    tensors: Tensors  # by their full names: the decoder layers'
+    embedding: torch.Tensor  # [V, H]
+    lm_head: torch.Tensor  # [V, H]
+
+
+def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
+    """Read and check the head in ``folder`` (the target's own folder, or another) for the target in
+    ``target_folder``. Raises ModelError."""
+    folder, target_folder = Path(folder), Path(target_folder)
+    own, target = read_published(folder), read_published(target_folder)
+    layout = LAYOUTS.get(str(own.raw.get("model_type")))
+    if layout is None:
+        raise ModelError(f"{own.where}: model_type: {own.raw.get('model_type')!r} has no multi-token prediction "
+                         f"head that is known here ({', '.join(LAYOUTS)} have)")
+    if own.raw.get("quantization_config") is not None:
+        raise ModelError(f"{own.where}: quantization_config: quantized heads are not read; convert the checkpoint to "
+                         "bfloat16")
+    for name in ("model_type", "hidden_size", "vocab_size"):
+        if own.raw.get(name) != target.raw.get(name):
+            raise ModelError(f"{own.where}: {name}: the head was made for {own.raw.get(name)!r}, the target has "
+                             f"{target.raw.get(name)!r}")
+    vocab, hidden = target.integer("vocab_size"), target.integer("hidden_size")
+    names = tensor_names(folder)
+    prefixes = _prefixes(own, names, folder.resolve() == target_folder.resolve())
+    tied = target.raw.get("tie_word_embeddings") is True
+    # What the first layer repeats of the target is not read twice; a tied embedding serves as lm_head too.
+    shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, LM_HEAD))
+              if tied or f"{prefixes[0]}{own}" not in names]
+    tensors = _tensors(folder, names, target_folder, prefixes, shared)
+    embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
+    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else LM_HEAD), vocab, hidden)
+    return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), own.real("rms_norm_eps", 1e-6),
+                   tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
+
+
+def _prefixes(own: Published, names: set[str], in_target: bool) -> list[str]:
+    """What the tensors of each layer begin with."""
+    count = own.integer("num_nextn_predict_layers", high=MAX_LAYERS)
+    if own.raw["model_type"] == "mimo":
+        return [f"model.mtp_layers.{i}." for i in range(count)]
+    first = own.integer("num_hidden_layers")
+    if not in_target and not any(name.startswith(f"model.layers.{first}.") for name in names):
+        first = 0
+    return [f"model.layers.{first + i}." for i in range(count)]
+
+
+def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: list[str],
+             shared: Collection[str]) -> dict[str, torch.Tensor]:
+    """What the head's folder holds of it and of ``shared``, and what it lacks from the target's. Nothing else is read:
+    a target may be larger than this machine."""
+    own = {name for name in names if name.startswith(tuple(prefixes)) or name in shared}
+    held = load_tensors(folder, own)
+    for name, tensor in held.items():
+        if tensor.dtype not in DTYPES.values():
+            raise ModelError(f"{folder}: tensor {name} holds {tensor.dtype}: quantized heads are not read; convert the "
+                             "checkpoint to bfloat16")
+    # Only MiMo's names say that a layer is a head's: a layer of the target's body never stands in for one.
+    lendable = tuple(prefix for prefix in prefixes if prefix.startswith("model.mtp_layers."))
+    lent = {name for name in tensor_names(target_folder) - own
+            if name in shared or name.startswith(lendable)}
+    return load_tensors(target_folder, lent) | held if lent else held
+
+
+def _shared(tensors: Tensors, names: tuple[str, str], vocab: int, hidden: int) -> torch.Tensor:
+    own, targets = names
+    return take(tensors, own if own in tensors else targets, vocab, hidden)
+
+
+def _layer(tensors: Tensors, layout: Layout, prefix: str, hidden: int) -> MtpLayer:
+    def norm(name: str) -> torch.Tensor:
+        return take(tensors, f"{prefix}{name}.weight", hidden)
+
+    return MtpLayer(prefix.removesuffix("."), norm(layout.token_norm), norm(layout.hidden_norm),
+                    take(tensors, f"{prefix}{layout.projection}.weight", hidden, 2 * hidden), norm(layout.norm))
