@@ -119,17 +119,14 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         name_of("request_id", wire.request_id)
         tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
         speculate = _speculates(wire.mode)
+        require(bool(tokens), "tokens", "must hold at least one token")
+        require(1 <= wire.max_tokens <= INT32_MAX, "max_tokens", "must be at least 1")
+        require(wire.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
+        require(wire.answered < min(len(tokens), wire.max_tokens), "answered",
+                "must leave a prompt, and a token to answer with")
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
-    if not tokens:
-        raise InvalidRequest("tokens", "must hold at least one token")
-    if not 1 <= wire.max_tokens <= INT32_MAX:
-        raise InvalidRequest("max_tokens", "must be at least 1")
-    if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
-    if wire.answered >= min(len(tokens), wire.max_tokens):
-        raise InvalidRequest("answered", "must leave a prompt, and a token to answer with")
     sampling = decode_sampling(wire.sampling, vocab_size)
     return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
                 trace=trace)

@@ -109,7 +109,6 @@ class Connection:
 
     def __init__(self, address: str, tls: TlsFiles | None, rules: ConnectionRules = RULES,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        self.follows = tls is not None  # its files, and so may take another channel
         self._address = address
         self._rules = rules
         self._tls = tls
@@ -144,10 +143,9 @@ class Connection:
         await asyncio.gather(*self._closing)
 
     def _follow_files(self) -> None:
-        now_s = self._clock()
-        if self._tls is None or now_s - self._looked_s < LOOK_S:
+        if self._tls is None or self._clock() - self._looked_s < LOOK_S:
             return
-        self._looked_s = now_s
+        self._looked_s = self._clock()
         found = self._tls.stamp()
         if found is None or found == self._stamp:
             return

@@ -59,7 +59,6 @@ from slipstream.wire.fields import (
     decode_sampling,
     dtype_of,
     encode_sampling,
-    int_bytes,
     ints_of,
     made,
     microseconds,
@@ -167,7 +166,8 @@ def _write(wire: Any, item: DraftBound | TargetBound) -> None:
     elif isinstance(item, Features):
         _write_features(wire.features, item)
     elif isinstance(item, Open):
-        wire.open.CopyFrom(draft_pb2.OpenItem(**shared(item, "tokens", "sampling"), tokens=int_bytes(item.tokens),
+        wire.open.CopyFrom(draft_pb2.OpenItem(**shared(item, "tokens", "sampling"),
+                                              tokens=np.asarray(item.tokens, "<i4").tobytes(),
                                               sampling=encode_sampling(item.sampling)))
     elif isinstance(item, Drop):
         wire.drop.session, wire.drop.reason = item.session, item.reason

@@ -93,7 +93,7 @@ class AnswerStream:
     @property
     def takes(self) -> bool:
         """Whether an answer may begin here: the call lives, on the connection that new calls take."""
-        if self._connection.follows and not self.over and not self._connection.is_current(self._line):
+        if not self.over and not self._connection.is_current(self._line):
             self.retire()
         return not self.over and not self._retired
 
@@ -237,18 +237,18 @@ class SharedAnswer:
             self._late = None
         if content is TAKEN:
             return
+        ended = True
         if isinstance(content, Piece):
+            ended = content.finish != ""
             self._arrived.append(content)
-            if content.finish:
-                self._stream.forget(self._number)
-                self._end()
-            elif len(self._arrived) >= HOLD_AT and not self._held:
-                self._held = True
-                self._stream.say(self._number, Flow.HOLD)
         else:
             self._arrived.append(self._error(content))
+        if ended:
             self._stream.forget(self._number)
             self._end()
+        elif len(self._arrived) >= HOLD_AT and not self._held:
+            self._held = True
+            self._stream.say(self._number, Flow.HOLD)
         self._wake()
 
     def _begin(self) -> None:
