@@ -268,7 +268,6 @@ async def _tasks() -> set[asyncio.Task[Any]]:
     return asyncio.all_tasks() - {asyncio.current_task()}
 
 
-
 def shown(name: str, what: str, calls: Sequence[Call], goal: str, functions: bool) -> None:
     """Print files (or functions) in order of their first entry, with their calls."""
     counts = Counter(f"{call.file}:{call.function}" if functions else call.file for call in calls)
