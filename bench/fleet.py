@@ -22,7 +22,7 @@ import httpx
 
 from slipstream.base.errors import Unavailable
 from slipstream.cli.process import SHARED_CORES, answers
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient
 
 LOGS = Path("build/bench/logs")
 READY_S = 120.0

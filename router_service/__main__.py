@@ -13,7 +13,7 @@ from slipstream.base.config import Config
 from slipstream.cli.process import main
 from slipstream.protocol.requests import Backend
 from slipstream.wire.discovery import fixed, following
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient
 from slipstream.wire.tls import dialling, tls_files
 
 

@@ -35,8 +35,7 @@ from slipstream.wire.answers import (
 )
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.status import Reported
-from slipstream.wire.target import TargetServicer
-from slipstream.wire.target_client import HOLD_AT, TargetClient
+from slipstream.wire.target import HOLD_AT, TargetClient, TargetServicer
 
 WIRE = WireSection()
 INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)

@@ -21,7 +21,7 @@ from bench.fleet import Process, free_port
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Timing
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient
 from tests.test_timed import text
 
 TIMING = Timing(step_s=0.06, draft_s=0.006, seed=5)

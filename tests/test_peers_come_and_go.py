@@ -19,8 +19,7 @@ from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, following
 from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetServicer
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling
 from target_service.drafts import Drafts
 from tests.api_server import StandIn, endpoint

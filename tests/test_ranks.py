@@ -32,7 +32,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient
 from target_service.lost import RankWatch
 from tests.pair import drafting, local_link, target
 from tests.tiny import write_tiny_model

@@ -18,7 +18,7 @@ from draft_service.__main__ import serve as serve_draft
 from router_service.__main__ import serve as serve_router
 from slipstream.base.config import Config, LogSection
 from slipstream.observe.spans import NoSpans, spans_of, well_formed
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient
 from target_service.__main__ import serve as serve_target
 from tests.pair import STUBBORN
 from tests.test_lifecycle import until_ready

@@ -13,8 +13,7 @@ from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.client import AsyncClient
 from slipstream.drafting import create
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetServicer
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient, TargetServicer
 from tests.pair import STUBBORN, WIRE, Rig, drafting, grpc_link, target
 from tests.routing import HELLO, Routing, routing
 

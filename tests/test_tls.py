@@ -19,8 +19,7 @@ from slipstream.protocol.requests import Request
 from slipstream.wire.channel import ConnectionRules, open_channel
 from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetServicer
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling, ends_at, export_end, tls_files
 from tests.certificates import authority, issue, needs_openssl, replace_files
 from tests.echo import EchoTarget

@@ -45,8 +45,7 @@ from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.link import DraftLink, DraftServicer, Outbox
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer, bind_guard
-from slipstream.wire.target import TargetServicer
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient, TargetServicer
 
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.2)

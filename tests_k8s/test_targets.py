@@ -15,8 +15,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.wire.discovery import RosterRules, following
 from slipstream.wire.server import GrpcServer
-from slipstream.wire.target import TargetServicer
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient, TargetServicer
 from tests.api_server import endpoint
 from tests.echo import EchoTarget
 from tests_k8s.cluster import Cluster, Slices

@@ -33,7 +33,7 @@ from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.wire.client import Client
-from slipstream.wire.target_client import TargetClient
+from slipstream.wire.target import TargetClient
 
 # An answer that repeats its prompt is where n-gram drafts, which need no second model, pay most.
 PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "

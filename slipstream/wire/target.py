@@ -1,6 +1,6 @@
-"""The target service over gRPC: whoever calls, a Backend answers, and many answers share one call.
+"""The target service over gRPC, both its ends: many answers share one call.
 
-Rules:
+The target's end, where a Backend answers whoever calls:
 1. Errors cross the wire as the class that was raised. An answer's errors are its own; only bytes that are no frame, and
    a number used twice, end the call.
 2. What all answers have to say at one moment leaves as one frame.
@@ -9,26 +9,52 @@ Rules:
 4. When a call ends, all its answers are closed. One that is told to ``drain`` refuses new answers and ends by itself
    after the last one.
 
+The caller's end, a Backend that is a target elsewhere:
+1. Errors cross the wire as the class that was raised; no gRPC error leaves the client.
+2. A reader that is slow holds up nobody: beyond HOLD_AT pieces its answer's sender is told to wait.
+3. Nothing waits without an end: an answer that the target has not taken within ``connect_s`` is Unavailable (it alone,
+   unless the call has failed), and keepalive ends the calls to one that falls silent.
+4. Leaving an answer frees it there; what still comes for it is dropped.
+5. A call that ended takes its answers with it; the next answer begins a new call.
+
 It knows nothing about engines or text. Format: ``GenerateMany`` in ``proto/slipstream/v1/target.proto``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import structlog
 
-from slipstream.base.errors import Draining, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.protocol.requests import Answer, Backend, Request, TargetInfo
-from slipstream.wire.answers import TAKEN, Asked, Flow, Told, decode_asked, encode_info, encode_told, joined
-from slipstream.wire.channel import TARGET_SERVICE
+from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
+from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.wire.answers import (
+    TAKEN,
+    Asked,
+    Flow,
+    Told,
+    decode_asked,
+    decode_info,
+    decode_told,
+    encode_asked,
+    encode_info,
+    encode_told,
+    joined,
+)
+from slipstream.wire.channel import RULES, TARGET_SERVICE, Connection, ConnectionRules
 from slipstream.wire.link import Line, first_end
-from slipstream.wire.status import Context, Reported, abort, log_bug
+from slipstream.wire.status import Context, Reported, abort, log_bug, translated
+from slipstream.wire.tls import TlsFiles
 
 MAX_BYTES = 1 << 20  # of a frame, unless a single item is longer
 MAX_WAITING = 1 << 20
+HOLD_AT, RESUME_AT = 256, 64  # pieces of one answer that nobody has read
+CONNECT_S = 5.0
 
 
 class TargetServicer:
@@ -200,3 +226,261 @@ class AnswerCall:
             for frame in joined(items, self._max_bytes):
                 await line.write(frame)
             self._room.set()
+
+
+class TargetClient:
+    """A Backend elsewhere. Make it on the event loop that uses it; ``aclose`` when done."""
+
+    def __init__(self, address: str, *, tls: TlsFiles | None = None, connect_s: float = CONNECT_S,
+                 rules: ConnectionRules = RULES) -> None:
+        self.address = address
+        self._connect_s = connect_s
+        self._max_bytes = rules.message_bytes
+        self._connection = Connection(address, tls, rules)
+        self._stream: AnswerStream | None = None
+
+    def submit(self, request: Request) -> Answer:
+        """The answer, which begins with its iteration. InvalidRequest there if it is too large to send."""
+        return SharedAnswer(self._join, request, self._connect_s)
+
+    async def info(self) -> TargetInfo:
+        """Raises Unavailable within ``connect_s`` seconds."""
+        line = self._connection.begin()
+        try:
+            method: Any = line.channel.unary_unary(f"/{TARGET_SERVICE}/GetInfo")
+            with translated(self.address):
+                found = decode_info(await method(b"", timeout=self._connect_s))
+            if self._stream is not None and not self._stream.takes:
+                self._stream = None
+            return found
+        finally:
+            self._connection.end(line)
+
+    async def aclose(self) -> None:
+        if self._stream is not None:
+            await self._stream.aclose()
+        await self._connection.aclose()
+
+    def _join(self) -> AnswerStream:
+        if self._stream is None or not self._stream.takes:
+            self._stream = AnswerStream(self._connection, self.address, self._max_bytes)
+        return self._stream
+
+
+class AnswerStream:
+    """One call. Make it on the event loop that uses it; it ends by ``retire`` (after its last answer) or
+    ``aclose``."""
+
+    def __init__(self, connection: Connection, address: str, max_request_bytes: int) -> None:
+        self.address = address
+        self.over = False
+        self._connection = connection
+        self._max_request_bytes = max_request_bytes
+        self._line = connection.begin()
+        method: Any = self._line.channel.stream_stream(f"/{TARGET_SERVICE}/GenerateMany")
+        self._call = method()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, SharedAnswer] = {}
+        self._outgoing: list[tuple[int, bytes]] = []
+        self._filled = asyncio.Event()
+        self._retired = False
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def takes(self) -> bool:
+        """Whether an answer may begin here: the call lives, on the connection that new calls take."""
+        if not self.over and not self._connection.is_current(self._line):
+            self.retire()
+        return not self.over and not self._retired
+
+    def begin(self, answer: SharedAnswer, request: Request) -> int:
+        """Send ``request``. Returns ``answer``'s number from now on; InvalidRequest if the request is too large."""
+        number = next(self._numbers)
+        start = encode_asked(number, request)
+        if len(start) > self._max_request_bytes:
+            raise InvalidRequest("tokens", f"the request takes {len(start)} bytes, more than {self._max_request_bytes}")
+        self._answers[number] = answer
+        self._put(number, start)
+        return number
+
+    def say(self, number: int, content: bool | Flow) -> None:
+        self._put(number, encode_asked(number, content))
+
+    def _put(self, number: int, item: bytes) -> None:
+        self._outgoing.append((number, item))
+        self._filled.set()
+
+    def forget(self, number: int) -> None:
+        """The answer is over, as both sides know."""
+        self._answers.pop(number, None)
+        if self._retired and not self._answers:
+            self._task.cancel()
+
+    def leave(self, number: int) -> None:
+        """Nobody reads the answer any more."""
+        self._outgoing = [item for item in self._outgoing if item[0] != number]
+        self.say(number, Flow.CLOSE)
+        self.forget(number)
+
+    def retire(self) -> None:
+        """Take no new answer, and end after the last one."""
+        self._retired = True
+        if not self._answers:
+            self._task.cancel()
+
+    async def aclose(self) -> None:
+        self._retired = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        error: SlipstreamError = Draining(f"{self.address} is shutting down")  # no other reason ends a call in order
+        try:
+            with translated(self.address):
+                await first_end(self._read(), self._write())
+        except SlipstreamError as failed:
+            error = failed
+        except asyncio.CancelledError:
+            error = Unavailable(f"{self.address}: the connection was closed")
+            raise
+        finally:
+            self.over = True
+            self._call.cancel()
+            self._connection.end(self._line)
+            for answer in list(self._answers.values()):
+                answer.take(error)
+
+    async def _read(self) -> None:
+        answers = self._answers
+        while isinstance(data := await self._call.read(), bytes):
+            for number, content in decode_told(data):
+                answer = answers.get(number)
+                if answer is not None:
+                    answer.take(content)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._filled.wait()
+                self._filled.clear()
+                outgoing, self._outgoing = self._outgoing, []
+                for frame in joined([item for _, item in outgoing], MAX_BYTES):
+                    await self._call.write(frame)
+        except asyncio.InvalidStateError:
+            await asyncio.get_running_loop().create_future()  # the call has ended: the reader hears why
+
+
+class SharedAnswer:
+    """An Answer of an AnswerStream. ``join`` gives the stream when the answer begins, with its iteration."""
+
+    __slots__ = ("_address", "_arrived", "_begun", "_connect_s", "_held", "_join", "_late", "_loop", "_number",
+                 "_request", "_speculate", "_stream", "_waiter")
+
+    def __init__(self, join: Callable[[], AnswerStream], request: Request, connect_s: float) -> None:
+        self._join = join
+        self._request = request
+        self._connect_s = connect_s
+        self._speculate: bool | None = None
+        self._stream: AnswerStream | None = None  # while it runs
+        self._number = 0
+        self._begun = self._held = False
+        self._arrived: deque[Piece | SlipstreamError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._late: asyncio.TimerHandle | None = None
+
+    def __aiter__(self) -> SharedAnswer:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if not self._begun:
+            self._begin()
+        while not self._arrived:
+            if self._stream is None:
+                raise StopAsyncIteration
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            finally:
+                self._waiter = None
+        if self._held and len(self._arrived) <= RESUME_AT and self._stream is not None:
+            self._held = False
+            self._stream.say(self._number, Flow.RESUME)
+        content = self._arrived.popleft()
+        if isinstance(content, Piece):
+            return content
+        raise content
+
+    def set_speculation(self, allowed: bool) -> None:
+        if self._stream is not None:
+            self._stream.say(self._number, allowed)
+        self._speculate = allowed
+
+    async def aclose(self) -> None:
+        self._begun = True
+        self._arrived.clear()
+        if self._stream is not None:
+            self._stream.leave(self._number)
+            self._end()
+
+    def take(self, content: Told | SlipstreamError) -> None:
+        """What came for it; an error ends it, as a piece with a finish does."""
+        assert self._stream is not None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if content is TAKEN:
+            return
+        ended = True
+        if isinstance(content, Piece):
+            ended = content.finish != ""
+            self._arrived.append(content)
+        else:
+            self._arrived.append(self._error(content))
+        if ended:
+            self._stream.forget(self._number)
+            self._end()
+        elif len(self._arrived) >= HOLD_AT and not self._held:
+            self._held = True
+            self._stream.say(self._number, Flow.HOLD)
+        self._wake()
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._loop = asyncio.get_running_loop()
+        stream = self._join()
+        self._number = stream.begin(self, self._request)
+        self._stream = stream
+        if self._speculate is not None:
+            stream.say(self._number, self._speculate)
+        self._late = self._loop.call_later(self._connect_s, self._not_taken)
+
+    def _not_taken(self) -> None:
+        assert self._stream is not None
+        address, self._late = self._stream.address, None
+        self._stream.leave(self._number)
+        self._arrived.append(Unavailable(f"{address}: the request was not taken within {self._connect_s:g} s"))
+        self._end()
+
+    def _end(self) -> None:
+        self._stream = None
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _error(self, content: object) -> SlipstreamError:
+        assert self._stream is not None
+        address = self._stream.address
+        if isinstance(content, Reported):
+            return content.error() or Unavailable(f"{address}: INTERNAL {content.message}")
+        if isinstance(content, RemoteProtocolError):
+            return Unavailable(f"{address}: not a service of this release ({content})")
+        assert isinstance(content, SlipstreamError)
+        return content
