@@ -11,8 +11,7 @@ import torch
 
 from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.models.folder import resolve, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics

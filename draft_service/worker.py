@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from math import log
 
 from slipstream.base.errors import SlipstreamError
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics

@@ -18,7 +18,7 @@ from draft_service.assembly import assemble
 from slipstream.base.config import ModelSection, PolicySection, TargetSection, WireSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.engine.batch import rows_batch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model

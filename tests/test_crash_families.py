@@ -12,8 +12,7 @@ import torch
 from structlog.testing import capture_logs
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter

@@ -11,8 +11,7 @@ import pytest
 
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.protocol.messages import Commit, Features, Open, Sampling
 from tests.eagle_folder import eagle_config, write_eagle_folder

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.loading import load_eagle, load_eagle2, load_mtp, load_standalone

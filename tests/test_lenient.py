@@ -13,8 +13,7 @@ from scipy import stats
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError
 from slipstream.cli.doctor import checks
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.engine.sampling import ChoiceRows, adjusted, choose, coins, probabilities
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request

@@ -18,8 +18,7 @@ import torch
 from scipy import stats
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model

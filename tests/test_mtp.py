@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.drafting.heads.checkpoint import MtpHead, read_mtp
 from slipstream.drafting.heads.mtp import MtpNetwork
 from slipstream.drafting.loading import mtp_blocks

@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, TargetSection
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
-from slipstream.drafting import create
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter, create
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.protocol.requests import DraftStatus, Request

@@ -17,7 +17,7 @@ from grpc import aio
 
 from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import PairingError, RemoteProtocolError
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter

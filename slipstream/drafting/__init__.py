@@ -1,15 +1,86 @@
-"""Algorithms that propose trees, behind one small protocol (``base.Drafter``), and the one place that picks among them.
+"""Algorithms that propose trees: the small protocol that every drafter speaks, and the one place that picks among them.
 
-An n-gram drafter loads no model: what needs torch is imported only when it is asked for.
+Rules of a drafter:
+1. It is batch-first and declares data, not identity: ``features`` says which target states it reads.
+2. It is a cache of the target's committed tokens. ``open`` (re)sets a session, ``commit`` appends to it, and nothing
+   else changes what it believes.
+3. ``grow`` returns one ``Growth`` for each id that it knows, possibly empty, with at most ``budget`` new nodes. It
+   never raises for a session that is late, unknown or over the drafter's context: such a session is left out or grows
+   nothing.
+4. Node ids are positive and not used twice while a session is open.
+
+It knows nothing about the network, about verification or about policies. What loads models is imported only for a
+drafter that has one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ConfigError
-from slipstream.drafting.base import Drafter
 from slipstream.drafting.ngram import NgramDrafter
+from slipstream.drafting.tree import GrowingTree
 from slipstream.models.folder import settled_draft
+from slipstream.protocol.messages import Commit, Features, FeatureSpec, Growth, Open
+
+
+class Drafter(Protocol):
+    """An algorithm that proposes trees. All methods run on the engine thread of the draft service."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def features(self) -> FeatureSpec | None: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target; 0: any."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the target; 0: any."""
+        ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def max_nodes(self) -> int:
+        """Of one tree, root not counted."""
+        ...
+
+    @property
+    def max_sessions(self) -> int: ...
+
+    def open(self, opens: Sequence[Open]) -> list[int]:
+        """Begin sessions, or begin them again. Returns the ids for which there is no room (they stay closed)."""
+        ...
+
+    def absorb(self, features: Sequence[Features]) -> None:
+        """Take target states of the prompt, in chunks, in order. Only drafters with ``features`` get any."""
+        ...
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Append committed tokens (and their features). Bases have been checked: they continue the session."""
+        ...
+
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """Propose up to ``budgets[i]`` further nodes below the newest committed token of session ``ids[i]``.
+        ``steps``: levels to add at most, where levels cost time (growth ahead of the target); 0: a whole tree."""
+        ...
+
+    def tree(self, session: int) -> GrowingTree:
+        """Of an open session: what was grown, and what of it the target has."""
+        ...
+
+    def close(self, ids: Sequence[int]) -> None:
+        """Forget sessions; unknown ids are fine."""
+        ...
+
 
 NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
                 "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}
@@ -26,20 +97,10 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
         raise ConfigError(f"draft.token_map: {NO_TOKEN_MAP[section.drafter]}; leave it out")
     if section.drafter == "ngram":
         return NgramDrafter(section.max_sessions)
-    if section.drafter == "mtp":
-        from slipstream.drafting.loading import load_mtp
-
-        return load_mtp(section, model, num_slots)
-    if not section.model:
+    if not section.model and section.drafter != "mtp":
         raise ConfigError(f"draft.model: the drafter {section.drafter} needs a draft model: give its name or folder")
-    if section.drafter == "standalone":
-        from slipstream.drafting.loading import load_standalone
+    from slipstream.drafting import loading
 
-        return load_standalone(section, model, num_slots)
-    if section.drafter == "eagle2":
-        from slipstream.drafting.loading import load_eagle2
-
-        return load_eagle2(section, model, num_slots)
-    from slipstream.drafting.loading import load_eagle
-
-    return load_eagle(section, model, num_slots)
+    load = {"standalone": loading.load_standalone, "eagle2": loading.load_eagle2, "eagle3": loading.load_eagle,
+            "mtp": loading.load_mtp}[section.drafter]
+    return load(section, model, num_slots)

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.checkpoint import MtpHead, lent_lm_head, read_eagle2_head, read_head, read_mtp
 from slipstream.drafting.heads.eagle import EagleNetwork

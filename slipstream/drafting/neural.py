@@ -183,7 +183,7 @@ PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait 
 
 
 class NeuralDrafter:
-    """A ``drafting.base.Drafter`` with weights. ``max_context`` 0: what the network was trained for."""
+    """A ``drafting.Drafter`` with weights. ``max_context`` 0: what the network was trained for."""
 
     max_nodes = MAX_NODES - 1
 
@@ -320,12 +320,7 @@ class NeuralDrafter:
             rows_left -= count
         if not taken:
             return set()
-        try:
-            output = self._forward(builder, inputs)
-        except DeviceFull:
-            for _, slots, _ in taken:  # nobody's yet
-                self.slots.free(slots)
-            raise
+        output = self._forward(builder, inputs, [slots for _, slots, _ in taken])
         fresh = set()
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
@@ -361,12 +356,7 @@ class NeuralDrafter:
             taken.append((context, rows, slots))
         if not taken:
             return False
-        try:
-            output = self._forward(builder, inputs)
-        except DeviceFull:
-            for _, _, slots in taken:  # nobody's yet
-                self.slots.free(slots)
-            raise
+        output = self._forward(builder, inputs, [slots for _, _, slots in taken])
         for context, rows, slots in taken:
             self._expand(context, output, rows, slots)
         return True
@@ -382,11 +372,14 @@ class NeuralDrafter:
             context.states.update((node, (output.states, row)) for node, row in zip(tree.frontier, rows, strict=True))
         tree.expand([*zip(tokens.tolist(), scores.tolist(), strict=True)], slots)
 
-    def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
+    def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor], taken: Sequence[Indices]) -> Output:
+        """taken: slots of the rows, which are nobody's yet. Raises DeviceFull; they are free again then."""
         device = self._network.device
         try:
             return self._network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
         except torch.OutOfMemoryError as error:
+            for slots in taken:
+                self.slots.free(slots)
             raise DeviceFull("the draft's device has no memory for this step; lower draft.max_sessions") from error
 
     def _alloc(self, count: int) -> Indices | None:

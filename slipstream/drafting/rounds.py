@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.config import GrowthSection
-from slipstream.drafting.base import Drafter
+from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import FeatureRows, ModelRunner

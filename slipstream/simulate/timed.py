@@ -179,7 +179,7 @@ class TimedSession:
 
 @dataclass(slots=True)
 class TimedDrafter:
-    """A ``drafting.base.Drafter`` that takes set times. ``keep``: what survives a commit is not drafted again."""
+    """A ``drafting.Drafter`` that takes set times. ``keep``: what survives a commit is not drafted again."""
 
     timing: Timing
     device: Device
