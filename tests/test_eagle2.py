@@ -19,8 +19,8 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
+from slipstream.engine.model import load_tensors
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import (
     eagle2_config,

@@ -13,9 +13,8 @@ from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import ROWS, SEGMENTS, GraphedDecoder, Replay, Size, capture_eager, padded, sizes
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_tensors
 from tests.trees import random_tree
 
 CPU = torch.device("cpu")

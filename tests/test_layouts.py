@@ -18,7 +18,7 @@ from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import Network
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.model import load_tensors
 from slipstream.protocol.messages import Features
 from tests.eagle_folder import (
     HIDDEN,

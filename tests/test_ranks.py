@@ -26,10 +26,10 @@ from slipstream.engine.attention import TorchAttention
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager
 from slipstream.engine.loading import load_model
+from slipstream.engine.model import load_tensors
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, WarmOrder, read, written
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.wire.target import TargetClient

@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.protocol.messages import Features
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import plan_of

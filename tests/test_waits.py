@@ -11,10 +11,9 @@ import torch
 
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
 from slipstream.engine.sampling import ChoiceRows, TokenHistory, choose, rank
-from slipstream.engine.weights import load_tensors
 from slipstream.protocol.messages import Sampling
 from tests.far import FAR, crossings, sent
 

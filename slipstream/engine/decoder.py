@@ -21,7 +21,7 @@ from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.ops.layer import (
     TORCH,
     DecoderLayer,
@@ -33,7 +33,6 @@ from slipstream.engine.ops.layer import (
     linear,
     rms_norm,
 )
-from slipstream.engine.weights import Tensors, take
 
 LAYERS = "model.layers."
 

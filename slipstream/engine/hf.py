@@ -29,8 +29,7 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, device_of, dtype_of, end_tokens
-from slipstream.engine.weights import Tensors, take
+from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take
 from slipstream.protocol.tree import MAX_NODES
 
 ATTENTION = "slipstream"

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from slipstream.base.errors import ModelError
-from slipstream.engine.model import ModelConfig, read_json
-from slipstream.engine.weights import Tensors, take
+from slipstream.engine.model import ModelConfig, Tensors, read_json, take
 
 MOST = 127
 SCALE = "_scale"  # behind the name of a matrix
@@ -124,8 +123,7 @@ def check_int8(field: str, quantize: str, dtype: str, device: str, *, native: bo
                          "prepared from")
     if not native or dtype != "bfloat16" or torch.device(device).type != "cpu":
         raise ModelError(f"{field}: int8 is for the CPU kernels of our own: kernels native or auto, engine decoder, "
-                         f"attention auto, dtype bfloat16 and device cpu, without compile; here are {dtype} and "
-                         f"{device}")
+                         f"dtype bfloat16 and device cpu, without compile; here are {dtype} and {device}")
 
 
 def _said(tensor: torch.Tensor) -> str:

@@ -27,13 +27,12 @@ from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import CausalModel, ModelConfig, device_of, dtype_of
+from slipstream.engine.model import CausalModel, ModelConfig, Tensors, device_of, dtype_of, load_tensors
 from slipstream.engine.native import native_or
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.weights import Tensors, load_tensors
 from slipstream.observe.log import logger
 
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows

@@ -1,22 +1,27 @@
-"""What a model is: its measures, read from a Hugging Face folder and validated, and the protocol of both engines.
+"""What a model is: its measures and its tensors, read from a Hugging Face folder, and the protocol of both engines.
 
 Rules:
 1. A field that is missing, of the wrong type or not supported is a ModelError that names the file and the field.
 2. Nothing is guessed from a model's name; flags come from ``model_type`` and from fields.
+3. Only safetensors are read, never pickles; shards follow ``model.safetensors.index.json``. A missing file, tensor or a
+   wrong shape is a ModelError that names it.
 
-It knows nothing about tensors on disk, layers or batches beyond their types.
+It knows nothing about where folders come from (see ``slipstream.models``), what tensors are for, layers or batches
+beyond their types.
 Format: ``config.json`` and ``generation_config.json`` as transformers writes them, nested ``rope_parameters`` included.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
@@ -252,3 +257,74 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
             raise ModelError(f"{path}: eos_token_id: expected token ids, found {value!r}")
         ids.update(values)
     return tuple(sorted(ids))
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
+    """The tensor called ``name``. Raises ModelError when it is missing or has another shape."""
+    if name not in tensors:
+        raise ModelError(f"tensor {name} is missing from the model's safetensors")
+    if tuple(tensors[name].shape) != shape:
+        raise ModelError(f"tensor {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
+    return tensors[name]
+
+
+def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of the folder's safetensors by name, in their stored dtypes, on the CPU: those of ``names`` that are
+    there, or (None) all. Raises ModelError."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _sharded(folder, index, names)
+    return _tensors_of(folder / "model.safetensors", names)
+
+
+def tensor_names(folder: str | Path) -> set[str]:
+    """The names of the tensors that ``load_tensors`` would read; only headers are. Raises ModelError."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return set(_weight_map(index))
+    with _opened(folder / "model.safetensors") as file:
+        return set(file.keys())
+
+
+def _tensors_of(path: Path, wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    with _opened(path) as file:
+        names: list[str] = list(file.keys())
+        return {name: file.get_tensor(name) for name in names if wanted is None or name in wanted}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    if not path.exists():
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not readable as safetensors: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ModelError(f"{index}: weight_map: expected an object of tensor name to file name")
+    return weight_map
+
+
+def _sharded(folder: Path, index: Path, names: Collection[str] | None) -> dict[str, torch.Tensor]:
+    weight_map = _weight_map(index)
+    if names is not None:
+        weight_map = {name: file for name, file in weight_map.items() if name in names}
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise ModelError(f"{index}: weight_map: {name!r} is not the name of a file of this folder")
+        tensors.update(_tensors_of(folder / name, names))
+    missing = sorted(set(weight_map) - set(tensors))
+    if missing:
+        raise ModelError(f"{index}: tensor {missing[0]} is in the index but in none of its files")
+    return tensors

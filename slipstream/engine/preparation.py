@@ -22,8 +22,7 @@ from safetensors.torch import save_file
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import EMBEDDING, FIELD, HEAD, NOTE, SCALE, as_whole, head_of, holds_int8, matrix
-from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import Tensors, load_tensors
+from slipstream.engine.model import ModelConfig, Tensors, load_tensors
 from slipstream.models.folder import RECEIPT, filled, is_prepared, may_replace, prepared_name, read_json, write_json
 
 KINDS = {"int8": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -48,11 +48,10 @@ from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.int8 import Matrix, holds_int8
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
-from slipstream.engine.model import CausalModel, ModelConfig, dtype_of
+from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
 from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read, written
-from slipstream.engine.weights import Tensors, load_tensors, take
 from slipstream.observe.log import configure, logger
 
 ALONG = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}

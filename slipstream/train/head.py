@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.drafting.heads.checkpoint import LAYER
-from slipstream.engine.model import ModelConfig
-from slipstream.engine.weights import take
+from slipstream.engine.model import ModelConfig, take
 from slipstream.train.shards import ANSWER, Conversation
 
 SMALL = 0.02  # spread of what begins random, as models of this size are initialised

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from slipstream.base.errors import ConfigError
-from slipstream.engine.model import ModelConfig, device_of, dtype_of
-from slipstream.engine.weights import load_tensors
+from slipstream.engine.model import ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of

@@ -61,8 +61,17 @@ import torch
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.int8 import SCALE, Whole, matrix
-from slipstream.engine.model import DTYPES, Fields, ModelConfig, parse_config, read_json
-from slipstream.engine.weights import Tensors, load_tensors, take, tensor_names
+from slipstream.engine.model import (
+    DTYPES,
+    Fields,
+    ModelConfig,
+    Tensors,
+    load_tensors,
+    parse_config,
+    read_json,
+    take,
+    tensor_names,
+)
 from slipstream.observe.log import logger
 
 LAYER = "layers.0"

@@ -27,7 +27,7 @@ from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
-from slipstream.engine.model import ModelConfig, dtype_of
+from slipstream.engine.model import ModelConfig, Tensors, dtype_of
 from slipstream.engine.native import native_or
 from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
@@ -42,7 +42,6 @@ from slipstream.engine.ops.layer import (
     linear,
     rms_norm,
 )
-from slipstream.engine.weights import Tensors
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
 Forward = Callable[[ForwardBatch, KVPool], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole, head_of
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.native.program import (
     FEW_ROWS,
     BatchFrame,
@@ -35,7 +35,6 @@ from slipstream.engine.native.program import (
     fits,
 )
 from slipstream.engine.ops.layer import Linear
-from slipstream.engine.weights import Tensors, take
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.native.program import (
     FEW_ROWS,
     LANES,
@@ -36,7 +36,6 @@ from slipstream.engine.native.program import (
     Team,
     check_sizes,
 )
-from slipstream.engine.weights import Tensors, take
 
 Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])

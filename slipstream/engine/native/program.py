@@ -25,10 +25,9 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import Matrix, Whole, as_whole
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.model import ModelConfig, Tensors
 from slipstream.engine.native.compiled_kernels import Kernels
 from slipstream.engine.ops.layer import Heads, LayerWeights, Rope
-from slipstream.engine.weights import Tensors
 
 FIRST_POSITIONS = 4096  # of a table of rotary rows
 
