@@ -12,7 +12,7 @@ Rules:
    token.
 2. The cache owns every slot in it. ``insert`` hands ownership over; what the cache holds already is freed.
 3. A locked node and everything above it stays; the rest may be evicted, leaves first, the least recently used first.
- Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
+Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
 
 It knows nothing about sessions, trees or models.
 """
