@@ -16,11 +16,10 @@ from slipstream.base.config import Config, TargetSection
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
-from slipstream.engine.memory import Memory, default_slots
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import Memory, ModelRunner, default_slots
 from slipstream.models.folder import resolve, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics

@@ -18,10 +18,9 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder, Placing
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
-from slipstream.engine.memory import default_slots
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import ModelRunner, default_slots
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree

@@ -5,7 +5,7 @@ import torch
 
 from bench.gpu.shapes import LLAMA_8B, config_of
 from slipstream.base.errors import ConfigError
-from slipstream.engine.memory import Memory, slot_bytes, step_bytes
+from slipstream.engine.runner import Memory, slot_bytes, step_bytes
 from slipstream.observe.log import refuse_private
 
 CONFIG = config_of(LLAMA_8B)

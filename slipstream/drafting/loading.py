@@ -25,12 +25,11 @@ from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.memory import default_slots
 from slipstream.engine.model import ModelConfig, device_of, dtype_of
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger
 
