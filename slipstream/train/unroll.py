@@ -170,5 +170,5 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    # Not ``layers.rotate``: that one works in place, which a gradient does not survive.
+    # Not ``layer.rotate``: that one works in place, which a gradient does not survive.
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
