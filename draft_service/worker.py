@@ -1,6 +1,6 @@
 """DraftWorker: the engine thread of the draft service. Frames in, frames out.
 
-Rules:
+Rules of the worker:
 1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
    thread and touches nothing that changes).
 2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow, answer each peer with one
@@ -12,7 +12,7 @@ Rules:
 
 Drafted: all that the draft service holds of one session, and whether growing on pays while its target verifies.
 
-Rules:
+Rules of a session:
 1. What the target holds is known from the tree, which is re-rooted on every commit as the target's is: what is left
    then can be verified without waiting.
 2. A target that holds nothing, or little, waits or goes on without drafts: its next growth is a whole tree, sent at

@@ -1,6 +1,6 @@
 """What the next step of the target does: a pure function of plain facts, without doing it.
 
-Rules:
+Rules of a schedule:
 1. First come, first served: answers are admitted, prefilled and kept in order of arrival. The oldest always advances,
    so nobody starves; when slots run out, the youngest is put back and computed again later.
 2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
@@ -12,7 +12,7 @@ Rules:
 
 Shedding: what the target asks of a device whose memory ran out, until it has been calm for a while.
 
-Rules:
+Rules of shedding:
 1. A step that did not fit loses nothing: nothing of it was committed, and the next turn asks for less.
 2. Each time a step may have half the rows of the one that did not fit. Drafts go first, as they are a bet; new answers
    are refused last, and running ones go on.

@@ -1,6 +1,6 @@
 """Sequence: one answer in the making: what was asked, its slots, and what is followed of it.
 
-Rules:
+Rules of a sequence:
 1. ``slots[:computed]`` are the KV slots of committed tokens 0 … computed - 1, one each. While decoding, ``computed`` is
    ``base - 1``: the newest committed token is the root of the tree and has no KV yet.
 2. The first ``borrowed`` of them belong to the prefix cache, the rest to this answer.
@@ -8,7 +8,7 @@ Rules:
 
 KV: which slots belong to which sequence, to the prefix cache, or to nobody; and what of it drafters read.
 
-Rules:
+Rules of the KV:
 1. Admission takes what the prefix cache holds; release gives back what was computed, so that the next prompt finds it.
 2. Every slot is free or owned once (``prove``).
 3. Feature rows of the newest tokens of all sequences are made in one product.

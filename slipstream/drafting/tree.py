@@ -1,6 +1,6 @@
 """GrowingTree: the one draft tree of a session, where it grows.
 
-Rules:
+Rules of a growing tree:
 1. Nodes are numbered in the order in which they were proposed, a parent before its children; ``ROOT`` is the newest
    committed token. A node is *computed* when its children are known (its KV, if a drafter has any, is in a slot) and
    *sent* when the target has it, under an id that is positive and never used twice.
@@ -16,7 +16,7 @@ Rules:
 
 DraftContext: one session of a drafter with weights: its committed tokens, and what of them was computed.
 
-Rules:
+Rules of a context:
 1. Rows are tokens by position. ``slots`` holds the KV of rows ``start, start + 1, …``; what comes after is pending.
 2. The window: rows from ``start`` on are at most ``window``, the tree included. When they would be more, the older half
    goes. Without features the kept half is computed again from position 0 on, as if the session had begun there: a

@@ -1,13 +1,13 @@
 """Slots and the KV pool: one slot per token, and who owns it.
 
-Rules:
+Rules of slots:
 1. Every slot is free or owned by exactly one holder (a session, the prefix cache); ``check`` proves it.
 2. A slot is written before it is read. The pool is not cleared when a slot changes hands.
 3. Accepting a token moves no data: its slot joins a list, nothing else.
 
 RadixCache: prompts that were computed once, kept by their tokens so that the next one with the same start is cheap.
 
-Rules:
+Rules of the cache:
 1. A tree of runs: an edge carries tokens and the slots of their KV, one each; children of a node differ in their first
    token.
 2. The cache owns every slot in it. ``insert`` hands ownership over; what the cache holds already is freed.

@@ -1,6 +1,6 @@
 """DraftTree: the one type that flows from draft to target, and its algebra.
 
-Rules:
+Rules of a tree:
 1. Node 0 is the root: the newest committed token, at position ``base - 1``; the target has not computed its KV yet.
 2. ``parents[0] == -1`` and ``parents[i] < i``: a parent stands before its children. A chain is a tree; plain is N = 1.
 3. Siblings carry distinct tokens, so a path of tokens names at most one node.
@@ -26,7 +26,7 @@ No draft probability is used, so a drafter cannot bias the result (compare Dalir
 
 Accept thresholds: taking draft tokens that the target did not choose. LOSSY, off by default, never silent.
 
-Rules:
+Rules of thresholds:
 1. With both thresholds at 1 nothing here runs, and answers are those of plain decoding.
 2. A child that carries the target's own choice is always taken. Otherwise the children of a node are looked at from the
    best-scored to the worst, and the first one is taken whose probability under the target is at least ``single``, or
@@ -142,7 +142,7 @@ class DraftTree:
                scores: Sequence[float]) -> DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
-        A score above its parent's is lowered to it (rule 5); one that is not a number counts as the worst."""
+        A score above its parent's is lowered to it (rule 5 of trees); one that is not a number counts as the worst."""
         # Lists: this runs for every message of a drafter, and of a few nodes numpy makes more work than it saves.
         held: list[list[int]] = [array.tolist() for array in (self.tokens, self.parents, self.ids)]
         known: list[float] = self.scores.tolist()
@@ -186,7 +186,7 @@ class DraftTree:
         return sum(map(exp, sorted(self.scores[1:].tolist(), reverse=True)[:num_nodes]))
 
     def best(self, num_nodes: int) -> DraftTree:
-        """The ``num_nodes`` best-scored nodes, root included; connected because of rule 5 and a stable sort."""
+        """The ``num_nodes`` best-scored nodes, root included; connected by rule 5 of trees and a stable sort."""
         if num_nodes >= len(self.tokens):
             return self
         scores = self.scores.tolist()

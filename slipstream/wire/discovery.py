@@ -1,6 +1,6 @@
 """Discovery: the pods behind services of Kubernetes, known to whoever dials them, as they come and go.
 
-Rules:
+Rules of discovery:
 1. Only an answer of the API server changes what is known. A watch that breaks, a server that is away or speaks
    nonsense changes nothing: the last list stands until there is a new one.
 2. A list comes first, then a watch from its version. Whatever ends a watch but its own time (410, an error, an end at
@@ -12,7 +12,7 @@ Rules:
 EndpointSlices as values: which pods stand behind a service, and which of them take work. Format: EndpointSlice of
 ``discovery.k8s.io``, v1 and v1beta1.
 
-Rules:
+Rules of slices:
 1. What the API server says is checked before it is used; a slice that makes no sense is refused by field.
 2. A pod is ready when its slice says so (or says nothing) and it is not ending. Where the version tells that it ends
    (``terminating``), it is out at once; where it does not, it leaves when it is no longer ready.
@@ -22,7 +22,7 @@ Rules:
 
 The roster: who among discovered peers is to be dialled, given work, left alone, forgotten. Sans-IO.
 
-Rules:
+Rules of the roster:
 1. A peer that discovery lists as ready is wanted. One that it no longer lists has left: it gets no new work, what it
    does may end, and after ``leave_s`` it is over.
 2. A peer that comes back before that is as it was.

@@ -1,6 +1,6 @@
 """The target's side of a draft stream: connect, shake hands, pump both ways, come back after every loss.
 
-Rules:
+Rules of a link:
 1. ``send`` may be called from any thread, never blocks, and does nothing while the link is down.
 2. Every stream has a new random incarnation; a frame that carries another one is dropped and counted.
 3. ``link_up`` and ``link_down`` come in pairs. After ``link_up`` the draft knows nothing: sessions are opened anew.
@@ -9,7 +9,7 @@ Rules:
 
 A draft stream while it runs, the same at both of its ends: items that wait to go out, and frames both ways.
 
-Rules:
+Rules of a stream:
 1. ``put`` may be called from any thread and never blocks; what was put together stays together and in order.
 2. Whatever waits when the writer comes is taken at once, so several puts become one frame.
 3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
@@ -19,7 +19,7 @@ Rules:
 
 The draft's side of draft streams: one peer for each target that is connected.
 
-Rules:
+Rules of a peer:
 1. The first message must be the hello, within a deadline; a target that does not fit is refused with the field named.
 2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
 3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
