@@ -15,6 +15,8 @@ import contextlib
 import selectors
 import signal
 
+from slipstream.base.address import host_port
+
 MOST_BYTES = 1 << 16  # at once
 
 
@@ -30,13 +32,16 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay
 async def relay(listen: tuple[str, int], to: tuple[str, int], delay_s: float) -> asyncio.Server:
     """A server that joins each connection with one of its own to ``to``."""
 
+    loop = asyncio.get_running_loop()
+
     async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             with contextlib.suppress(OSError):
                 far_reader, far_writer = await asyncio.open_connection(*to)
                 await asyncio.gather(pump(reader, far_writer, delay_s), pump(far_reader, writer, delay_s))
         finally:
-            asyncio.get_running_loop().call_later(delay_s, writer.close)
+            if not loop.is_closed():
+                loop.call_later(delay_s, writer.close)
 
     return await asyncio.start_server(join, *listen)
 
@@ -50,11 +55,6 @@ async def serve(listen: tuple[str, int], to: tuple[str, int], delay_s: float) ->
     server.close()
 
 
-def address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host, int(port)
-
-
 def exact_loop() -> asyncio.AbstractEventLoop:
     """An event loop whose timers are not rounded to milliseconds."""
     return asyncio.SelectorEventLoop(selectors.SelectSelector())
@@ -62,8 +62,8 @@ def exact_loop() -> asyncio.AbstractEventLoop:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("listen", type=address, metavar="FROM", help="host:port to take connections at")
-    parser.add_argument("to", type=address, metavar="TO", help="host:port to which they lead")
+    parser.add_argument("listen", type=host_port, metavar="FROM", help="host:port to take connections at")
+    parser.add_argument("to", type=host_port, metavar="TO", help="host:port to which they lead")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way")
     arguments = parser.parse_args()
     with contextlib.closing(exact_loop()) as loop:

@@ -63,7 +63,7 @@ class System(Protocol):
 
 @dataclass(slots=True)
 class Slipstream:
-    """Draft, target and router; plain and alone have no draft, and plain does not foresee either. ``colocated``: all
+    """Draft, target and router; plain and alone have no draft, and plain looks nothing up either. ``colocated``: all
     in one process."""
 
     kind: str
