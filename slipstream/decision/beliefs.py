@@ -20,9 +20,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from statistics import median
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
 MOMENT = 0.1  # of an exchange: it is waited for at least so much longer than usual
@@ -339,7 +338,7 @@ class Beliefs:
         self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
         # Sampled text is harder to foresee, so what is known of it is kept apart.
         self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
-        self._drafted: WeakKeyDictionary[object, None] = WeakKeyDictionary()  # who asks for drafts, in order
+        self._drafted: WeakSet[object] = WeakSet()  # who asks for drafts
 
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
         """A round of any session is over. Without prompt lookup it counts as a plain one."""
@@ -364,11 +363,10 @@ class Beliefs:
     def asks(self, session: object, asks: bool) -> None:
         """``session`` asks for drafts, or does not any more. Whoever is gone asks for none."""
         if asks:
-            self._drafted[session] = None
+            self._drafted.add(session)
         else:
-            self._drafted.pop(session, None)
+            self._drafted.discard(session)
 
-    def leads(self, session: object, few: int, crowd: int) -> bool:
-        """Whether its drafter may grow ahead: as one of the first ``few``, and of no more than ``crowd``."""
-        asking = len(self._drafted) + (session not in self._drafted)
-        return asking <= crowd and (asking <= few or any(one is session for one in islice(self._drafted, few)))
+    def leads(self, session: object, few: int) -> bool:
+        """Whether its drafter may grow ahead: as one of no more than ``few``."""
+        return len(self._drafted) + (session not in self._drafted) <= few

@@ -45,8 +45,7 @@ class Rules:
     overload_s: float = 0.1  # between two looks whether an overload is over
     plain_every: int = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered
     idle_tokens: int = 128  # committed since a tree was asked for: on shared cores, to tell of more takes time there
-    few: int = 4  # sessions whose drafter grows ahead: it serves one after the other, and what it grows first is sooner
-    crowd: int = 16  # sessions drafted for, above which none does: others' steps hide an exchange
+    few: int = 4  # sessions drafted for, above which none is grown ahead: others' steps hide an exchange
     deadline_min_s: float = 0.005  # a wait is at least so long: beliefs of less are noise of the host
     deadline_max_s: float = 0.25
     whole_trees: bool = False  # are verified, whatever part of them pays

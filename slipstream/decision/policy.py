@@ -125,7 +125,7 @@ class SpeculationPolicy:
             self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
-        leads = seen.grows_ahead and beliefs.leads(self, rules.few, rules.crowd)
+        leads = seen.grows_ahead and beliefs.leads(self, rules.few)
         decision = self._stands = decide(beliefs, self._at, seen, rules, leads)
         self._others = seen.others
         beliefs.asks(self, decision.want > 0)
