@@ -20,7 +20,7 @@ from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, TargetHello
 from tests.pair import local_link_to
 from tests.test_following import Heard, chosen, plain
 
@@ -135,6 +135,20 @@ def test_nothing_that_goes_wrong_reaches_the_engine(capsys: pytest.CaptureFixtur
         assert play(runner, chains, 30) > 20
 
 
+class Broken(Heard):
+    def send(self, items: Sequence[DraftBound]) -> None:
+        raise RuntimeError("this link cannot send")
+
+
+def test_a_link_that_raises_does_not_reach_the_engine() -> None:
+    runner, chains = Runner(["a", "b"], 400), fresh()
+    chains.following.link_up(Broken(), DraftHello(PROTOCOL_VERSION, 0, "broken", 0, "", None, 0, 4096, 16, 8))
+    output, sampled = runner.step([[], []])
+    for _ in range(3):
+        assert chains.step(rows_of(runner, output, sampled), (), 2) == [[], []]
+        assert not chains.following.sessions, "a session was left behind"
+
+
 def test_a_silent_draft_costs_its_deadline_and_no_draft_nothing() -> None:
     runner, chains = Runner(["a"], 400), fresh()
     assert play(runner, chains, 5) == 0
@@ -159,7 +173,7 @@ def test_sampled_requests_are_not_drafted_where_vllm_verifies_them_wrongly() -> 
     (None, "slipstream.drafts"), ({}, "slipstream.drafts"), ({"drafts": []}, "slipstream.drafts"),
     ({"drafts": ["a:1"], "deadline": 1}, "slipstream.deadline"),
     ({"drafts": ["a:1"], "deadline_s": 0}, "deadline"), ({"drafts": ["nowhere"]}, "drafts"),
-    ({"drafts": "a:1"}, "drafts"),
+    ({"drafts": "a:1"}, "drafts"), ({"drafts": ["kubernetes:///draft.default:50052"]}, "drafts"),
 ])
 def test_options_that_cannot_be_are_refused_by_name(given: object, field: str) -> None:
     with pytest.raises(ConfigError, match=field):

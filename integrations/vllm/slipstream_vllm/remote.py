@@ -16,12 +16,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from slipstream.base.address import SCHEME
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
@@ -78,6 +80,10 @@ class Options:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(f"slipstream: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        for address in options.drafts:
+            if address.startswith(SCHEME):
+                raise ConfigError(f"slipstream.drafts: {address}: pods are not looked for inside vLLM; write the "
+                                  "host:port of the draft's service")
         return options
 
     def section(self, most: int) -> TargetSection:
@@ -108,8 +114,10 @@ class Chains:
             if (problem := repr(error)) != self._problem:
                 self._problem = problem
                 self._log.exception("no drafts for this step")
-            for request in list(self._sessions):
-                self._close(request)
+            sessions, self._sessions = self._sessions, {}
+            for one in sessions.values():
+                with suppress(Exception):  # what went wrong may go wrong again
+                    self.following.close(one)
             return [[] for _ in rows]
         finally:
             self._ended_s = self._clock()
