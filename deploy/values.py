@@ -44,6 +44,7 @@ class ImagesValues(Section):
     pullSecrets: list[str] = Field([])
     router: ImageValues = Field(ImageValues(), description="without torch")
     engine: EngineImageValues = Field(EngineImageValues(), description="for target, draft and the preparing of models")
+    vllm: ImageValues = Field(ImageValues(), description="for targets where config.target.engine is vllm")
 
 
 class ClaimValues(Section):

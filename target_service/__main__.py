@@ -7,25 +7,56 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.base.config import Config
 from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Backend
 from slipstream.wire.discovery import fixed, following
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.tls import dialling, export_end, tls_files
-from target_service.assembly import Target, build
 from target_service.drafts import Drafts
+
+if TYPE_CHECKING:
+    from target_service.assembly import Target
+
+
+class Draining(Backend, Protocol):
+    """A backend that can be told to end."""
+
+    async def drain(self, grace_s: float) -> bool: ...
+
+
+class Hosted(Protocol):
+    """A target, whatever its engine."""
+
+    @property
+    def service(self) -> Draining: ...
+
+    @property
+    def metrics(self) -> TargetMetrics: ...
+
+    async def until(self, stop: asyncio.Event) -> None: ...
+
+    def end(self) -> None: ...
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
     requests are taken. Raises ConfigError or ModelError when it cannot begin."""
     bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls))
+    if config.target.vllm is not None:
+        await _serve_vllm(config, stop, ready)
+        return
+    # Each engine needs what the other's environment may lack.
+    from target_service.assembly import build
+
     known: list[Drafts] = []
     loop = asyncio.get_running_loop()
     target = await asyncio.to_thread(build, config, loop, lambda: [s for drafts in known for s in drafts.statuses()])
@@ -65,7 +96,28 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     logger("target").info("stopped")
 
 
-async def _until_stopped(config: Config, target: Target, server: GrpcServer, up: asyncio.Event, stop: asyncio.Event,
+async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
+    """Drafts are dialled by vLLM's workers."""
+    from target_service.vllm_start import build
+
+    target = await asyncio.to_thread(build, config)
+    tls, up = tls_files(config.wire.tls), asyncio.Event()
+    server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
+    try:
+        await server.start()
+        metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set)
+        metrics.start()
+        try:
+            async with kept_up(export_end(tls, target.metrics.registry.certificate_ends)):
+                await _until_stopped(config, target, server, up, stop, ready)
+        finally:
+            await asyncio.to_thread(metrics.close)
+    finally:
+        await asyncio.to_thread(target.end)
+    logger("target").info("stopped")
+
+
+async def _until_stopped(config: Config, target: Hosted, server: GrpcServer, up: asyncio.Event, stop: asyncio.Event,
                          ready: Callable[[], None] | None) -> None:
     await server.set_ready(True)
     up.set()

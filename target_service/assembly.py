@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.base.config import Config, TargetSection
+from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, load_model
@@ -31,7 +32,8 @@ from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
 from target_service.lost import RankWatch
 from target_service.scheduler import Limits
-from target_service.service import LoopDispatch, Served, TargetService
+from target_service.served import Served
+from target_service.service import LoopDispatch, TargetService
 
 TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
 
@@ -61,6 +63,8 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
     """Load the model and measure its steps. Takes seconds; raises ModelError or ConfigError. ``loop`` is where answers
     are read; ``drafts`` tells the state of the links."""
     section = config.model
+    if config.target.vllm is not None:
+        raise ConfigError("target.engine: vllm is a process of its own: start the services apart")
     folder = resolve(section.path)
     torch.set_num_threads(threads(section.threads))
     name = config.router.model_name or folder.name

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache
 from slipstream.engine.runner import FeatureRows, ModelRunner
-from slipstream.engine.sampling import TokenHistory
 from slipstream.following.following import Followed, Following
 from slipstream.observe.spans import Span, Spans
 from slipstream.protocol.messages import FeatureSpec

@@ -1,9 +1,8 @@
 """TargetService: the asyncio face of the engine thread. Implements ``requests.Backend``.
 
 Rules:
-1. A request is checked whole before anything is taken for it; what cannot ever fit is refused at once, by field.
-2. An answer that its reader leaves (``aclose``, cancellation) is cancelled within one step.
-3. While draining, new requests are refused and running ones finish, or are handed back (Draining) when time is up.
+1. An answer that its reader leaves (``aclose``, cancellation) is cancelled within one step.
+2. While draining, new requests are refused and running ones finish, or are handed back (Draining) when time is up.
 
 It knows nothing about gRPC or HTTP; ``wire.target`` serves it to the network.
 """
@@ -14,30 +13,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 
 from slipstream.base.config import TargetSection
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.base.errors import CapacityError, Draining, Unavailable
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.loop import TargetWorker
 from target_service.scheduler import CALM_S
 from target_service.sequence import Sink
-
-MAX_WAITING = 256  # requests that wait for room: a router with another target does better than to queue here
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What is served: facts about the model and the room."""
-
-    model_id: str
-    vocab_size: int
-    max_context: int
-    tokenizer_hash: str
-    num_slots: int
-    lossy: bool = False
+from target_service.served import MAX_WAITING, Served
 
 
 class LoopDispatch:
@@ -103,7 +88,7 @@ class TargetService:
             raise Draining("the target is shutting down; another one will take the request")
         if not self._worker.alive:
             raise Unavailable("the engine thread has ended; the service has to be restarted")
-        self._check(request)
+        self._served.check(request, min(self._served.max_context, self._served.num_slots - MAX_NODES))
         if self._worker.num_waiting > MAX_WAITING:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
         if self._worker.shedding.refuses:
@@ -130,32 +115,6 @@ class TargetService:
                 return False
             await asyncio.sleep(0.05)
         return True
-
-    def _check(self, request: Request) -> None:
-        served = self._served
-        tokens, room = request.tokens, min(served.max_context, served.num_slots - MAX_NODES)
-        whole = len(tokens) - request.answered + request.max_tokens
-        bias_ids = [token for token, _ in request.sampling.logit_bias]
-        checks = (
-            ("prompt", len(tokens) > 0, "is empty", "invalid_value"),
-            ("prompt", all(0 <= token < served.vocab_size for token in tokens),
-             f"has a token outside the vocabulary of {served.vocab_size}", "invalid_value"),
-            ("max_tokens", request.max_tokens >= 1, "must be at least 1", "invalid_value"),
-            ("prompt", len(tokens) < room, f"has {len(tokens)} tokens; at most {room - 1} fit",
-             "context_length_exceeded"),
-            ("answered", 0 <= request.answered < min(len(tokens), request.max_tokens),
-             "must leave a prompt, and a token to answer with", "invalid_value"),
-            ("max_tokens", whole <= room,
-             f"{request.max_tokens} and a prompt of {len(tokens)} exceed the {room} tokens that fit",
-             "context_length_exceeded"),
-            ("logit_bias", all(0 <= token < served.vocab_size for token in bias_ids),
-             "names a token outside the vocabulary", "invalid_value"),
-            ("top_logprobs", request.top_logprobs is None or 0 <= request.top_logprobs <= 20,
-             "must be between 0 and 20", "invalid_value"),
-        )
-        for field, holds, message, code in checks:
-            if not holds:
-                raise InvalidRequest(field, message, code)
 
 
 def _hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:

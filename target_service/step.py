@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.engine.batch import BatchBuilder, sent
+from slipstream.choosing.sampling import ChoiceRows, choose, coins, logprobs, probabilities
+from slipstream.choosing.transfer import sent
+from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.sampling import ChoiceRows, choose, coins, logprobs, probabilities
 from slipstream.protocol.requests import TokenLogprob
 from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, walk
 from target_service.sequence import Sequence

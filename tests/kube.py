@@ -16,7 +16,11 @@ from deploy.tools import folder
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "deploy/helm/slipstream"
 PROFILES = {name: tuple(ROOT / f"deploy/helm/values-{file}.yaml" for file in files)
-            for name, files in {"cpu": ("cpu",), "h100": ("h100",), "70b-tp": ("h100", "70b-tp")}.items()}
+            for name, files in {
+                "cpu": ("cpu",), "h100": ("h100",), "70b-tp": ("h100", "70b-tp"), "vllm": ("h100", "vllm")}.items()}
+# Others on top of that one: they differ from it in figures and names alone.
+VLLM = {name: (*PROFILES["vllm"], ROOT / f"deploy/helm/values-vllm-{name}.yaml")
+        for name in ("70b", "qwen3-30b-a3b", "deepseek-v3")}
 
 
 def program(name: str) -> str:
@@ -32,7 +36,7 @@ def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def helm(command: str, profile: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    files = [word for file in PROFILES[profile] for word in ("-f", str(file))]
+    files = [word for file in {**PROFILES, **VLLM}[profile] for word in ("-f", str(file))]
     release = ["r"] if command == "template" else []
     return run("helm", command, *release, CHART, *files, *arguments)
 

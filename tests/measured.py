@@ -35,7 +35,7 @@ def target() -> TargetMetrics:
     metrics.request("stop")
     metrics.prompt(4, 2)
     metrics.step(4, 0.1, 0.1, 0.1)
-    metrics.round(4, 2)
+    metrics.rounds([(4, 2, "used")])
     metrics.slots(8, 4)
     metrics.sessions(1, 0)
     metrics.preempted()

@@ -41,7 +41,8 @@ from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
-from target_service.service import LoopDispatch, Served, TargetService
+from target_service.served import Served
+from target_service.service import LoopDispatch, TargetService
 
 WIRE = WireSection()
 # The policy shall never give up here: what is tested is that speculation changes nothing, not whether it pays.

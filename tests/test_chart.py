@@ -22,7 +22,8 @@ from deploy.values import OWNED, Values
 from draft_service.__main__ import DRAIN_S
 from slipstream.base.config import Config, load
 from slipstream.wire.discovery import service_address
-from tests.kube import CHART, PROFILES, ROOT, helm, only, rendered, run
+from target_service.vllm_start import arguments
+from tests.kube import CHART, PROFILES, ROOT, VLLM, helm, only, rendered, run
 
 ROLES = ("router", "target", "draft")
 KUBERNETES = ("1.25", "1.30", "1.33", "1.35", "1.37")
@@ -70,6 +71,8 @@ WRONG = {
     "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),
+    "vLLM's drafts over TLS": (("config.target.engine=vllm", "tls.insecurePlaintext=false", "tls.enabled=true",
+                                "tls.existingSecret=s"), "whose workers dial drafts in plain text"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
@@ -144,7 +147,7 @@ def test_services_read_their_files(profile: str, tmp_path: Path) -> None:
         file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
         config = load(file)
         assert config.model.path.startswith("/models/")
-        assert (config.wire.tls.certificate != "") == (profile != "cpu")
+        assert (config.wire.tls.certificate != "") == (profile not in ("cpu", "vllm"))
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -328,6 +331,36 @@ def test_only_a_target_whose_model_is_shared_out_has_shared_memory() -> None:
 
     (name,) = shared("70b-tp")
     assert name.endswith("-target") and not shared("h100")
+
+
+@pytest.mark.parametrize("profile", ["vllm", *VLLM])
+def test_a_target_may_have_vllms_engine(profile: str, tmp_path: Path) -> None:
+    for file in {**PROFILES, **VLLM}[profile]:
+        Values.model_validate(yaml.safe_load(file.read_text()))
+    objects = rendered(profile)
+    pod = deployments(objects)["r-slipstream-target"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert container["image"].endswith("-vllm") and not [a for a in container["args"] if "threads" in a]
+    assert "VLLM_CACHE_ROOT" in {env["name"] for env in container["env"]}
+    assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 1800
+    drafts = [spec for name, spec in deployments(objects).items() if "-draft-" in name]
+    assert drafts and not any(spec["template"]["spec"]["containers"][0]["image"].endswith("-vllm") for spec in drafts)
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(only(objects, "ConfigMap", "r-slipstream-target")["data"]["slipstream.yaml"])
+    config = load(file)
+    asked = arguments(config, Path(config.model.path), "m", list(config.target.vllm or ()), tmp_path / "rounds")
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert asked["tensor_parallel_size"] == int(gpus) and asked["max_num_seqs"] == config.target.max_sessions
+    slipstream = asked["additional_config"]["slipstream"]
+    assert slipstream["layers"] and all(address.endswith(".svc:50052") for address in slipstream["drafts"])
+    assert 1 <= asked["speculative_config"]["num_speculative_tokens"] <= 8
+
+
+def test_without_drafts_vllm_has_its_own_way() -> None:
+    objects = rendered("vllm", "--set", "draft.replicas=0", "--set", "tls.enabled=true", "--set",
+                       "tls.insecurePlaintext=false", "--set", "tls.existingSecret=s")
+    assert settings(objects, "r-slipstream-target")["target"]["drafts"] == []
 
 
 @pytest.mark.parametrize(("drafter", "reads"), [("", True), ("auto", True), ("mtp", True), ("ngram", False)])

@@ -246,6 +246,12 @@ def test_bad_growth_costs_its_session_only(item: Growth | Drop, field: str) -> N
     assert [(session, fault.field) for session, fault in faults] == [(3, field)]
 
 
+def test_a_frame_of_a_draft_holds_no_more_than_could_be_asked_for() -> None:
+    (frame,), _ = encode_draft_frames(INCARNATION, [Growth.empty(1, 5)] * 4097, MAX_BYTES)
+    with pytest.raises(RemoteProtocolError, match="4096"):
+        decode_draft_frame(frame, INCARNATION, LIMITS)
+
+
 def test_scores_just_above_zero_become_zero() -> None:
     frame = encode_draft_frames(INCARNATION, [growth(scores=(1e-6, -1.0))], MAX_BYTES)[0][0]
     items, faults = decode_draft_frame(frame, INCARNATION, LIMITS)

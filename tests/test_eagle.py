@@ -114,30 +114,47 @@ def test_trees_follow_the_committed_states(head: EagleHead, topk: int, steps: in
     of.slots.check([])
 
 
-def test_states_that_begin_late_begin_the_context_there(head: EagleHead) -> None:
+def zeros(count: int) -> torch.Tensor:
+    return torch.zeros_like(states_of(count, seed=0))
+
+
+def test_states_that_begin_late_are_bridged_from_the_beginning(head: EagleHead) -> None:
     written, tokens, states = Written(), list(range(10, 30)), states_of(12, seed=4)
     of = drafter(head, num_steps=3, num_draft_tokens=3)
     of.open([opening(1, tokens)])
     of.absorb([message(1, 7, states)])
-    wanted = best_paths(partial(written.children, tokens=tokens, states=states, first=8), 1, 3, 3)
+    known = torch.cat((zeros(7), states))
+    assert_same(grow(of, 3), best_paths(partial(written.children, tokens=tokens, states=known), 1, 3, 3))
+
+
+def test_behind_a_gap_of_half_a_window_the_context_begins_anew(head: EagleHead) -> None:
+    written, tokens, states = Written(), list(range(10, 40)), states_of(6, seed=4)
+    of = drafter(head, max_context=24, num_steps=3, num_draft_tokens=3)
+    of.open([opening(1, tokens)])
+    of.absorb([message(1, 0, states_of(5, seed=8)), message(1, 23, states)])
+    known = torch.cat((zeros(12), states))
+    wanted = best_paths(partial(written.children, tokens=tokens, states=known, first=12), 1, 3, 3)
     assert_same(grow(of, 3), wanted)
+    of.close([1])
+    of.slots.check([])
 
 
-def test_a_gap_begins_the_context_anew_and_repeats_are_passed_over(head: EagleHead) -> None:
+def test_a_gap_is_bridged_and_repeats_are_passed_over(head: EagleHead) -> None:
     written, tokens, states = Written(), list(range(10, 30)), states_of(19, seed=5)
+    states[6:9] = 0.0
     of = drafter(head, num_steps=3, num_draft_tokens=3)
     of.open([opening(1, tokens)])
     of.absorb([message(1, 0, states[:6]), message(1, 9, states[9:14]), message(1, 10, states[10:14])])
     of.absorb([message(1, 12, states[12:]), message(1, 18, states[18:])])
-    wanted = best_paths(partial(written.children, tokens=tokens, states=states[9:], first=10), 1, 3, 3)
+    wanted = best_paths(partial(written.children, tokens=tokens, states=states), 1, 3, 3)
     assert_same(grow(of, 3), wanted)
     of.commit([Commit(1, 20, np.array([9, 8], np.int32))])  # a commit without states: nothing to go on with
     assert len(grow(of, 3).ids) == 0
     late = states_of(2, seed=6)
     of.absorb([message(1, 19, late)])
     tokens += [9, 8]
-    known = torch.cat((states[9:], late))
-    assert_same(grow(of, 3), best_paths(partial(written.children, tokens=tokens, states=known, first=10), 1, 3, 3))
+    known = torch.cat((states, late))
+    assert_same(grow(of, 3), best_paths(partial(written.children, tokens=tokens, states=known), 1, 3, 3))
 
 
 def test_a_long_session_slides_over_its_oldest_rows(head: EagleHead) -> None:

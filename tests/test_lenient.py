@@ -12,9 +12,9 @@ from scipy import stats
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError
+from slipstream.choosing.sampling import ChoiceRows, adjusted, choose, coins, probabilities
 from slipstream.cli.doctor import checks
 from slipstream.drafting import Drafter, create
-from slipstream.engine.sampling import ChoiceRows, adjusted, choose, coins, probabilities
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.protocol.tree import DraftTree, Thresholds, relaxed

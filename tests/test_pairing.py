@@ -20,7 +20,8 @@ from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_RO
 from slipstream.protocol.requests import DraftStatus, Request
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
-from target_service.service import Served, TargetService
+from target_service.served import Served
+from target_service.service import TargetService
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.pair import STUBBORN, WIRE, drafting, local_link, target
 

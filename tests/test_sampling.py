@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from slipstream.engine.noise import leaders, noise, row_keys
-from slipstream.engine.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank
+from slipstream.choosing.noise import leaders, noise, row_keys
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank
 from slipstream.protocol.messages import Sampling
 
 WORD = (1 << 64) - 1

@@ -12,12 +12,12 @@ import pytest
 
 from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import ConfigError
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.protocol.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
 from tests.tiny import VOCAB

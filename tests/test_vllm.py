@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 from slipstream_vllm import remote
 from slipstream_vllm.adapter_0_32 import rows_of
-from slipstream_vllm.remote import Chains, Options
+from slipstream_vllm.options import Options
+from slipstream_vllm.remote import Chains
 from slipstream_vllm.versions import ADAPTERS, adapter_of
 
 from draft_service.assembly import assemble
@@ -28,7 +30,7 @@ PROMPT = list(b"one two three one two three")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
 ROOM = Path(remote.__file__).parent
 OPTIONS = Options(("127.0.0.1:50052",), deadline_s=0.2, prompt_lookup=False, always=True)
-ALLOWED = {"base", "protocol", "decision", "following", "wire", "observe", "models"}
+ALLOWED = {"base", "choosing", "protocol", "decision", "following", "wire", "observe", "models"}
 
 
 class Runner:
@@ -36,9 +38,8 @@ class Runner:
 
     def __init__(self, requests: Sequence[str], max_tokens: int, temperature: float = 0.0, device: str = "cpu") -> None:
         self.max_model_len, self.device = 4096, SimpleNamespace(type=device)
-        self.requests = {request: SimpleNamespace(sampling_params=SimpleNamespace(max_tokens=max_tokens,
-                                                                                 temperature=temperature))
-                         for request in requests}
+        self.requests = {request: SimpleNamespace(sampling_params=SimpleNamespace(
+            max_tokens=max_tokens, temperature=temperature, extra_args=None)) for request in requests}
         self.texts = {request: list(PROMPT) for request in requests}
         self.input_batch = SimpleNamespace(req_ids=list(requests))
         self._lay_out()
@@ -194,3 +195,43 @@ def test_it_needs_the_light_half_alone() -> None:
     assert ours and ours <= ALLOWED
     assert not {name.split(".")[0] for name in imported} & {"torch", "transformers", "fastapi", "draft_service",
                                                            "target_service", "router_service"}
+
+
+def test_one_bad_row_costs_its_own_session_alone() -> None:
+    runner, chains = Runner(["a", "b"], 400), fresh()
+    with drafted(chains):
+        play(runner, chains, 5)
+        kept = next(iter(chains.following.sessions.values()))
+        output, sampled = runner.step([[], []])
+        good, bad = rows_of(runner, output, sampled)
+        wrong = replace(bad, length=bad.length + 3, tokens=lambda: [][0])
+        assert chains.step([good, wrong], (), 2)[1] == []
+        assert list(chains.following.sessions.values()) == [kept]
+        assert play(runner, chains, 30) > 40
+    for text in runner.texts.values():
+        assert text[len(PROMPT) :] == plain(len(text) - len(PROMPT))
+
+
+def test_a_request_that_wants_no_drafts_gets_none() -> None:
+    for asked, drafts in ((None, True), (False, False), (0, False), (True, True), ("off", True), ([0], True)):
+        runner, chains = Runner(["a"], 400), fresh()
+        runner.requests["a"].sampling_params.extra_args = {"slipstream": asked, "other": 1}
+        with drafted(chains):
+            accepted = play(runner, chains, 20)
+        assert (accepted > 0) is drafts is bool(chains.following.sessions)
+
+
+def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
+    runner, chains = Runner(["a", "b"], 400), fresh()
+    play(runner, chains, 3)
+    chains.ended(["a", "b", "never seen"])
+    assert not chains.following.sessions
+
+
+def test_a_batch_that_an_adapter_cannot_read_costs_its_drafts_alone() -> None:
+    runner, chains = Runner(["a", "b"], 400), fresh()
+    with drafted(chains):
+        play(runner, chains, 3)
+        runner.step([[], []])
+        assert chains.after(lambda: [][0], 2, (), 2) == [[], []]
+        assert play(runner, chains, 30) > 40

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, choose, rank
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.sampling import ChoiceRows, TokenHistory, choose, rank
 from slipstream.protocol.messages import Sampling
 from tests.far import FAR, crossings, sent
 

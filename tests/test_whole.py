@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from slipstream.base.config import GrowthSection
+from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
-from slipstream.engine.sampling import ChoiceRows, rank
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.tiny import VOCAB, write_tiny_model

@@ -32,6 +32,7 @@ from bench.gpu.shapes import (
 from bench.gpu.stage import Finding, Given, capture_of, copy_rate, device_work, free, fused, paged, seconds
 from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from slipstream.base.config import GrowthSection
+from slipstream.choosing.sampling import choose
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
@@ -44,7 +45,6 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
-from slipstream.engine.sampling import choose
 from slipstream.protocol.messages import Commit, Features, Open, Sampling
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -62,5 +62,22 @@ FIT = Row("Do they fit", (
           ((rate("slipstream_lenient_tokens_total", "$target"), "tokens/s"),)),
 ))
 
+# Of `vllm serve` with our proposer, where it is scraped; a target of ours with vLLM's engine has the names above.
+SERVED = 'namespace=~"$namespace",model_name=~"$model"'
+VLLM_DRAFTS, VLLM_DRAFTED, VLLM_ACCEPTED = (rate(f"vllm:spec_decode_num_{name}_total", SERVED)
+                                            for name in ("drafts", "draft_tokens", "accepted_tokens"))
+
+VLLM = Row("vLLM's own server", (
+    Panel("vLLM: acceptance length", "none", ((f"1 + {ratio(VLLM_ACCEPTED, VLLM_DRAFTS)}", "tokens"),), minimum=1,
+          text="Tokens for each verification of drafts, as vLLM counts."),
+    Panel("vLLM: token flow", "none", ((VLLM_DRAFTED, "drafted"), (VLLM_ACCEPTED, "accepted"),
+                                       (rate("vllm:generation_tokens_total", SERVED), "emitted"))),
+    Panel("vLLM: requests", "none", ((f"sum(vllm:num_requests_running{{{SERVED}}})", "running"),
+                                     (f"sum(vllm:num_requests_waiting{{{SERVED}}})", "waiting"))),
+    Panel("vLLM: KV in use", "percentunit", ((f"max(vllm:kv_cache_usage_perc{{{SERVED}}})", "fullest"),), maximum=1),
+    Panel("vLLM: between tokens", "s", quantiles("vllm:inter_token_latency_seconds", SERVED)),
+    Panel("vLLM: preemptions", "cps", ((rate("vllm:num_preemptions_total", SERVED), "preemptions/s"),)),
+))
+
 BOARD = Dashboard("speculation", "Speculation", "Whether drafts pay, and where they stop paying.",
-                  (PAYING, SHAPE, ROUNDS, FIT))
+                  (PAYING, SHAPE, ROUNDS, FIT, VLLM))

@@ -30,6 +30,17 @@ Quantize = Literal["none", "fp8", "int8"]
 Listen = Annotated[str, BeforeValidator(listening)]  # host:port
 Peers = Annotated[tuple[str, ...], BeforeValidator(dialled)]  # host:port or kubernetes:///SERVICE.NAMESPACE:PORT
 
+
+def _engine(given: Any) -> Any:
+    whole = isinstance(given, Mapping) and list(given) == ["vllm"] and isinstance(given["vllm"], Mapping)
+    if not whole and given not in ("ours", "vllm"):
+        raise ValueError(f"'{str(given)[:LONGEST]}' is not known; write ours, vllm, or {{vllm: {{max_num_seqs: 32}}}} "
+                         "with arguments of vLLM's")
+    return given
+
+
+Engine = Annotated[Literal["ours", "vllm"] | dict[Literal["vllm"], dict[str, Any]], BeforeValidator(_engine)]
+
 # The names that pydantic gives to mistakes -> our words; {input} and pydantic's own context are filled in.
 WORDS: Mapping[str, str] = MappingProxyType({
     "model_type": "is a section: write its settings below it, one a line, or --set {key}.NAME=VALUE",
@@ -116,6 +127,8 @@ class PolicySection(Section):
 class TargetSection(Section):
     listen: Listen = "127.0.0.1:50051"
     metrics_listen: Listen = "127.0.0.1:9101"
+    engine: Engine = Field("ours", description="vllm: vLLM's own, where it and slipstream-vllm are installed; with "
+                           "arguments of its engine {vllm: {gpu_memory_utilization: 0.8}}")
     drafts: Peers = Field(("127.0.0.1:50052",),
                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
@@ -131,6 +144,13 @@ class TargetSection(Section):
     accept_threshold_acc: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes draft "
                                         "tokens 1 / this times as often as their probability says")
     policy: PolicySection = PolicySection()
+
+    @property
+    def vllm(self) -> Mapping[str, Any] | None:
+        """Arguments of vLLM's engine; None: the engine is ours."""
+        if isinstance(self.engine, str):
+            return {} if self.engine == "vllm" else None
+        return self.engine["vllm"]
 
 
 class RouterSection(Section):

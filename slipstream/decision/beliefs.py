@@ -34,10 +34,11 @@ class DraftLatency:
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
 
-    __slots__ = ("_known", "_level", "_load", "_seen", "mean_s", "shared")
+    __slots__ = ("_known", "_level", "_load", "_seen", "held", "mean_s", "shared")
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
+        self.held = 0.0  # others that stand still with each who waits, for nothing: in engines that step all together
         self.mean_s: float | None = None  # of the present load; None: nothing is known
         self._load = self._level = 1
         self._seen: dict[int, Latencies] = {}
@@ -63,11 +64,11 @@ class DraftLatency:
         """What all but a few exchanges stay below."""
         return self._known.usual_s if self._known is not None else unknown_s
 
-    def toll_s(self, unknown_s: float) -> float:
-        """What an exchange takes from the others, each of whom could step meanwhile: nothing, where drafts have a
-        device of their own."""
+    def toll_s(self, unknown_s: float, wait_s: float) -> float:
+        """What an exchange with a wait of ``wait_s`` takes from the others, each of whom could step meanwhile: nothing,
+        where drafts have a device of their own and nobody is held."""
         if not self.shared:
-            return 0.0
+            return self.held * wait_s
         return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
 
     def observe(self, seconds: float) -> None:
@@ -159,16 +160,20 @@ class StepCosts:
 
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
     last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
+
+    A profile may be a guess: then the first steps near a row count say what it costs, and the first of all what height
+    the others have.
     """
 
-    __slots__ = ("_costs", "_factors", "_profile", "_rows", "_steps")
+    __slots__ = ("_costs", "_factors", "_profile", "_rows", "_seen", "_steps")
 
-    def __init__(self, profile: Mapping[int, float]) -> None:
+    def __init__(self, profile: Mapping[int, float], guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
         assert profile and all(rows > 0 and 0 < seconds < math.inf for rows, seconds in profile.items())
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
+        self._seen = [0.0] * len(self._rows) if guessed else None  # steps near each
         self._costs: list[float] = []
         self._steps: dict[tuple[int, int], Sequence[float]] = {}  # sessions of one step ask for the same
         self._update()
@@ -202,13 +207,28 @@ class StepCosts:
         """A step of ``rows`` rows took ``seconds``. What cannot be (not positive, not finite) is ignored."""
         if rows < 1 or not 0.0 < seconds < math.inf:
             return
-        surprise = max(-SURPRISE, min(SURPRISE, math.log(seconds / self.cost(rows))))
+        surprise = math.log(seconds / self.cost(rows))
+        if self._seen is None or any(self._seen):  # else nothing is known that it could be odd against
+            surprise = max(-SURPRISE, min(SURPRISE, surprise))
         low, share = self._place(rows)
         share = min(1.0, share)
         for point in range(len(self._rows)):
             weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-            self._factors[point] += surprise * (FAR + NEAR * weight)
+            self._factors[point] += surprise * self._pull(point, weight)
+        if self._seen is not None:
+            self._seen[low] += 1.0 - share
+            if share:
+                self._seen[low + 1] += share
         self._update()
+
+    def _pull(self, point: int, weight: float) -> float:
+        # Of a surprise at a point, to which the step was near by ``weight``.
+        usual = FAR + NEAR * weight
+        if self._seen is None:
+            return usual
+        if not any(self._seen):
+            return 1.0
+        return max(usual, weight / (1.0 + self._seen[point])) if weight else usual
 
     def _place(self, rows: int) -> tuple[int, float]:
         # The profiled point below and how far towards the next; beyond the last the share exceeds 1.
@@ -249,7 +269,7 @@ class Acceptance:
 
     def heir(self) -> Acceptance:
         """A belief that begins where this one stands."""
-        return Acceptance(self._per_level, self._chances())
+        return Acceptance(self._per_level, self._chances(DEPTHS))
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
         """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
@@ -265,7 +285,8 @@ class Acceptance:
     def expected(self, most: int) -> Sequence[float]:
         """Draft tokens expected to be accepted of the best 0, 1, … ``most`` nodes."""
         if len(self._expected) != most + 1:
-            reach, per_level = self._reached(), self._per_level
+            per_level = self._per_level
+            reach = self._reached(min(DEPTHS, int(most / per_level) + 1))
             self._expected = []
             for nodes in range(most + 1):
                 levels = min(nodes / per_level, float(DEPTHS))
@@ -277,19 +298,20 @@ class Acceptance:
         """Of the best ``nodes`` nodes."""
         return self.expected(nodes)[nodes]
 
-    def _chances(self) -> list[float]:
+    def _chances(self, depths: int) -> list[float]:
         chance, chances = PRIOR, []
-        for level, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
+        told, hits, trials = self._told, self._hits, self._trials
+        for level in range(depths):
             # A depth that was seldom reached is believed to be as others say, or like the one above it.
-            before, weight = (self._told[level], TOLD_TRIALS) if self._told else (chance, PRIOR_TRIALS)
-            chance = (hits + weight * before) / (trials + weight)
+            before, weight = (told[level], TOLD_TRIALS) if told else (chance, PRIOR_TRIALS)
+            chance = (hits[level] + weight * before) / (trials[level] + weight)
             chances.append(chance)
         return chances
 
-    def _reached(self) -> list[float]:
-        # [DEPTHS + 1] tokens expected of a chain of so many nodes
+    def _reached(self, depths: int) -> list[float]:
+        # [depths + 1] tokens expected of a chain of so many nodes
         alive, total, reach = 1.0, 0.0, [0.0]
-        for chance in self._chances():
+        for chance in self._chances(depths):
             alive *= chance
             total += alive
             reach.append(total)

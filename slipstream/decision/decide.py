@@ -201,7 +201,7 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rule
     wait_s = standing.recent_wait_s
     floor = rules.leave_gain * prices.plain_s / prices.seconds(0, wait_s)
     expected = (acceptance or standing.acceptance).expected(standing.most)
-    return prices.best(expected, floor, wait_s + beliefs.latency.toll_s(prices.plain_s))
+    return prices.best(expected, floor, wait_s + beliefs.latency.toll_s(prices.plain_s, wait_s))
 
 
 def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
@@ -233,7 +233,7 @@ def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, se
     floor, reach = rules.lookup_gain, [0.0]
     if nodes and seen.followed and standing.wants:
         wait_s = standing.recent_wait_s if standing.recent.rounds else exchange_s(beliefs, rules)
-        beside_s = wait_s + beliefs.latency.toll_s(prices.plain_s)
+        beside_s = wait_s + beliefs.latency.toll_s(prices.plain_s, wait_s)
         tokens = 1 + standing.share * standing.acceptance.expected(standing.most)[nodes]
         floor = max(floor, tokens * prices.plain_s / prices.seconds(nodes, beside_s))
     for chance in seen.chances[: standing.most]:
@@ -252,7 +252,7 @@ class Wait:
 
 def _wait(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, gain: float, rules: Rules) -> Wait:
     latency = beliefs.latency
-    toll_s = latency.toll_s(prices.plain_s)
+    toll_s = latency.toll_s(prices.plain_s, latency.mean_s or 0.0)
     if standing.trying or (latency.mean_s is None and not toll_s):
         return Wait(True, standing.trying)
     won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[nodes]) * prices.plain_s

@@ -172,7 +172,8 @@ class SpeculationPolicy:
                  beliefs.costs.steps(beside + 1, drafted))
         self._plain_s, step_s = steps[0], steps[-1]
         waiting = 1 if round_.plain_s is not None else others + 1
-        toll_s = beliefs.latency.toll_s(self._plain_s) if (drafted or round_.wait_s) and not round_.lookup else 0.0
+        exchanged = (drafted or round_.wait_s) and not round_.lookup
+        toll_s = beliefs.latency.toll_s(self._plain_s, round_.wait_s) if exchanged else 0.0
         prices = Prices((self._plain_s, step_s if drafted else self._plain_s), waiting, beliefs.worth)
         earned_s = (1 + round_.accepted) * self._plain_s
         spent_s = prices.seconds(1, round_.wait_s + toll_s)  # a plain step is a plain step, whatever it took

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.neural import MOST_SESSIONS, Network, Output
 from slipstream.engine.attention import Attend, PagedAttention, PagePlan, PageTensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
-from slipstream.engine.sampling import ChoiceRows, rank
 from slipstream.observe.log import logger
 from slipstream.protocol.messages import Sampling
 

@@ -29,12 +29,12 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.drafting.tree import NO_SLOTS, ROOT, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import DTYPES
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
-from slipstream.engine.sampling import ChoiceRows, TokenHistory, rank
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 

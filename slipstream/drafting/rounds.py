@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.base.config import GrowthSection
+from slipstream.choosing.sampling import ChoiceRows, choose
 from slipstream.drafting import Drafter
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import FeatureRows, ModelRunner
-from slipstream.engine.sampling import ChoiceRows, choose
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from slipstream.protocol.tree import MAX_NODES, DraftTree, walk
 

@@ -1,4 +1,4 @@
-"""One device, one model: batches, KV slots, attention, decoders, sampling. No network, no sessions.
+"""One device, one model: batches, KV slots, attention, decoders. No network, no sessions.
 
 Dimension key, used in every shape comment of this package:
 

@@ -30,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.engine.batch import BatchBuilder, ForwardBatch, sent
+from slipstream.choosing.transfer import sent
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.tree import MAX_NODES
 

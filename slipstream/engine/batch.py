@@ -8,7 +8,7 @@ Rules:
    all rows. With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
 3. A row's KV is written to its slot before attention, so a row sees itself.
 4. Built once, read-only afterwards. Lists until ``build``, tensors after: lists are cheap to append to.
-5. Numbers go from the host to a device without waiting for what the device was given before (``sent``).
+5. Numbers go from the host to a device without waiting for what the device was given before (``choosing.transfer``).
 
 It knows nothing about sessions, sampling or why a row is there.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -130,17 +129,6 @@ class BatchBuilder:
         # A copy to a device costs more to begin than its bytes: one for all.
         placed = torch.from_numpy(whole).to(device, non_blocking=True).split_with_sizes(sizes)
         return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, placed, features)
-
-
-def sent(values: Sequence[int] | Sequence[float] | NDArray[Any], device: torch.device,
-         dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One-dimensional, or of an array's shape. dtype: None is the array's own, int64 of integers.
-
-    ``torch.tensor(..., device=a GPU)`` and ``.to(a GPU)`` wait until the GPU has done all that it was given; a copy
-    that does not block reads pageable memory before it returns, so what was sent may be thrown away at once. Nothing of
-    it may happen inside of a capture: a graph would read host memory that is gone."""
-    near = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=dtype)
-    return near.to(device, dtype, non_blocking=True)
 
 
 def rows_batch(slots: NDArray[np.int64], device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:

@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError, ConfigError
-from slipstream.engine.batch import BatchBuilder, ForwardBatch, sent
+from slipstream.choosing.transfer import sent
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtype_of
 from slipstream.engine.ops.layer import Linear

@@ -17,10 +17,10 @@ It knows nothing about engines, clients or sockets.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import log
 
 from slipstream.base.config import PolicySection, TargetSection
@@ -28,6 +28,7 @@ from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Decision, Mode, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
+from slipstream.following.inbox import Inbox
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -91,6 +92,15 @@ class RoundRecord:
     link: Link | None  # who drafted, if anybody did
 
 
+Changed = Callable[[int, Transition, Why, Link | None], None]
+
+
+def logged(session: int, change: Transition, why: Why, _: Link | None) -> None:
+    """A line for each."""
+    logger("target").info("mode changed", scope="session", session=session, before=change.before.value,
+                          after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     pool: DraftPool
@@ -98,12 +108,12 @@ class Shared:
     beliefs: Beliefs
     metrics: TargetMetrics
     lookup: bool  # in the text itself
+    tell: Changed
 
-    def changed(self, session: int, change: Transition, why: Why) -> None:
-        """Another mode from now on. ``why``: of the decision that stood then."""
+    def changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
+        """Another mode from now on. ``why``: of the decision that stood then; ``link``: who drafted."""
         self.metrics.mode.changed(change.before.value, change.after.value, change.reason)
-        logger("target").info("mode changed", scope="session", session=session, before=change.before.value,
-                              after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+        self.tell(session, change, why, link)
 
 
 PENDING = 16  # committed tokens that a drafter takes in together with a tree
@@ -244,9 +254,9 @@ class Followed:
     def allow(self, allowed: bool, now_s: float) -> None:
         """Its client (or the router's policy) allows or forbids speculation from now on."""
         if allowed:
-            self._note(self.policy.allow(now_s))
+            self._note(self.policy.allow(now_s), self.link)
             return
-        self._note(self.policy.forbid(now_s))
+        self._note(self.policy.forbid(now_s), self.link)
         self._lookup = None  # it would miss tokens
         self.detach()
         self.decision = self._alone()
@@ -296,15 +306,16 @@ class Followed:
             return
         self.waiting.heard(now_s, message.base, self.side.base, joined > 0, self.side.heard)
 
-    def lost(self, now_s: float, reason: Reason, moves: bool = False) -> None:
+    def lost(self, now_s: float, reason: Reason, moves: bool = False, had: Link | None = None) -> None:
         """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
-        commit, if one has room; else it decodes alone."""
-        if self._unlink() is not None:
+        commit, if one has room; else it decodes alone. ``had``: who followed, if that is over already."""
+        link = self._unlink()
+        if link is not None:
             self.side.lost()
         if moves and self._shared.pool.has_room:
             self._shared.metrics.moved()
             return
-        self._note(self.policy.drafter_lost(now_s, reason))
+        self._note(self.policy.drafter_lost(now_s, reason), link or had)
 
     def _dropped(self, reason: str, now_s: float) -> None:
         link = self._unlink()
@@ -313,7 +324,7 @@ class Followed:
             self._shared.pool.set_leaving(link, True)
         elif reason in ("capacity", "failed", "invalid"):
             self._retry_at_s = now_s + RETRY_S
-        self.lost(now_s, "draft_unavailable", moves=reason == "draining")
+        self.lost(now_s, "draft_unavailable", moves=reason == "draining", had=link)
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
 
@@ -327,7 +338,7 @@ class Followed:
         # The first token comes with the prompt: nobody waits for a drafter there.
         waiting.first = waiting.first and (lookup or self.side.num_output == 0)
         if (change := self.policy.observe(now_s, round_)) is not None:
-            self._note(change)
+            self._note(change, self.link)
         return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
                            self._outcome(verified.drafted), before.why, None if before.lookup else self.link)
 
@@ -409,43 +420,13 @@ class Followed:
         self._rows_from = start + count
         return Features(self.session, start, verified.rows, count, self.reads.dtype)
 
-    def _note(self, change: Transition | None) -> None:
+    def _note(self, change: Transition | None, link: Link | None) -> None:
         if change is not None:
-            self._shared.changed(self.session, change, self.decision.why)
+            self._shared.changed(self.session, change, self.decision.why, link)
 
 
-Event = Callable[[], None]
-
-
-class Inbox:
-    __slots__ = ("_events", "_stopped")
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._stopped = False
-
-    def post(self, event: Event) -> None:
-        """From any thread."""
-        self._events.put(event)
-
-    def stop(self) -> None:
-        """From any thread: ``drain`` returns False once it has come so far."""
-        self._events.put(None)
-
-    def drain(self, wait_s: float | None = 0.0) -> bool:
-        """Do what is there; with nothing there, wait for something (None: for ever). Returns False when told to
-        stop."""
-        try:
-            event = self._events.get(block=wait_s != 0.0, timeout=wait_s)
-            while event is not None:
-                event()
-                event = self._events.get_nowait()
-        except queue.Empty:
-            return not self._stopped
-        self._stopped = True
-        return False
-
-
+AT_ONCE = 64  # items of a frame that are looked at before the clock is
+GLANCE_S = 0.005  # for what has come, where nobody waits
 LANES = 16  # rows of a trace for sessions; later ones share them
 
 
@@ -453,13 +434,14 @@ class Following:
     """See the module, and the package for an example. Implements ``messages.LinkEvents``."""
 
     def __init__(self, config: TargetSection, costs: StepCosts, metrics: TargetMetrics, gives: GiveRows = no_rows,
-                 clock: Callable[[], float] = time.monotonic, trace: Trace | None = None) -> None:
-        """gives: see ``pool.DraftPool``."""
-        self.inbox = Inbox()
+                 clock: Callable[[], float] = time.monotonic, trace: Trace | None = None, inbox: Inbox | None = None,
+                 changed: Changed | None = None) -> None:
+        """gives: see ``pool.DraftPool``; changed: told of sessions that have another mode, in place of the log."""
+        self.inbox = inbox or Inbox(clock)
         self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
         self._beliefs = Beliefs(costs, config.shared_cores)
-        self._shared = Shared(self.pool, config.policy, self._beliefs, metrics, config.prompt_lookup)
+        self._shared = Shared(self.pool, config.policy, self._beliefs, metrics, config.prompt_lookup, changed or logged)
         self._most = config.max_sessions
         self._costs = costs
         self._metrics = metrics
@@ -467,6 +449,7 @@ class Following:
         self._trace = trace or Trace("", "target")
         self._log = logger("target")
         self.sessions: dict[int, Followed] = {}
+        self._nonsense: dict[str, set[str]] = {}  # by address: fields that were wrong
         self._told: list[RoundRecord] = []
         self._step: Step | None = None
 
@@ -475,6 +458,7 @@ class Following:
     def link_up(self, link: Link, hello: DraftHello) -> None:
         def event() -> None:
             self.pool.link_up(link, hello)
+            self._nonsense.pop(link.address, None)
             for followed in self.sessions.values():
                 followed.policy.drafter_ready(self._clock())
 
@@ -496,7 +480,11 @@ class Following:
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
         came_s = self._clock()  # now: a step may be on the device until this is looked at
-        self.inbox.post(lambda: self._receive(link, items, faults, came_s))
+        for at in range(0, max(1, len(items)), AT_ONCE):
+            if self.inbox.full:  # a flood: what is lost is late at worst
+                self._metrics.stale_growth()
+                return
+            self.inbox.post(partial(self._receive, link, items[at : at + AT_ONCE], () if at else faults, came_s))
 
     # From the engine thread.
 
@@ -529,7 +517,8 @@ class Following:
             records.append(record := followed.commit(verified, step))
             if self._trace.keeps:
                 self._picture(followed, base, began_s, record, step)
-        self._told, self._step = [*self._told, *records], step
+        self._told += records
+        self._step = step
         return records
 
     def flush(self) -> bool:
@@ -537,21 +526,26 @@ class Following:
         left."""
         left = self.pool.flush()
         told, self._told = self._told, []
-        for record in told:
-            self._metrics.round(record.drafted, min(record.accepted, record.tokens - 1), record.outcome)
-            if record.drafted:
-                self.pool.judge(record.link, record.drafted, record.accepted)
+        if told:
+            self._metrics.rounds([(one.drafted, min(one.accepted, one.tokens - 1), one.outcome) for one in told])
+            self.pool.judge([(one.link, one.drafted, one.accepted) for one in told if one.drafted and one.link])
         step, self._step = self._step, None
         if step is not None and not step.prefill:  # a prompt's rows cost something else
             self._costs.observe(step.rows, step.seconds)
         return left
 
-    def take(self, sessions: Sequence[Followed], within_s: float = 0.0) -> list[DraftTree]:
-        """What each should verify now. Waits for growth that is worth it, at most so long; never for nothing."""
-        until_s = self._clock() + within_s
-        self.inbox.drain()
-        while (now_s := self._clock()) < until_s and (due_s := self._due_s(sessions, now_s)) > now_s:
-            self.inbox.drain(max(1e-4, min(due_s, until_s) - now_s))
+    def take(self, sessions: Sequence[Followed], within_s: float = 0.0, held: int = 0) -> list[DraftTree]:
+        """What each should verify now. Waits for growth that is worth it, at most so long; never for nothing, and no
+        longer for much. ``held``: others that stand still meanwhile and cannot be drafted for."""
+        self._beliefs.latency.held = held / max(1, len(sessions))
+        began_s = self._clock()
+        until_s = began_s + within_s
+        self.inbox.drain(until_s=max(until_s, began_s + GLANCE_S))
+        while (now_s := self._clock()) < until_s and (waiting := [one for one in sessions if one.waits(now_s)]):
+            for one in waiting:
+                one.waiting.stood = True
+            due_s = max(one.waiting.until_s for one in waiting)
+            self.inbox.drain(max(1e-4, min(due_s, until_s) - now_s), until_s)
         return [followed.take(followed.nodes) for followed in sessions]
 
     def coming(self, waiting: Sequence[Followed]) -> tuple[float, int]:
@@ -567,9 +561,6 @@ class Following:
         followed.close()
         self.sessions.pop(followed.session, None)
         self._loaded()
-
-    def _due_s(self, sessions: Sequence[Followed], now_s: float) -> float:
-        return max((one.waiting.until_s for one in sessions if one.waits(now_s)), default=now_s)
 
     def _loaded(self) -> None:
         self._beliefs.latency.load = max(1, min(len(self.sessions), self._most))
@@ -597,9 +588,17 @@ class Following:
     def _refuse(self, followed: Followed | None, error: RemoteProtocolError) -> None:
         self._metrics.invalid_growth()
         if followed is not None:
-            self._log.warning("invalid growth", session=followed.session, field=error.field)
+            link = followed.link
+            self._refused(followed.session, link.address if link is not None else "", error.field)
             followed.detach()
-            followed.lost(self._clock(), "incompatible")
+            followed.lost(self._clock(), "incompatible", had=link)
+
+    def _refused(self, session: int, address: str, field: str) -> None:
+        # A line for each new problem of a connection: who sends nonsense sends it to every session.
+        known = self._nonsense.setdefault(address, set())
+        (self._log.debug if field in known else self._log.warning)("invalid growth", session=session, draft=address,
+                                                                   field=field)
+        known.add(field)
 
     def _picture(self, followed: Followed, base: int, began_s: float, record: RoundRecord, step: Step) -> None:
         lane = f"answer {followed.session % LANES}"

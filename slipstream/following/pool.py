@@ -15,7 +15,7 @@ It knows nothing about what is drafted, how it is verified, or what a session de
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -143,11 +143,20 @@ class DraftPool:
             link.send(self._outbox.pop(link))
         return bool(due)
 
-    def judge(self, link: Link | None, drafted: int, accepted: int) -> None:
-        """A tree that ``link``'s drafter proposed was verified."""
-        if link is None or link not in self._ready:
-            return
-        self._metrics.judged(self._ready[link].drafter, drafted, accepted)
+    def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
+        """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
+        totals: dict[str, tuple[int, int]] = {}
+        for link, drafted, accepted in verified:
+            hello = self._ready.get(link)
+            if hello is None:
+                continue
+            before = totals.get(hello.drafter, (0, 0))
+            totals[hello.drafter] = before[0] + drafted, before[1] + accepted
+            self._agrees(link, accepted)
+        for drafter, (drafted, accepted) in totals.items():
+            self._metrics.judged(drafter, drafted, accepted)
+
+    def _agrees(self, link: Link, accepted: int) -> None:
         agreement = self._agreement.get(link)
         if agreement is None:
             return

@@ -9,7 +9,7 @@ Rules:
 4. A head is for the model that it was trained for, known by its name or by its prepared folder, wherever that is.
    ``draft.drafter: auto`` stands for it; any other target gets n-grams, which fit all.
 
-Importing it costs no torch, transformers or gguf: the router imports it too.
+Importing it costs no torch, transformers, gguf or rich: the router imports it too, and other engines do.
 It knows nothing about the weights' meaning.
 """
 
@@ -30,8 +30,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from slipstream.base.config import Config, DraftSection, ModelSection
@@ -321,6 +319,9 @@ def head_for(target: str, heads: Path = HEADS_ROOT) -> KnownHead | None:
 @contextmanager
 def _bar(title: str, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar; inside, ``report(done, total)`` in bytes."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(title, total=None)

@@ -20,6 +20,9 @@ from slipstream.protocol.messages import Sampling
 
 Finish = Literal["", "stop", "length"]
 State = Literal["speculate", "shadow", "plain"]
+# keyed_sampling: a seed does not fix an answer; trees: chains are verified; resumed_samples: a sampled answer that
+# another target began is refused.
+Without = Literal["keyed_sampling", "trees", "resumed_samples"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class TargetInfo:
     draining: bool
     drafts: tuple[DraftStatus, ...] = ()
     lossy: bool = False  # accept thresholds below 1: sampled answers are not the model's own
+    engine: str = ""  # whose engine answers, with its version; "": the target's own
+    without: tuple[Without, ...] = ()  # what an answer does without here
 
 
 class Answer(Protocol):

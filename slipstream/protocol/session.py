@@ -217,7 +217,9 @@ class TargetSide:
             del self._root_scores[min(self._root_scores)]
 
     def _append(self, growth: Growth) -> None:
-        if growth.base == self.base and not self._passed:
+        if growth.base == self.base:  # it knows the newest root, so it names nothing that was committed
+            if self._passed:
+                self._forget_before(growth.base)
             self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                          growth.scores.tolist())
             return

@@ -144,23 +144,25 @@ class DraftTree:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5 of trees); one that is not a number counts as the worst."""
         # Lists: this runs for every message of a drafter, and of a few nodes numpy makes more work than it saves.
-        held: list[list[int]] = [array.tolist() for array in (self.tokens, self.parents, self.ids)]
+        held_tokens, held_parents, held_ids = self.tokens.tolist(), self.parents.tolist(), self.ids.tolist()
         known: list[float] = self.scores.tolist()
-        where = dict(zip(held[2], range(len(self.tokens)), strict=True))
-        taken = {parent << 32 | token for token, parent, _ in zip(*held, strict=True)}  # an edge as one number
+        where = {node_id: node for node, node_id in enumerate(held_ids)}
+        taken = {parent << 32 | token for token, parent in zip(held_tokens, held_parents, strict=True)}  # its edges
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             parent = where.get(parent_id)
             if parent is None or node_id in where or len(known) >= MAX_HELD or parent << 32 | token in taken:
                 continue
             where[node_id] = len(known)
             taken.add(parent << 32 | token)
-            known.append(min(float(score), known[parent]) if score == score else -inf)
-            for array, value in zip(held, (token, parent, node_id), strict=True):
-                array.append(value)
+            above = known[parent]
+            known.append(-inf if score != score else score if score < above else above)
+            held_tokens.append(token)
+            held_parents.append(parent)
+            held_ids.append(node_id)
         if len(known) == len(self.tokens):
             return self
-        new_tokens, new_parents, new_ids = (np.array(array, np.int32) for array in held)
-        return DraftTree(self.base, new_tokens, new_parents, new_ids, np.array(known, np.float32))
+        whole = np.array([held_tokens, held_parents, held_ids], np.int32)  # at once, as three take longer
+        return DraftTree(self.base, whole[0], whole[1], whole[2], np.array(known, np.float32))
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here

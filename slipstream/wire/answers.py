@@ -216,7 +216,8 @@ def decode_info(data: bytes) -> TargetInfo:
     wire = target_pb2.GetInfoResponse()
     parse(wire, data, "info")
     require(wire.vocab_size >= 1 and wire.max_context >= 1, "info", "names no vocabulary or context")
-    return made(TargetInfo, wire, drafts=tuple(made(DraftStatus, draft) for draft in wire.drafts))
+    return made(TargetInfo, wire, drafts=tuple(made(DraftStatus, draft) for draft in wire.drafts),
+                without=tuple(wire.without))
 
 
 def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:

@@ -74,6 +74,7 @@ MAX_TAPS = 64  # layers that one drafter reads
 MAX_PROJECTION_BYTES = 512 << 20  # five times that of the largest known head
 ROOM = 64  # bytes of a chunk's message beside its weights
 FIELD = "features.projection"
+MOST_GROWTHS = 4096  # in a frame: what a full target could ask for, several times over
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
 
 
@@ -113,7 +114,7 @@ def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits) -> t
 
 def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[TargetBound], Faults]:
     """The same of what a draft has sent."""
-    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits)
+    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits, MOST_GROWTHS)
 
 
 def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
@@ -180,12 +181,15 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
     wire.dtype, wire.rows = DTYPE_NUMBERS[item.dtype], item.rows
 
 
-def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[Any], Faults]:
+def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits,
+             most: int | None = None) -> tuple[list[Any], Faults]:
     parse(message, data, "frame")
     if message.WhichOneof("content") != "frame":
         raise RemoteProtocolError("frame", "a message that is not a frame")
     if message.frame.incarnation != incarnation:
         raise RemoteProtocolError("incarnation", "the frame belongs to another stream")
+    if most is not None and len(message.frame.items) > most:
+        raise RemoteProtocolError("items", f"more than {most} in a frame")
     items: list[Any] = []
     faults: list[tuple[int, RemoteProtocolError]] = []
     for wire in message.frame.items:

@@ -79,6 +79,7 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
+from slipstream.wire.pace import Pace
 from slipstream.wire.status import Context, abort, error_of
 from slipstream.wire.tls import TlsFiles
 
@@ -215,6 +216,7 @@ class Pumps(Generic[Item, Heard]):
     outbox: Outbox[Item]
     received: Callable[[list[Heard], Faults], None]
     oversized: Callable[[list[Item]], None] = lambda items: None
+    pace: Pace | None = None  # None: as fast as it comes
 
     async def run(self, line: Line, *until: Coroutine[Any, Any, None], opening: Iterable[bytes] = ()) -> None:
         """Until the peer ends the stream or one of ``until`` ends; ``opening`` goes out before all items. Raises
@@ -222,19 +224,29 @@ class Pumps(Generic[Item, Heard]):
         await first_end(self._read(line), self._write(line, opening), self.outbox.overflowed(), *until)
 
     async def _read(self, line: Line) -> None:
-        counts = self.counts
+        pace = self.pace
         while isinstance(data := await line.read(), bytes):
-            counts.frames_in += 1
-            counts.bytes_in += len(data)
-            try:
-                items, faults = self.decode(data, self.incarnation, self.limits)
-            except RemoteProtocolError as error:
-                if error.field != "incarnation":
-                    raise
-                counts.stale_frames += 1
+            if pace is None:
+                self._hear(data)
                 continue
-            counts.invalid_items += len(faults)
-            self.received(items, faults)
+            pace.begin()
+            self._hear(data)
+            if (rest_s := pace.end()) > 0.0:
+                await asyncio.sleep(rest_s)
+
+    def _hear(self, data: bytes) -> None:
+        counts = self.counts
+        counts.frames_in += 1
+        counts.bytes_in += len(data)
+        try:
+            items, faults = self.decode(data, self.incarnation, self.limits)
+        except RemoteProtocolError as error:
+            if error.field != "incarnation":
+                raise
+            counts.stale_frames += 1
+            return
+        counts.invalid_items += len(faults)
+        self.received(items, faults)
 
     async def _write(self, line: Line, opening: Iterable[bytes]) -> None:
         for message in opening:
@@ -373,9 +385,11 @@ class DraftLink:
     def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: Check, *,
                  tls: TlsFiles | None = None, rules: ConnectionRules = RULES, max_batches: int = MAX_BATCHES,
                  handshake_s: float = HANDSHAKE_S, refused_retry_s: float = REFUSED_RETRY_S,
-                 counts: WireCounts | None = None) -> None:
+                 counts: WireCounts | None = None, share: float = 1.0) -> None:
+        """share: of its thread's time that reading may take (``Pace``)."""
         self.address = address
         self.counts = counts or WireCounts()
+        self._share = share
         self._hello = hello
         self._events = events
         self._rules = rules
@@ -474,7 +488,7 @@ class DraftLink:
         outbox: Outbox[DraftBound] = Outbox(self._max_batches)
         pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
-                      self._give_up)
+                      self._give_up, Pace(self._share) if self._share < 1.0 else None)
         self._outbox, self._drafter, self._problem = outbox, draft.drafter, ""
         self._log.info("draft link up", drafter=draft.drafter)
         reason = "stopped"

@@ -102,7 +102,8 @@ def error_of(error: grpc.RpcError, who: str) -> SlipstreamError:
     call: Any = error  # of either stack
     details, wire = str(call.details() or ""), target_pb2.AnswerError()
     with contextlib.suppress(DecodeError):
-        wire.ParseFromString(dict(call.trailing_metadata() or ()).get(METADATA, b""))
+        # Read as pairs: in gRPC 1.71 its own class gives pairs for keys, too, and makes no dict.
+        wire.ParseFromString(next((value for name, value in call.trailing_metadata() or () if name == METADATA), b""))
     if (told := made(Reported, wire, message=details).error()) is not None:
         return told
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:

@@ -1,9 +1,11 @@
 """vLLM 0.32: where its runner asks for drafts, and what a step says of each request.
 
 ``GPUModelRunner.propose_draft_token_ids``, which the CPU runner inherits, knows the requests of its batch; the proposer
-that it calls does not. So it is asked first whether the proposer is ours.
+that it calls does not. So it is asked first whether the proposer is ours. States of inner layers come the way that
+vLLM's own EAGLE-3 has them: its setup is told which layers.
 
-On a CPU, 0.32 verifies drafts of sampled requests wrongly (vLLM issue 55005): they are decoded without.
+``GPUModelRunner._sample`` is where tokens are chosen: by our noise (``sampling``), if that is wanted. If it is not: on
+a CPU, 0.32 verifies drafts of sampled requests wrongly (vLLM issue 55005), and they are decoded without.
 It knows nothing about drafts.
 """
 
@@ -11,7 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from slipstream.observe.log import logger
+from slipstream.protocol.messages import Sampling
+from slipstream_vllm.features import Batch
+from slipstream_vllm.options import SWITCH
 from slipstream_vllm.remote import RemoteDrafter, Row
+from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
 
 
 def patch() -> None:
@@ -22,16 +31,110 @@ def patch() -> None:
     if getattr(inner, "slipstream", False):
         return
 
-    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, *rest: Any,
+    def propose_draft_token_ids(self: Any, scheduler_output: Any, sampled_token_ids: Any, sampling_metadata: Any,
+                                hidden_states: Any, sample_hidden_states: Any, aux_hidden_states: Any, *rest: Any,
                                 **named: Any) -> Any:
         if not isinstance(self.drafter, RemoteDrafter):
-            return inner(self, scheduler_output, sampled_token_ids, *rest, **named)
-        rows = rows_of(self, scheduler_output, sampled_token_ids)
-        return self.drafter.chains.step(rows, scheduler_output.finished_req_ids,
-                                        scheduler_output.total_num_scheduled_tokens)
+            return inner(self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states,
+                         sample_hidden_states, aux_hidden_states, *rest, **named)
+        if not self.drafter.speaks:
+            return [[] for _ in self.input_batch.req_ids]
+        if (states := self.drafter.states) is not None:
+            states.keep(lambda: batch_of(self, scheduler_output, sampled_token_ids), aux_hidden_states, hidden_states,
+                        self.drafter.chains.reads)
+        return self.drafter.chains.after(lambda: rows_of(self, scheduler_output, sampled_token_ids),
+                                         len(self.input_batch.req_ids), scheduler_output.finished_req_ids,
+                                         scheduler_output.total_num_scheduled_tokens)
 
     propose_draft_token_ids.slipstream = True  # type: ignore[attr-defined]
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+    _patch_taps(GPUModelRunner)
+    _patch_reach(GPUModelRunner)
+    patch_sampling(GPUModelRunner)
+    _patch_ends(GPUModelRunner)
+
+
+def _patch_taps(runner: Any) -> None:
+    """Have the model give the states that are configured; vLLM asks when it is loaded, before it is compiled."""
+    inner = runner._setup_eagle3_aux_hidden_state_outputs
+
+    def setup(self: Any) -> None:
+        states = getattr(getattr(self, "drafter", None), "states", None)
+        if states is not None:
+            if self.drafter.speaks:
+                states.allocate(self.model_config.get_hidden_size(), self.model_config.dtype, self.device)
+            if layers := states.taps.inner:
+                self.use_aux_hidden_state_outputs = True
+                self._get_eagle3_aux_layers_from_config = lambda: layers
+        inner(self)
+
+    runner._setup_eagle3_aux_hidden_state_outputs = setup
+
+
+def _patch_reach(runner: Any) -> None:
+    """One request near the longest context would leave the proposer out for all: ours needs no room behind it."""
+    inner = runner._input_fits_in_drafter
+
+    def fits(self: Any, common_attn_metadata: Any) -> bool:
+        if isinstance(self.drafter, RemoteDrafter):
+            return common_attn_metadata is not None
+        return bool(inner(self, common_attn_metadata))
+
+    runner._input_fits_in_drafter = fits
+
+
+def patch_sampling(runner: Any) -> None:
+    inner = runner._sample
+
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        keyed = keyed_of(self)
+        asked = asked_of(self, keyed, spec_decode_metadata) if keyed is not None else ()
+        if keyed is None or not asked:
+            return inner(self, logits, spec_decode_metadata)
+        self.input_batch.generators.clear()  # a CPU's cannot be set back, as vLLM does after a part of a prompt
+        with keyed.step(asked):
+            return inner(self, logits, spec_decode_metadata)
+
+    runner._sample = _sample
+
+
+def keyed_of(runner: Any) -> KeyedSampling | None:
+    """What chooses for ``runner``; None: vLLM alone."""
+    drafter = getattr(runner, "drafter", None)
+    if not isinstance(drafter, RemoteDrafter) or not drafter.keyed:
+        return None
+    if drafter.chooser is None:
+        if why := refusal(runner.vllm_config):
+            drafter.keyed = False
+            logger("vllm").warning("sampling is not keyed", why=why)
+            return None
+        drafter.chooser = KeyedSampling(runner.sampler, runner.rejection_sampler, runner.model_config.seed)
+    chooser: KeyedSampling = drafter.chooser
+    return chooser
+
+
+def asked_of(runner: Any, keyed: KeyedSampling, spec: Any) -> list[Asked]:
+    """The requests of the batch that tokens are chosen for now; none where all are greedy."""
+    batch = runner.input_batch
+    if batch.sampling_metadata.all_greedy:
+        return []
+    keyed.known.keep(batch.req_ids)
+    return [Asked(keyed.known.of(request, runner.requests[request].sampling_params)[1],
+                  int(batch.num_tokens_no_spec[place]), spec.num_draft_tokens[place] if spec is not None else 0)
+            for place, request in enumerate(batch.req_ids)]
+
+
+def _patch_ends(runner: Any) -> None:
+    """The last requests end in a step that computes nothing and proposes nothing."""
+    inner = runner._update_states
+
+    def _update_states(self: Any, scheduler_output: Any) -> Any:
+        drafter = getattr(self, "drafter", None)
+        if scheduler_output.finished_req_ids and isinstance(drafter, RemoteDrafter):
+            drafter.chains.ended(scheduler_output.finished_req_ids)
+        return inner(self, scheduler_output)
+
+    runner._update_states = _update_states
 
 
 def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> list[Row]:
@@ -41,11 +144,27 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
             for place, request in enumerate(batch.req_ids)]
 
 
+def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Batch:
+    """The same, for where its states and its KV are. KV of the first group, if there are several."""
+    batch = runner.input_batch
+    count, table = len(batch.req_ids), batch.block_table[0]
+    scheduled = np.array([scheduler_output.num_scheduled_tokens[request] for request in batch.req_ids], np.int64)
+    computed = batch.num_computed_tokens_cpu[:count].astype(np.int64)
+    new = np.array([len(tokens) for tokens in sampled], np.int64)
+    # Behind the newest token but one stand rows of draft tokens that were refused.
+    ends = np.where(new > 0, batch.num_tokens_no_spec[:count] - 1, computed + scheduled)
+    return Batch(list(batch.req_ids), scheduled, computed, ends, new, batch.token_ids_cpu, table.get_numpy_array(),
+                 table.block_size)
+
+
 def _row(runner: Any, batch: Any, place: int, request: str, new: list[int], drafted: int) -> Row:
     length, prompt = int(batch.num_tokens_no_spec[place]), int(batch.num_prompt_tokens[place])
     asked = runner.requests[request].sampling_params
     answer = asked.max_tokens if asked is not None and asked.max_tokens is not None else runner.max_model_len
     greedy = asked is not None and asked.temperature == 0.0
+    keyed = keyed_of(runner) if asked is not None else None
+    sampling = Sampling() if keyed is None else keyed.known.of(request, asked)[0]
+    extra = (asked.extra_args if asked is not None else None) or {}
     return Row(request, length, tuple(int(token) for token in new), drafted, prompt,
                min(prompt + answer, runner.max_model_len), lambda: batch.token_ids_cpu[place, :length].tolist(),
-               greedy or runner.device.type != "cpu")
+               greedy or keyed is not None or runner.device.type != "cpu", sampling, extra.get(SWITCH))

@@ -2,42 +2,53 @@
 
 Rules:
 1. ``step`` is called once after each step of the engine, on the engine's thread. It never raises and never waits past
-   the deadline (``deadline_s``): whatever goes wrong is no draft, and one log line for each new problem.
-2. A request that the engine computes from anew (preempted, resumed) is opened anew; one that it does not name any more
+   the deadline (``deadline_s``), whatever drafts send: what goes wrong is no draft, and one log line for each new
+   problem.
+2. What goes wrong in one request ends that request's session alone.
+3. A request that the engine computes from anew (preempted, resumed) is opened anew; one that it does not name any more
    is closed when the engine says that it is finished.
-3. What is verified is the engine's affair: a draft can cost time and cannot change a greedy token.
+4. A step takes from the end of the proposal before to its own end: what the engine's host does in between is part of
+   what a token costs. Before the first request of a batch nobody knows what it did: that step teaches nothing.
+5. What is verified is the engine's affair: a draft can cost time and cannot change a greedy token.
 
 It knows no vLLM: an adapter turns the engine's batch into ``Row`` values.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pydantic import ValidationError
-
-from slipstream.base.address import SCHEME
-from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.following import Followed, Following, Step, Verified
+from slipstream.following.inbox import Inbox
+from slipstream.following.pool import no_rows
+from slipstream.following.rounds import Told, ToldStep
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, Sampling, TargetHello
-from slipstream.protocol.pairing import check_pair
-from slipstream.wire.link import DraftLink
+from slipstream.observe.scrape import MetricsServer
+from slipstream.protocol.messages import PROTOCOL_VERSION, FeatureSpec, Sampling, TargetHello
+from slipstream.protocol.requests import DraftStatus
+from slipstream.protocol.tree import DraftTree
+from slipstream_vllm.changes import Changes
+from slipstream_vllm.lines import adopt
+from slipstream_vllm.links import Links
+from slipstream_vllm.options import SWITCH, Options, allowed
+from slipstream_vllm.ranks import speaks
+from slipstream_vllm.telling import Teller
 
-# Seconds of a step by its rows, until steps were seen: their growth is a guess, their height does not matter.
-GUESSED_COSTS = {1: 0.020, 16: 0.021, 64: 0.024, 256: 0.040}
-OPTIONS = {"drafts", "deadline_s", "prompt_lookup", "always"}
+# Seconds of a step by its rows, until steps were seen: their growth is a guess, their height does not matter. Plain
+# steps and those with a chain stand at row counts of their own, so that their difference can be learned.
+GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.021, 32: 0.022, 64: 0.024, 128: 0.028, 256: 0.040}
+GLANCE_S = 0.002  # for what drafts sent while the engine computed, before they hear of what it gave
+GREEDY = Sampling()
+TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,129 +63,213 @@ class Row:
     limit: int  # tokens that it has at most, the prompt included
     tokens: Callable[[], list[int]]  # all ``length`` of them; asked for when it is opened
     drafts: bool = True  # whether the engine can verify drafts for it
+    sampling: Sampling = GREEDY  # how drafts rank for it
+    asked: object = None  # what its user says of drafts: see ``options.allowed``
+    depth: int | None = None  # of the deepest that this step verified; None: they were a chain
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """``--additional-config '{"slipstream": {...}}'``."""
+class States(Protocol):
+    """Where the engine's states are, for drafters that read them (``features.States``)."""
 
-    drafts: tuple[str, ...]
-    deadline_s: float = 0.25
-    prompt_lookup: bool = True
-    always: bool = False
+    def gives(self, spec: FeatureSpec) -> bool:
+        """Rows are as ``spec`` says from now on. False: they cannot be."""
+        ...
 
-    @staticmethod
-    def of(given: Any) -> Options:
-        """Raises ConfigError naming the field."""
-        if not isinstance(given, Mapping) or not given.get("drafts"):
-            raise ConfigError('slipstream.drafts: name the draft services, as in --additional-config '
-                              '\'{"slipstream": {"drafts": ["draft:50052"]}}\'')
-        unknown = set(given) - OPTIONS
-        if unknown:
-            raise ConfigError(f"slipstream.{min(unknown)}: not known; use one of {', '.join(sorted(OPTIONS))}")
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
-                                  for name, value in given.items()}
-        options = Options(**values)
-        try:
-            options.section(1)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(f"slipstream: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        for address in options.drafts:
-            if address.startswith(SCHEME):
-                raise ConfigError(f"slipstream.drafts: {address}: pods are not looked for inside vLLM; write the "
-                                  "host:port of the draft's service")
-        return options
+    def newest(self, request: str) -> bytes | None:
+        """The rows before each token that the last step committed to it."""
+        ...
 
-    def section(self, most: int) -> TargetSection:
-        """As the settings of a target. most: tokens of a chain."""
-        policy = PolicySection(max_nodes=most, deadline_max_s=self.deadline_s, always=self.always)
-        return TargetSection(drafts=self.drafts, prompt_lookup=self.prompt_lookup, policy=policy)
+    def since(self, request: str, start: int) -> tuple[int, int, bytes]:
+        """What is known from ``start`` on: the first position, how many, and the rows."""
+        ...
 
 
 class Chains:
     """The sessions of one engine: rows in, chains of draft tokens out."""
 
     def __init__(self, options: Options, most: int, metrics: TargetMetrics,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        """most: tokens of a chain."""
-        self.following = Following(options.section(most), StepCosts(GUESSED_COSTS), metrics, clock=clock)
-        self._most, self._deadline_s, self._clock = most, options.deadline_s, clock
-        self._sessions: dict[str, Followed] = {}
-        self._opened = 0
-        self._ended_s: float | None = None  # the step before, with what was done after it
-        self._problem = ""
+                 clock: Callable[[], float] = time.monotonic, states: States | None = None,
+                 inbox: Inbox | None = None) -> None:
+        """most: tokens of a chain. Raises ConfigError."""
         self._log = logger("vllm")
+        self._changes = Changes(self._log)
+        costs = StepCosts(GUESSED_COSTS, guessed=True)
+        self.following = Following(options.section(most), costs, metrics,
+                                   states.gives if states is not None else no_rows, clock, inbox=inbox,
+                                   changed=self._changes.changed)
+        self._states = states
+        self._costs = costs
+        self._teller = Teller(options.rounds) if options.rounds is not None else None
+        self._told = list[Told]()  # of this step
+        self._most, self._deadline_s, self._clock, self._metrics = most, options.deadline_s, clock, metrics
+        self._sessions: dict[str, Followed] = {}
+        self._forbidden: set[str] = set()
+        self._opened = 0
+        self._before: set[str] = set()  # requests of the step before
+        self._ended_s = 0.0  # that step, with what was done after it
+        self._problems: set[str] = set()  # that were told
+
+    def ended(self, requests: Iterable[str]) -> None:
+        """They are finished: their drafts need not wait for another step to hear of it. Never raises."""
+        try:
+            self._end(requests)
+            self.following.flush()
+        except Exception as error:
+            self._tell("requests are not closed", error)
+
+    def allow(self, request: str, allowed: bool) -> None:
+        """Whether ``request`` may be drafted for, from the next step on; before it is known too."""
+        (self._forbidden.discard if allowed else self._forbidden.add)(request)
+        if (one := self._sessions.get(request)) is not None:
+            one.allow(allowed, self._clock())
+
+    def reads(self, request: str) -> bool:
+        """Whether its drafter reads states."""
+        one = self._sessions.get(request)
+        return one is not None and one.reads is not None
+
+    def after(self, rows: Callable[[], Sequence[Row]], count: int, finished: Iterable[str],
+              scheduled: int) -> list[list[int]]:
+        """``step`` for an adapter that may not know what it meets in ``rows`` of ``count`` requests."""
+        try:
+            known = rows()
+        except Exception as error:  # rule 1
+            self._tell("no drafts for this step", error)
+            return [[] for _ in range(count)]
+        return self.step(known, finished, scheduled)
+
+    def tree(self, request: str, nodes: int, branches: bool = True) -> DraftTree | None:
+        """For an engine that verifies trees: after a step, the best of what ``request`` has, in at most so many nodes,
+        root included. branches: False for one path. Never raises."""
+        if (one := self._sessions.get(request)) is None:
+            return None
+        try:
+            tree = one.take(nodes)
+            return tree if branches else tree.select(tree.best_path())
+        except Exception as error:  # rule 2
+            self._tell("no drafts for a request", error)
+            self._lose(request)
+            return None
 
     def step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int) -> list[list[int]]:
         """A chain for each row; empty: none. ``scheduled``: rows of the step's forward."""
+        now_s = self._clock()
         try:
-            return self._step(rows, finished, scheduled)
+            return self._step(rows, finished, scheduled, now_s)
         except Exception as error:  # rule 1
-            if (problem := repr(error)) != self._problem:
-                self._problem = problem
-                self._log.exception("no drafts for this step")
-            sessions, self._sessions = self._sessions, {}
-            for one in sessions.values():
-                with suppress(Exception):  # what went wrong may go wrong again
-                    self.following.close(one)
+            self._tell("no drafts for this step", error)
+            for request in list(self._sessions):
+                self._lose(request)
             return [[] for _ in rows]
         finally:
+            self._before = {row.request for row in rows}
             self._ended_s = self._clock()
 
-    def _step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int) -> list[list[int]]:
-        now_s = self._clock()
-        for request in finished:
-            self._close(request)
-        self.following.inbox.drain()
-        opened, verified = list[Followed](), list[Verified]()
-        for row in rows:
-            if not row.new or not row.drafts:
-                continue
-            one = self._sessions.get(row.request)
-            if one is not None and one.side.base + len(row.new) == row.length:
-                verified.append(Verified(one.session, row.new, row.drafted, min(row.drafted, len(row.new) - 1),
-                                         row.drafted))
-            else:
-                opened.append(self._open(row))
-        prompts = any(not row.new for row in rows) or bool(opened)
-        began_s = self._ended_s if self._ended_s is not None else now_s
-        drafted = sum(row.drafted for row in rows)
-        self.following.committed(verified, Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted,
-                                                prompts))
-        self.following.begin(opened, now_s)
+    def _step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int, now_s: float) -> list[list[int]]:
+        self._end(finished)
+        self._told.clear()
+        self.following.inbox.drain(until_s=now_s + GLANCE_S)
+        step = self._measured(rows, scheduled, now_s)
+        self.following.committed((), step)  # what it took is told, whoever was in it
+        asked = [self._heard(row, step) if row.new and row.drafts and self._wanted(row) else None for row in rows]
         self.following.flush()
-        asked = [self._sessions[row.request] if row.new and row.drafts else None for row in rows]
-        self.following.take([one for one in asked if one is not None], self._deadline_s)
-        return [one.chain(self._most) if one is not None else [] for one in asked]
+        self._say(step)
+        waits_s = self._clock()
+        drafted = [one for one in asked if one is not None]
+        self.following.take(drafted, max(0.0, now_s + self._deadline_s - waits_s), len(rows) - len(drafted))
+        taken_s = self._clock()
+        chains = [self._chain(row, one) if one is not None else [] for row, one in zip(rows, asked, strict=True)]
+        self._changes.look(self._sessions.values())
+        self._metrics.sessions(len(self._sessions), 0)
+        if step.began_s < now_s:
+            self._metrics.step(scheduled, taken_s - waits_s, step.seconds, self._clock() - now_s - (taken_s - waits_s))
+        return chains
+
+    def _measured(self, rows: Sequence[Row], scheduled: int, now_s: float) -> Step:
+        """The step that ended now, as rule 4 has it."""
+        drafted = sum(row.drafted for row in rows)
+        began_s = self._ended_s if any(row.request in self._before for row in rows) else now_s
+        prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new for row in rows)
+        return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prompts)
+
+    def _heard(self, row: Row, step: Step) -> Followed | None:
+        """Its session, which knows of what the step gave. None: it has none any more."""
+        try:
+            one = self._sessions.get(row.request)
+            if one is None or one.side.base + len(row.new) != row.length:
+                one = self._open(row)
+                self.following.begin([one], step.ended_s)
+            else:
+                newest = self._states.newest(row.request) if self._states is not None and one.reads else None
+                accepted = min(row.drafted, len(row.new) - 1)
+                depth = row.drafted if row.depth is None else row.depth
+                (record,) = self.following.committed([Verified(one.session, row.new, row.drafted, accepted, depth,
+                                                               rows=newest)], step)
+                self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value))
+            self._give_rows(row, one)
+            return one
+        except Exception as error:  # rule 2
+            self._tell("no drafts for a request", error)
+            self._lose(row.request)
+            return None
+
+    def _say(self, step: Step) -> None:
+        """What became of it, to the target that serves the answers, if one does."""
+        told, self._told = self._told, []
+        if self._teller is not None and told:
+            plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
+            self._teller.tell(ToldStep(step.seconds, plain_s, tuple(told)))
+
+    def _give_rows(self, row: Row, one: Followed) -> None:
+        """Hand its drafter what it reads and has not had."""
+        wanted = one.wants_rows()
+        if wanted is None or self._states is None or wanted[1] >= one.side.base - 1:
+            return
+        start, count, rows = self._states.since(row.request, wanted[1])
+        if count:
+            one.give_rows(start, count, rows)
+
+    def _chain(self, row: Row, one: Followed) -> list[int]:
+        try:
+            return one.chain(self._most)
+        except Exception as error:  # rule 2
+            self._tell("no drafts for a request", error)
+            self._lose(row.request)
+            return []
+
+    def _wanted(self, row: Row) -> bool:
+        """Whether its user wants drafts."""
+        wanted = allowed(row.asked)
+        if wanted is None and (problem := repr(row.asked)[:80]) not in self._problems:
+            self._problems.add(problem)
+            self._log.warning("not known in vllm_xargs and left out: write true or false", name=SWITCH, found=problem)
+        return wanted is not False
 
     def _open(self, row: Row) -> Followed:
         self._close(row.request)
         self._opened += 1
         one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, Sampling(), row.limit)
+            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.request not in self._forbidden)
         return one
+
+    def _end(self, requests: Iterable[str]) -> None:
+        for request in requests:
+            self._close(request)
+            self._forbidden.discard(request)
 
     def _close(self, request: str) -> None:
         one = self._sessions.pop(request, None)
         if one is not None:
             self.following.close(one)
 
+    def _lose(self, request: str) -> None:
+        with suppress(Exception):  # what went wrong may go wrong again
+            self._close(request)
 
-class Links:
-    """Streams to all drafts, on a thread of their own."""
-
-    def __init__(self, drafts: Sequence[str], hello: TargetHello, following: Following) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._links = [DraftLink(address, hello, following, check_pair) for address in drafts]
-        self._thread = threading.Thread(target=self._run, name="slipstream-links", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._all())
-
-    async def _all(self) -> None:
-        await asyncio.gather(*(link.run() for link in self._links))
+    def _tell(self, what: str, error: Exception) -> None:
+        if (problem := repr(error)) not in self._problems and len(self._problems) < TOLD:
+            self._problems.add(problem)
+            self._log.error(what, exc_info=error)
 
 
 class RemoteDrafter:
@@ -182,14 +277,34 @@ class RemoteDrafter:
 
     def __init__(self, vllm_config: Any) -> None:
         """Raises ConfigError naming the field."""
+        adopt()
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         options = Options.of((vllm_config.additional_config or {}).get("slipstream"))
+        self.speaks = speaks(vllm_config.parallel_config)  # with drafts; other ranks of the engine propose nothing
+        self.keyed = options.keyed  # wanted; an adapter puts it in place
+        self.chooser: Any = None  # the adapter's
         text = model.hf_text_config
         hello = TargetHello(PROTOCOL_VERSION, 0, str(model.model), model.get_vocab_size(),
                             tokenizer_hash(Path(model.tokenizer)), text.hidden_size, text.num_hidden_layers,
                             model.max_model_len)
-        self.chains = Chains(options, speculative.num_speculative_tokens, TargetMetrics(str(model.model)))
-        self._links = Links(options.drafts, hello, self.chains.following)
+        metrics = TargetMetrics(str(model.model))
+        # Only here: who imports this package needs no torch.
+        from slipstream_vllm.features import States, Taps
+
+        taps = Taps(options.layers, text.num_hidden_layers)
+        self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
+        self.chains = Chains(options, speculative.num_speculative_tokens, metrics, states=self.states)
+        self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check)
+        if options.metrics_listen is not None and self.speaks:
+            self._page = MetricsServer(options.metrics_listen, metrics.registry, self._ready)
+            self._page.start()
+
+    def statuses(self) -> list[DraftStatus]:
+        """Of all drafts, with what was found out about them."""
+        return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
+
+    def _ready(self) -> bool:
+        return any(status.connected for status in self._links.statuses())
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM calls it; the model is elsewhere."""

@@ -31,9 +31,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.neural import Output, apart, wire_rows
-from slipstream.engine.batch import ForwardBatch, sent
+from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig

@@ -49,8 +49,11 @@
 {{- define "slipstream.config.target" -}}
 {{- $name := include "slipstream.fullname" . -}}
 {{- $drafts := list -}}
+{{- $vllm := include "slipstream.vllm" . -}}
+{{- if or (not $vllm) (gt (int .Values.draft.replicas) 0) -}}
 {{- range .Values.draft.pools -}}
-{{- $drafts = append $drafts (include "slipstream.address" (dict "root" $ "name" (printf "%s-draft-%s" $name .name) "port" 50052)) -}}
+{{- $drafts = append $drafts (include "slipstream.address" (dict "root" $ "name" (printf "%s-draft-%s" $name .name) "port" 50052 "named" $vllm)) -}}
+{{- end -}}
 {{- end -}}
 {{- $own := dict
   "listen" (printf "%s:50051" .Values.bindAddress)

@@ -41,13 +41,30 @@ slipstream/pool: {{ . }}
 {{- include "slipstream.image" (dict "root" . "image" .Values.images.engine "variant" .Values.images.engine.variant) -}}
 {{- end -}}
 
+{{/* Whether targets have vLLM's engine: config.target.engine is its name, or its name with arguments. */}}
+{{- define "slipstream.vllm" -}}
+{{- $engine := default "ours" (default dict .Values.config.target).engine -}}
+{{- if or (kindIs "map" $engine) (eq (toString $engine) "vllm") -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- define "slipstream.targetImage" -}}
+{{- if include "slipstream.vllm" . -}}
+{{- include "slipstream.image" (dict "root" . "image" .Values.images.vllm "variant" "vllm") -}}
+{{- else -}}
+{{- include "slipstream.engineImage" . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "slipstream.routerImage" -}}
 {{- include "slipstream.image" (dict "root" . "image" .Values.images.router "variant" "router") -}}
 {{- end -}}
 
-{{/* Where peers find a service: its EndpointSlices, or its one pod by name; takes root, name, port. */}}
+{{/* Where peers find a service: its EndpointSlices, or its pods by name; takes root, name, port and, where a peer cannot
+     look for pods, named. */}}
 {{- define "slipstream.address" -}}
-{{- if .root.Values.discovery.enabled -}}
+{{- if and .root.Values.discovery.enabled (not .named) -}}
 kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
 {{- else -}}
 {{ .name }}.{{ .root.Release.Namespace }}.svc:{{ .port }}

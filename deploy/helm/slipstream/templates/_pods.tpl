@@ -193,10 +193,10 @@ volumeMounts:
 {{- toYaml $found -}}
 {{- end -}}
 
-{{- /* Whether several processes of a pod compute one model; they exchange through shared memory. */ -}}
+{{- /* Whether several processes of a pod compute one model; they exchange through shared memory. vLLM always has some. */ -}}
 {{- define "slipstream.ranks" -}}
 {{- $model := default dict .root.Values.config.model -}}
-{{- if and (eq .role "target") (gt (int (default 1 $model.tensor_parallel)) 1) -}}
+{{- if and (eq .role "target") (or (gt (int (default 1 $model.tensor_parallel)) 1) (include "slipstream.vllm" .root)) -}}
 true
 {{- end -}}
 {{- end -}}
@@ -209,7 +209,7 @@ true
   emptyDir: {}
 {{- if include "slipstream.ranks" . }}
 - name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: 1Gi}
+  emptyDir: {medium: Memory, sizeLimit: {{ ternary "8Gi" "1Gi" (eq "true" (include "slipstream.vllm" .root)) }}}
 {{- end }}
 {{- if .model }}
 - name: model
@@ -265,6 +265,11 @@ requests.cpu
 - {name: TORCH_EXTENSIONS_DIR, value: /cache/torch}
 - {name: FLASHINFER_WORKSPACE_BASE, value: /cache}
 - {name: CUDA_CACHE_PATH, value: /cache/cuda}
+{{- if and (eq .role "target") (include "slipstream.vllm" .root) }}
+- {name: VLLM_CACHE_ROOT, value: /cache/vllm}
+- {name: VLLM_CONFIG_ROOT, value: /cache/vllm}
+- {name: VLLM_NO_USAGE_STATS, value: "1"}
+{{- end }}
 {{- end }}
 {{- end -}}
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from slipstream.engine.batch import sent
+from slipstream.choosing.transfer import sent
 
 BLOCK = 64  # token ids that share a hash
 GOLDEN = 0x9E3779B97F4A7C15

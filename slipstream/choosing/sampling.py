@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from slipstream.engine.batch import sent
-from slipstream.engine.logits import (
+from slipstream.choosing.logits import (
     Columns,
     TokenHistory,
     bias,
@@ -32,11 +31,12 @@ from slipstream.engine.logits import (
     penalise,
     survivors,
 )
-from slipstream.engine.noise import leaders, noise, row_keys
+from slipstream.choosing.noise import leaders, noise, row_keys
+from slipstream.choosing.transfer import sent
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import TokenLogprob
 
-__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choose", "coins", "logprobs", "probabilities", "rank"]
+__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choices", "choose", "coins", "logprobs", "probabilities", "rank"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
@@ -73,7 +73,28 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
     come back in one copy. best: the argmax of each row, where it is known."""
     if best is not None and all(session.plain_greedy for session in sessions):
         return best
-    parts: list[tuple[Sequence[int], torch.Tensor]] = []  # rows, and their choices where they were made
+    parts = _parts(logits, sessions, best)
+    chosen = [0] * len(logits)
+    values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
+    for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
+        chosen[row] = token
+    return chosen
+
+
+def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+    """int64 [R]: what ``choose`` gives, left where ``logits`` are."""
+    parts = _parts(logits, sessions, None)
+    chosen = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    if not parts:
+        return chosen
+    rows = sent([row for rows, _ in parts for row in rows], logits.device)
+    return chosen.index_copy_(0, rows, torch.cat([tokens for _, tokens in parts]))
+
+
+def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
+           best: list[int] | None) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Rows, and their choices where they were made."""
+    parts: list[tuple[Sequence[int], torch.Tensor]] = []
     plain = [row for s in sessions if s.plain_greedy for row in s.rows]
     if plain and best is not None:
         parts.append((plain, sent([best[row] for row in plain], logits.device)))
@@ -91,16 +112,7 @@ def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int]
         filtered = [s for s in sampled if is_filtered(s.sampling)]
         for few in _packs(filtered, most):
             parts.append((_rows_of(few), _lowest_winner(*_survivors(_gathered(logits, few), few, None))))
-    return _brought(parts, len(logits))
-
-
-def _brought(parts: Sequence[tuple[Sequence[int], torch.Tensor]], count: int) -> list[int]:
-    """The choices by row, on the host."""
-    chosen = [0] * count
-    values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
-    for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
-        chosen[row] = token
-    return chosen
+    return parts
 
 
 def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from slipstream.engine.batch import sent
+from slipstream.choosing.transfer import sent
 from slipstream.protocol.messages import Sampling
 
 FIRST_WIDTH_CPU, FIRST_WIDTH = 64, 1024  # candidates looked at before the search widens; a device's host waits to hear

@@ -1,0 +1,1 @@
+"""vLLM with our drafts, measured: ``make bench-vllm``."""

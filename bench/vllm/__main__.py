@@ -1,0 +1,160 @@
+"""``make bench-vllm``: vLLM plain, with drafters of its own, and with ours on another core, on this machine.
+
+What is measured, and how:
+1. One model, greedy, the same questions. Every engine is a process with one thread for its model; a draft service has
+   one thread too. Both at once need two cores, as they would need two devices.
+2. All engines are up at once and are asked in turn, in turning order: a slow minute of the machine hurts all alike.
+3. ``tokens_per_s`` counts from the request to the last token of the last answer, the median of some runs;
+   ``by_plain`` is the median over runs of the ratio to plain vLLM in the same run. ``propose_ms`` is the mean time of a
+   step in the proposer, its own or ours, waiting included; ``equal`` is how many answers are plain vLLM's.
+4. Rows are in ``build/bench/vllm.json`` after each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from bench.asking import SETS, own, read
+from bench.fleet import service
+from bench.report import Row, save, write
+from slipstream.models.folder import resolve
+from tests_vllm.running import Engine
+
+LOGS = Path("build/bench/logs/vllm")
+PLAIN, CHAIN = "plain", 4
+HEAD = "smollm2-135m-eagle3"
+OWN: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "own n-gram": {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "own EAGLE-3": {"method": "eagle3", "model": HEAD},
+}
+# A head drafts chains, as vLLM verifies nothing else.
+EAGLE3 = ("draft.drafter=auto", "draft.growth.topk=1", f"draft.growth.num_steps={CHAIN}",
+          f"draft.growth.num_draft_tokens={CHAIN}")
+REMOTE: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
+    "our n-gram": (("draft.drafter=ngram",), {"prompt_lookup": False}),
+    "our EAGLE-3": (EAGLE3, {"prompt_lookup": False, "layers": [2, 15, 27]}),
+    "our EAGLE-3, lookup": (EAGLE3, {"layers": [2, 15, 27]}),  # as a user has it
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One run of one engine: what it took in its proposer in so many steps, and draft tokens that were accepted."""
+
+    tokens: list[list[int]]
+    seconds: float
+    propose_s: float
+    steps: int
+    accepted: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+    @property
+    def propose_ms(self) -> float:
+        return 1e3 * self.propose_s / max(1, self.steps)
+
+    @property
+    def accepted_share(self) -> float:
+        return self.accepted / sum(map(len, self.tokens))
+
+
+@dataclass(slots=True)
+class System:
+    """One engine that runs."""
+
+    engine: Engine
+    accepted: int = 0  # draft tokens, so far
+
+    def ask(self, prompts: Sequence[str], batch: int, max_tokens: int) -> Asked:
+        said, before = self.engine.ask(prompts, batch, max_tokens), self.accepted
+        self.accepted = int(said["accepted"])
+        return Asked(said["tokens"], said["seconds"], said["propose_s"], said["steps"], self.accepted - before)
+
+
+@dataclass(slots=True)
+class Results:
+    runs: dict[tuple[str, str, int], list[Asked]] = field(default_factory=lambda: defaultdict(list))
+
+    def rows(self) -> list[Row]:
+        return [self._row(system, set_, batch) for system, set_, batch in self.runs]
+
+    def _row(self, system: str, set_: str, batch: int) -> Row:
+        mine, plain = self.runs[system, set_, batch], self.runs[PLAIN, set_, batch]
+        pairs = list(zip(mine, plain, strict=False))
+        answers = [(own, theirs) for one, other in pairs for own, theirs in zip(one.tokens, other.tokens, strict=True)]
+        return {"system": system, "set": set_, "batch": batch,
+                "tokens_per_s": statistics.median(one.tokens_per_s for one in mine),
+                "by_plain": statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs),
+                "propose_ms": statistics.median(one.propose_ms for one in mine),
+                "accepted_share": statistics.median(one.accepted_share for one in mine),
+                "equal": sum(own == theirs for own, theirs in answers), "answers": len(answers)}
+
+
+@contextmanager
+def started(python: Path, dtype: str) -> Iterator[dict[str, System]]:
+    """All systems, by name. Raises Unavailable."""
+    common: dict[str, Any] = {"dtype": dtype, "max_num_batched_tokens": 2048, "max_num_seqs": 16}
+    LOGS.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        systems = dict[str, System]()
+        for name, method in track(OWN.items(), description="vLLM"):
+            speculative = {**method, "num_speculative_tokens": CHAIN} if method else None
+            if speculative and "model" in speculative:
+                speculative["model"] = str(resolve(HEAD))
+            systems[name] = System(Engine(python, None, LOGS / f"{name}.log", speculative_config=speculative, **common))
+            stack.callback(systems[name].engine.end)
+        for name, (drafter, options) in track(REMOTE.items(), description="vLLM with our drafts"):
+            pod = service("draft", name, LOGS, (*drafter, "model.threads=1"))
+            pod.start()
+            stack.callback(pod.stop)
+            asyncio.run(pod.ready())
+            systems[name] = System(Engine(python, {"drafts": [pod.address], **options},
+                                          LOGS / f"{name}.log", **common))
+            stack.callback(systems[name].engine.end)
+        yield systems
+
+
+def questions(folder: str | None, count: int) -> dict[str, list[str]]:
+    copies = [question.text for question in read(SETS, "copy", count)]
+    chat = read(folder, "mt_bench", count) if folder else own()[:count]
+    return {"mt_bench" if folder else "chat": [question.text for question in chat], "copy": copies}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, required=True, help="what `make vllm` installed")
+    parser.add_argument("--prompts", help="folder with mt_bench.jsonl; without one our own questions are asked")
+    parser.add_argument("--count", type=int, default=4, help="questions of each set")
+    parser.add_argument("--runs", type=int, default=3, help="of each batch size and set")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="float32", help="of vLLM; in bfloat16 its own answers differ with the batch")
+    options = parser.parse_args()
+    sets, results = questions(options.prompts, options.count), Results()
+    with started(options.vllm / "bin" / "python", options.dtype) as systems:
+        for system in systems.values():
+            system.ask(sets["copy"][:1], 1, 32)  # what is made at the first request
+        names = list(systems)
+        turns = [(run, set_, batch) for run in range(options.runs) for set_ in sets for batch in options.batches]
+        for number, (_, set_, batch) in enumerate(track(turns, description="asking")):
+            for name in (*names[number % len(names):], *names[: number % len(names)]):
+                results.runs[name, set_, batch].append(systems[name].ask(sets[set_], batch, options.max_tokens))
+            save("vllm", results.rows())
+    write("vllm", results.rows(), f"bench-vllm: default model, {options.dtype}, greedy, chains of {CHAIN}")
+
+
+if __name__ == "__main__":
+    main()

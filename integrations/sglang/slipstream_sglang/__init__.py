@@ -1,0 +1,39 @@
+"""Slipstream drafts for SGLang: its own engine asks a draft service for the trees that it verifies.
+
+    pip install slipstream-sglang
+    python -m sglang.launch_server --model-path MODEL --speculative-algorithm SLIPSTREAM \
+        --speculative-num-draft-tokens 12 --speculative-adaptive-config slipstream.json   # {"drafts": ["draft:50052"]}
+
+It was written against the interface of SGLang 0.5.23 and is tested beside a stub of it: **it never ran** in SGLang.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from slipstream.base.errors import ConfigError
+
+KNOWN = "0.5.23"
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Called by SGLang in each process, before its arguments are read. Raises ConfigError."""
+    from slipstream_sglang.adapter_0_5_23 import adapt
+
+    adapter_fits(installed())
+    adapt()
+
+
+def installed() -> str:
+    """The version of SGLang that is here; empty: none."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return ""
+
+
+def adapter_fits(found: str) -> None:
+    """Raises ConfigError, which names the version that is known."""
+    if found.split("+")[0].split(".post")[0] != KNOWN:
+        raise ConfigError(f"SGLang {found or '(none installed)'} is not known to slipstream-sglang, which was written "
+                          f"for {KNOWN}: install that one, or take another --speculative-algorithm")

@@ -1,0 +1,133 @@
+"""SGLang 0.5.23: an algorithm of its registry whose trees are ours, and whose verification is its n-gram worker's.
+
+That worker asks ``_prepare_draft_tokens`` for tokens and masks of a batch and does the rest: KV, the forward, choosing,
+moving what was accepted. So ours is one of its kind, and the algorithm says ``is_ngram``, which batches, masks and the
+overlapped schedule go by. Under that schedule what the step before accepted is not in a request's answer yet.
+
+**It never ran in SGLang**: names and signatures are those of its wheel. One GPU a target: others would each have trees
+of their own. It knows nothing about drafts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream_vllm.links import Links
+from slipstream_vllm.options import Options
+from slipstream_vllm.remote import Chains
+
+from slipstream.base.errors import ConfigError
+from slipstream.models.folder import tokenizer_hash
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
+from slipstream_sglang.trees import Asked, Mask, Tokens, Trees
+
+NAME = "SLIPSTREAM"
+NODES = 12  # of a tree, root included, where --speculative-num-draft-tokens does not say
+
+
+def adapt() -> None:
+    """Register the algorithm; once a process."""
+    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    class Algorithm(CustomSpecAlgo):  # type: ignore[misc]
+        def is_ngram(self) -> bool:
+            return True
+
+        def has_draft_kv(self) -> bool:
+            return False
+
+        def handle_server_args(self, server_args: Any) -> None:
+            settle(server_args)
+
+    class RemoteWorker(NGRAMWorker):  # type: ignore[misc]
+        def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+            super().__init__(server_args, gpu_id, nccl_port, target_worker)
+            options, shape = options_of(server_args), target_worker.model_config
+            text, metrics = shape.hf_text_config, TargetMetrics(str(server_args.model_path))
+            chains = Chains(options, self.draft_token_num - 1, metrics)
+            self.limit = shape.context_len
+            self.trees = Trees(chains, self.draft_token_num, server_args.speculative_ngram_max_bfs_breadth > 1)
+            hello = TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,
+                                tokenizer_hash(Path(server_args.tokenizer_path)), text.hidden_size,
+                                text.num_hidden_layers, shape.context_len)
+            self.links = Links(options.drafts, hello, chains.following, metrics)
+
+        def _prepare_draft_tokens(self, batch: Any) -> tuple[Tokens, Mask]:
+            return self.trees.drafted(asked_of(self, batch))
+
+        def _update_ngram_corpus(self, batch: Any) -> None:
+            """Nothing is learned here."""
+
+        def clear_cache_pool(self) -> None:
+            super().clear_cache_pool()
+            self.trees.forget()
+
+    def factory(server_args: Any) -> type:
+        return RemoteWorker
+
+    register = SpeculativeAlgorithm.register(NAME, supports_overlap=True, validate_server_args=check,
+                                             spec_class=Algorithm)
+    register(factory)
+
+
+def asked_of(worker: Any, batch: Any) -> list[Asked]:
+    """The requests of ``batch``, in its order."""
+    nodes = worker.draft_token_num
+    late, counts = list[int](), [0] * len(batch.reqs)
+    if worker.enable_overlap and not batch.grammar_needs_sync():
+        late, counts = batch.spec_info.accept_tokens.tolist(), batch.spec_info.accept_lens.tolist()
+    asked = []
+    for place, request in enumerate(batch.reqs):
+        prompt, most = request.origin_input_ids_unpadded, request.sampling_params.max_new_tokens
+        newest = late[place * nodes : place * nodes + counts[place]]
+        limit = worker.limit if most is None else min(worker.limit, len(prompt) + most)
+        asked.append(Asked(request.rid, prompt, request.output_ids, newest, limit))
+    return asked
+
+
+def options_of(server_args: Any) -> Options:
+    """Raises ConfigError naming the field."""
+    path = server_args.speculative_adaptive_config
+    if not path:
+        raise ConfigError('--speculative-adaptive-config: name a file that names the draft services, as in '
+                          '{"drafts": ["draft:50052"]}')
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--speculative-adaptive-config: {path}: {error}") from error
+    options = Options.of(given)
+    if isinstance(given, Mapping) and (given.get("layers") or given.get("features_gb")):
+        raise ConfigError("slipstream.layers: states are not taken out of SGLang; drafters that read none fit")
+    return options
+
+
+def check(server_args: Any) -> None:
+    """Before anything is loaded. Raises ConfigError naming the argument."""
+    options_of(server_args)
+    for name in ("tp_size", "pp_size", "dp_size"):
+        if (found := getattr(server_args, name)) > 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {found}: drafts are asked on one GPU alone")
+
+
+def settle(server_args: Any) -> None:
+    """What SGLang sets for its n-gram drafts. Raises ConfigError naming the argument."""
+    if server_args.speculative_num_draft_tokens is None:
+        server_args.speculative_num_draft_tokens = NODES
+    nodes, breadth = server_args.speculative_num_draft_tokens, server_args.speculative_ngram_max_bfs_breadth
+    if nodes < 2:
+        raise ConfigError("--speculative-num-draft-tokens: at least 2, the newest token is one of them")
+    server_args.enable_mixed_chunk = False
+    server_args.speculative_eagle_topk = breadth
+    if server_args.speculative_num_steps is None:
+        server_args.speculative_num_steps = max(1, nodes // breadth)
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = 48
+    if breadth > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":
+        raise ConfigError("--page-size above 1 with trees: take --attention-backend flashinfer, or "
+                          "--speculative-ngram-max-bfs-breadth 1 for chains")

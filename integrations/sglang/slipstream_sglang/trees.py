@@ -1,0 +1,105 @@
+"""Trees: what SGLang's batch is told about drafts, as it wants it: tokens and masks of so many nodes a request.
+
+Rules:
+1. Each request has ``nodes`` nodes. The first is its newest token; those that nobody proposed stand behind the others
+   as children of it with the token 0, as SGLang's own n-gram drafts have them. The engine verifies each node: one that
+   nobody meant costs what is paid anyway, and changes no token.
+2. What drafts do never raises here (``slipstream_vllm.remote``, rule 1): without them a request is its newest token.
+3. A request that is not in a batch any more is closed; one that returns is opened anew.
+
+It knows no SGLang: an adapter turns the engine's batch into ``Asked`` values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from slipstream_vllm.remote import Chains, Row
+
+from slipstream.protocol.tree import DraftTree
+
+Tokens = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request that is about to be verified. Its text is ``prompt``, ``answer`` and ``newest``, in this order."""
+
+    request: str
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    newest: Sequence[int]  # accepted by the step before and not in ``answer`` yet
+    limit: int  # tokens that it has at most, the prompt included
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.answer) + len(self.newest)
+
+    def last(self, count: int) -> list[int]:
+        """Its newest ``count`` tokens."""
+        found = list(self.newest)[-count:]
+        for text in (self.answer, self.prompt):
+            if (missing := count - len(found)) > 0:
+                found = [*text[-missing:], *found]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Verifying:
+    """What a request verifies now."""
+
+    length: int  # of its text before
+    nodes: int
+    depth: int
+
+
+class Trees:
+    """The sessions of one engine: requests in, trees out."""
+
+    def __init__(self, chains: Chains, nodes: int, branches: bool = True) -> None:
+        """nodes: of a tree, root included. branches: False for one path."""
+        self.chains, self._nodes, self._branches = chains, nodes, branches
+        self._verifying: dict[str, Verifying] = {}
+
+    def drafted(self, batch: Sequence[Asked]) -> tuple[Tokens, Mask]:
+        """Tokens ``[B * N]`` and masks ``[B * N * N]``: node j stands above node i, or is i itself, where [b, i, j]."""
+        gone = self._verifying.keys() - {one.request for one in batch}
+        rows = [self._row(one) for one in batch]
+        # Those that nobody meant are verified too: what drafts cost is nothing, and that is how it is told.
+        self.chains.step(rows, gone, sum(1 + row.drafted for row in rows))
+        trees = [self.chains.tree(one.request, self._nodes, self._branches) for one in batch]
+        self._verifying = {one.request: Verifying(one.length, len(tree) - 1, max(tree.levels())) if tree is not None
+                           else Verifying(one.length, 0, 0) for one, tree in zip(batch, trees, strict=True)}
+        return laid_out([one.last(1)[0] for one in batch], trees, self._nodes)
+
+    def forget(self) -> None:
+        """Nothing that was computed is there any more."""
+        self.chains.step((), list(self._verifying), 0)
+        self._verifying = {}
+
+    def _row(self, one: Asked) -> Row:
+        before = self._verifying.get(one.request)
+        length = before.length if before is not None and before.length < one.length else one.length - 1
+        nodes, depth = (before.nodes, before.depth) if before is not None else (0, 0)
+        return Row(one.request, one.length, tuple(map(int, one.last(one.length - length))), nodes, len(one.prompt),
+                   one.limit, lambda: list(map(int, one.last(one.length))), depth=depth)
+
+
+def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int) -> tuple[Tokens, Mask]:
+    """See ``Trees.drafted``. None: nothing but the root."""
+    tokens = np.zeros((len(roots), nodes), np.int64)
+    mask: Any = np.zeros((len(roots), nodes, nodes), np.bool_)
+    mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
+    tokens[:, 0] = roots
+    for place, tree in enumerate(trees):
+        if tree is None or int(tree.tokens[0]) != roots[place]:
+            continue
+        tokens[place, : len(tree)] = tree.tokens
+        for node in range(1, len(tree)):
+            mask[place, node] |= mask[place, int(tree.parents[node])]
+    return tokens.reshape(-1), mask.reshape(-1)

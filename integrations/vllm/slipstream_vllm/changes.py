@@ -1,0 +1,44 @@
+"""Changes: what becomes of drafts, in one line each, for whoever reads vLLM's log.
+
+Rules:
+1. A line for each draft that begins or ceases to be of use, not for each request: an engine has hundreds of them.
+2. The reason is that of the last request that left it. Who only ended says nothing.
+
+Drafts that come and go have their lines from the links. It knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from slipstream.decision.decide import Mode, Transition, Why
+from slipstream.following.following import Followed
+from slipstream.protocol.messages import Link
+
+
+class Changes:
+    """Of one engine."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._used: set[str] = set()  # addresses of drafts
+        self._left: dict[str, str] = {}  # why requests left them, since the last look
+
+    def changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
+        """See ``Following``."""
+        self._log.debug("mode changed", scope="session", session=session, before=change.before.value,
+                        after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+        if change.before is Mode.SPECULATE and link is not None:
+            self._left[link.address] = change.reason
+
+    def look(self, sessions: Iterable[Followed]) -> None:
+        """After a step: who drafts now."""
+        used = {one.link.address for one in sessions
+                if one.link is not None and one.policy.mode is Mode.SPECULATE and one.decision.verify}
+        for address in sorted(used - self._used):
+            self._log.info("speculation begins", draft=address)
+        for address in sorted(set(self._left) & self._used - used):
+            self._log.info("speculation ends", draft=address, reason=self._left[address])
+        self._used = used | self._used - set(self._left)
+        self._left.clear()

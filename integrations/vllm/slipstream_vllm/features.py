@@ -1,0 +1,242 @@
+"""Features: states of the target that a drafter reads, out of the engine's own forward.
+
+Rules:
+1. Taps are set when the engine loads, as graphs and compilation fix them. A draft that reads others is refused by name.
+2. States lie beside the engine's KV, a row a slot, written in the step that wrote the KV. So there is a row for what
+   the prefix cache gave, for a request that was put back, and for a draft that comes late or comes back.
+3. They take so many bytes and no more: slots share places, and the newest keeps it. A row belongs to a token if its
+   slot and the token are both those that were written. One that is gone is a gap, and the drafter begins behind it.
+4. They are kept as the engine made them. A spec's projection and its dtype come when they are sent.
+5. Off a GPU the newest rows are copied on a stream of their own, while the host looks at what was sampled.
+
+It knows nothing about vLLM's classes, sessions or links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from slipstream.base.errors import ConfigError, PairingError
+from slipstream.observe.log import logger
+from slipstream.protocol.messages import DraftHello, FeatureSpec, TargetHello
+from slipstream.protocol.pairing import check_pair
+
+CHUNK = 1024  # rows of one product, where many are sent
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Which states are given: ids as ``FeatureSpec.layers``, in the order in which drafts name them."""
+
+    layers: tuple[int, ...]
+    num_layers: int  # of the target
+
+    def __post_init__(self) -> None:
+        if not all(0 <= layer <= self.num_layers for layer in self.layers):
+            raise ConfigError(f"slipstream.layers: {list(self.layers)} are not layers of a target with "
+                              f"{self.num_layers}")
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Those that the engine has to be asked for: it gives the state behind the final norm anyway."""
+        return tuple(sorted({layer for layer in self.layers if layer < self.num_layers}))
+
+    def pick(self, inner: Sequence[torch.Tensor] | None, last: torch.Tensor) -> list[torch.Tensor]:
+        """Of what a forward gave, ``inner`` in the model's order."""
+        given = dict(zip(self.inner, inner or (), strict=True))
+        return [given.get(layer, last) for layer in self.layers]
+
+    def check(self, target: TargetHello, draft: DraftHello) -> None:
+        """Whether the two fit, and these are the taps that the draft reads. Raises PairingError."""
+        check_pair(target, draft)
+        if draft.features is not None and draft.features.layers != self.layers:
+            found = list(draft.features.layers)
+            raise PairingError("features.layers", f"the draft reads {found}, vLLM gives {list(self.layers)}: start it "
+                               f"with slipstream.layers {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The requests of a step, in the order in which their rows stand in its forward."""
+
+    requests: Sequence[str]
+    scheduled: Indices  # [B] rows of each
+    computed: Indices  # [B] tokens of each before the step
+    ends: Indices  # [B] the same after it; rows behind are those of draft tokens that were refused
+    sampled: Indices  # [B] tokens that the step committed
+    tokens: NDArray[np.int32]  # [B, _]
+    blocks: NDArray[np.int32]  # [B, _] of the KV; 0 is nobody's
+    block_size: int
+
+    def slots(self, places: Indices, positions: Indices) -> Indices:
+        """Of the KV; -1: none."""
+        blocks = self.blocks[places, positions // self.block_size].astype(np.int64)
+        return np.where(blocks > 0, blocks * self.block_size + positions % self.block_size, -1)
+
+
+class States:
+    """All calls come from the engine's thread."""
+
+    def __init__(self, taps: Taps, most_bytes: int) -> None:
+        self.taps = taps
+        self._most_bytes = most_bytes
+        self._pool = torch.empty(0, 0)
+        self._aside: torch.cuda.Stream | None = None
+        self._owners: Indices = np.zeros(0, np.int64)  # [places] the slot whose state is there; -1: none
+        self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._rows: Rows | None = None
+        self._batch: Batch | None = None
+        self._places: dict[str, int] = {}
+        self._newest: dict[str, tuple[int, int]] = {}  # request -> first of its rows that are sent, number
+        self._sent: Sent | None = None
+        self._problem = ""
+
+    def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """When the engine loads, so that its KV takes what is left."""
+        width = len(self.taps.layers) * hidden_size
+        places = max(1, self._most_bytes // (width * dtype.itemsize))
+        self._pool = torch.empty(places, width, dtype=dtype, device=device)
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._owners, self._tokens = np.full(places, -1, np.int64), np.zeros(places, np.int32)
+
+    def gives(self, spec: FeatureSpec) -> bool:
+        """Rows are sent as ``spec`` says from now on. False: they cannot be given."""
+        if spec.layers != self.taps.layers:
+            return False
+        self._rows = Rows(spec, self._pool.device)
+        return True
+
+    def keep(self, batch: Callable[[], Batch], inner: Sequence[torch.Tensor] | None, last: torch.Tensor,
+             reads: Callable[[str], bool]) -> None:
+        """A step is done: ``inner`` taps and the ``last`` state, a row for each of its tokens. Rows of the tokens that
+        it committed to requests that some drafter ``reads`` are on their way from here on. It never raises: whatever
+        goes wrong is no rows, and one log line for each new problem."""
+        self._batch, self._places, self._newest, self._sent = None, {}, {}, None
+        try:
+            self._keep(batch(), self.taps.pick(inner, last), reads)
+        except Exception as error:
+            if (problem := repr(error)) != self._problem:
+                self._problem = problem
+                logger("vllm").exception("no states of this step")
+
+    def _keep(self, batch: Batch, taps: Sequence[torch.Tensor], reads: Callable[[str], bool]) -> None:
+        self._batch, self._places = batch, {request: place for place, request in enumerate(batch.requests)}
+        offsets = np.cumsum(batch.scheduled) - batch.scheduled
+        self._send_newest(batch, taps, offsets, reads)
+        places, steps = _spread(batch.ends - batch.computed)
+        positions = batch.computed[places] + steps
+        slots = batch.slots(places, positions)
+        rows, tokens = offsets[places] + steps, batch.tokens[places, positions]
+        if not (held := slots >= 0).all():
+            slots, rows, tokens = slots[held], rows[held], tokens[held]
+        at = slots % len(self._owners)
+        self._owners[at] = slots
+        self._tokens[at] = tokens
+        if not (won := self._owners[at] == slots).all():  # of two in one place the later one is there
+            at, rows = at[won], rows[won]
+        if len(at):
+            self._pool.index_copy_(0, self._near(at), self._side_by_side(taps, rows).to(self._pool.dtype))
+
+    def newest(self, request: str) -> bytes | None:
+        """The rows of the positions before each token that the last step committed to it."""
+        found = self._newest.get(request)
+        if found is None or self._sent is None:
+            return None
+        return self._sent.rows(*found)
+
+    def since(self, request: str, start: int) -> tuple[int, int, bytes]:
+        """Rows that are known of a request of the last step, from ``start`` on, behind the last gap: the first
+        position, their number, and themselves."""
+        place, batch = self._places.get(request), self._batch
+        if place is None or batch is None or self._rows is None:
+            return start, 0, b""
+        positions = np.arange(start, int(batch.ends[place]), dtype=np.int64)
+        slots = batch.slots(np.full(len(positions), place), positions)
+        at = slots % len(self._owners)
+        gone = np.flatnonzero((self._owners[at] != slots) | (slots < 0)
+                              | (self._tokens[at] != batch.tokens[place, positions]))
+        at = at[int(gone[-1]) + 1 :] if len(gone) else at
+        parts = [Sent(self._rows(self._pool.index_select(0, self._near(at[first : first + CHUNK]))), self._aside)
+                 for first in range(0, len(at), CHUNK)]
+        return int(batch.ends[place]) - len(at), len(at), b"".join(part.rows() for part in parts)
+
+    def _send_newest(self, batch: Batch, taps: Sequence[torch.Tensor], offsets: Indices,
+                     reads: Callable[[str], bool]) -> None:
+        if self._rows is None:
+            return
+        counts = np.where([reads(request) for request in batch.requests], batch.sampled, 0)
+        counts[counts > batch.ends - batch.computed] = 0
+        places, steps = _spread(counts)
+        if not len(places):
+            return
+        first = offsets + batch.ends - batch.computed - counts
+        self._sent = Sent(self._rows(self._side_by_side(taps, first[places] + steps)), self._aside)
+        begins = np.cumsum(counts) - counts
+        self._newest = {request: (int(begins[place]), int(counts[place]))
+                        for place, request in enumerate(batch.requests) if counts[place]}
+
+    def _side_by_side(self, taps: Sequence[torch.Tensor], rows: Indices) -> torch.Tensor:
+        near = self._near(rows)
+        return torch.cat([tap.index_select(0, near) for tap in taps], dim=-1)
+
+    def _near(self, indices: Indices) -> torch.Tensor:
+        return torch.from_numpy(indices).to(self._pool.device)
+
+
+def _spread(counts: Indices) -> tuple[Indices, Indices]:
+    """Counts (2, 0, 3) as who (0, 0, 2, 2, 2) and which of them (0, 1, 0, 1, 2)."""
+    counts = np.maximum(counts, 0)
+    who = np.repeat(np.arange(len(counts)), counts)
+    return who, np.arange(len(who)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+class Rows:
+    """What one spec makes of states."""
+
+    def __init__(self, spec: FeatureSpec, device: torch.device) -> None:
+        self._dtype = DTYPES[spec.dtype]
+        self._weight: torch.Tensor | None = None
+        if (projection := spec.projection) is not None:
+            flat = torch.frombuffer(bytearray(projection.weights), dtype=DTYPES[projection.dtype])
+            self._weight = flat.view(projection.rows, projection.columns).to(device)
+
+    @torch.inference_mode()
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[M, taps * H] -> [M, width] in the dtype of the wire."""
+        if self._weight is not None:
+            states = F.linear(states.to(self._weight.dtype), self._weight)
+        return states.to(self._dtype)
+
+
+class Sent:
+    """Rows on their way to the host. On a GPU they never went yet: read, not run."""
+
+    def __init__(self, rows: torch.Tensor, aside: torch.cuda.Stream | None) -> None:
+        """aside: the stream that copies them; None: they are copied at once."""
+        self._event: torch.cuda.Event | None = None
+        if aside is None:
+            self._host = rows.cpu().contiguous()
+            return
+        self._host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        aside.wait_stream(torch.cuda.current_stream(rows.device))
+        with torch.cuda.stream(aside):
+            self._host.copy_(rows, non_blocking=True)
+            rows.record_stream(aside)  # its memory is nobody else's until then
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(aside)
+
+    def rows(self, first: int = 0, count: int | None = None) -> bytes:
+        """Waits for them."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows = self._host[first:] if count is None else self._host[first : first + count]
+        # numpy has no bfloat16: the bytes are taken without asking what they mean.
+        return rows.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,76 @@
+"""Options: what ``--additional-config '{"slipstream": {...}}'`` may say, and what a request may.
+
+It knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from slipstream.base.address import SCHEME
+from slipstream.base.config import Listen, Peers, PolicySection, TargetSection
+from slipstream.base.errors import ConfigError
+
+HINT = """name the draft services, as in --additional-config '{"slipstream": {"drafts": ["draft:50052"]}}'"""
+SWITCH = "slipstream"  # in a request's ``vllm_xargs``
+
+
+def _named(value: object) -> object:
+    if isinstance(value, list | tuple):
+        for address in value:
+            if str(address).startswith(SCHEME):
+                raise ValueError(f"{address}: pods are not looked for inside vLLM; write the host:port of the draft's "
+                                 "service")
+    return value
+
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))
+class Options:
+    """See docs/ENGINES.md."""
+
+    drafts: Annotated[Peers, BeforeValidator(_named)]
+    deadline_s: Annotated[float, Field(gt=0, le=60)] = 0.25  # a step never waits longer for a draft
+    prompt_lookup: bool = True
+    always: bool = False  # draft, whether it pays or not
+    layers: tuple[int, ...] = ()  # whose states drafts may read, as ``FeatureSpec.layers``
+    features_gb: Annotated[float, Field(gt=0, le=1 << 20)] = 1.0  # of such states, kept beside the engine's KV
+    keyed: bool = True  # see ``sampling``
+    rounds: str | None = None  # a datagram socket of this machine that is told of each step; a target's
+    metrics_listen: Listen | None = None  # a page of our metrics, of this process; None: no page
+
+    @staticmethod
+    def of(given: Any) -> Options:
+        """Raises ConfigError naming the field."""
+        if not isinstance(given, Mapping) or not given.get("drafts"):
+            raise ConfigError(f"slipstream.drafts: {HINT}")
+        known = {field.name for field in fields(Options)}
+        if unknown := set(given) - known:
+            raise ConfigError(f"slipstream.{min(map(str, unknown))}: not known; use one of {', '.join(sorted(known))}")
+        values: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}
+        try:
+            return Options(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"slipstream.{'.'.join(map(str, first['loc']))}: "
+                              f"{first['msg'].removeprefix('Value error, ')}") from error
+
+    def section(self, most: int) -> TargetSection:
+        """As the settings of a target. most: tokens of a chain. Raises ConfigError."""
+        try:
+            policy = PolicySection(max_nodes=most, deadline_max_s=self.deadline_s, always=self.always)
+        except ValidationError as error:
+            raise ConfigError(f"num_speculative_tokens: {error.errors()[0]['msg']}") from error
+        return TargetSection(drafts=self.drafts, prompt_lookup=self.prompt_lookup, policy=policy)
+
+
+def allowed(asked: object) -> bool | None:
+    """What a request says under ``SWITCH``: false for no drafts (vLLM's server makes 0 of it), true or nothing for
+    drafts as elsewhere. None: neither."""
+    if asked is None:
+        return True
+    return bool(asked) if isinstance(asked, int) and asked in (0, 1) else None

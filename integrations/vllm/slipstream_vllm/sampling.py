@@ -1,0 +1,148 @@
+"""Keyed sampling in vLLM: a seed fixes a sampled answer, whatever is drafted, and drafts are ranked with its noise.
+
+Rules:
+1. vLLM does to logits all that it does before a token is drawn, along the draft tokens too: grammar, allowed tokens,
+   bad words, min_tokens, penalties. Temperature, top-k, top-p and noise are those of our engine (``choosing``).
+2. The choice at a position is the same function in a plain step and under verification. So draft tokens are verified as
+   greedy ones are: by being equal. vLLM's rejection sampling is not used, nor are its generators.
+3. Greedy requests are chosen by vLLM alone, and so is everything outside of a step.
+4. Without a seed, one follows from the engine's own seed and the request's id: alike in all ranks of an engine.
+
+It wraps objects of vLLM (its sampler and its rejection sampler) and imports none. It knows nothing about drafts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from slipstream.choosing.sampling import ChoiceRows, choices
+from slipstream.choosing.transfer import sent
+from slipstream.protocol.messages import Sampling
+
+SEEDS = 1 << 64
+HOTTEST = 100.0  # temperature, and repetition penalty, that ``Sampling`` holds; vLLM knows no bound
+STOPS = 64
+
+
+def refusal(vllm_config: Any) -> str:
+    """Why vLLM's own sampling stays; "": it need not."""
+    if "processed" in vllm_config.model_config.logprobs_mode:
+        return f"logprobs_mode is {vllm_config.model_config.logprobs_mode}, which reads what rejection sampling makes"
+    if (method := vllm_config.speculative_config.rejection_sample_method) != "standard":
+        return f"rejection_sample_method is {method}"
+    return ""
+
+
+def sampling_of(params: Any, request: str, engine_seed: int | None) -> Sampling:
+    """What ``params`` (vLLM's ``SamplingParams``) ask for."""
+    seed = params.seed
+    if seed is None:
+        seed = int.from_bytes(hashlib.blake2b(f"{engine_seed} {request}".encode(), digest_size=8).digest(), "little")
+    stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+    return Sampling(
+        temperature=min(float(params.temperature), HOTTEST), top_k=max(0, params.top_k), top_p=params.top_p,
+        min_p=params.min_p, presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
+        repetition_penalty=min(params.repetition_penalty, HOTTEST), min_tokens=params.min_tokens,
+        stop_token_ids=tuple(sorted(stops or ())[:STOPS]), seed=seed % SEEDS)
+
+
+def filters(sampling: Sampling) -> Sampling:
+    """``sampling`` of logits that penalties were applied to."""
+    return replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a batch that is chosen for."""
+
+    sampling: Sampling  # its filters
+    base: int  # tokens that it has
+    drafted: int  # draft tokens of it that are verified
+
+    def rows(self, first: int, count: int, skip: int) -> ChoiceRows:
+        """Rows from ``first`` of some logits; ``skip``: draft tokens before the first of them."""
+        positions = range(self.base + skip, self.base + skip + count)
+        return ChoiceRows(self.sampling, range(first, first + count), positions, [0] * count, None, [()] * count)
+
+
+class Known:
+    """What each request of the batch asks for, made once."""
+
+    def __init__(self, engine_seed: int | None) -> None:
+        self._seed = engine_seed
+        self._of: dict[str, tuple[Any, Sampling, Sampling]] = {}
+
+    def of(self, request: str, params: Any) -> tuple[Sampling, Sampling]:
+        """All of it, and its filters alone."""
+        known = self._of.get(request)
+        if known is None or known[0] is not params:
+            asked = sampling_of(params, request, self._seed)
+            known = self._of[request] = (params, asked, filters(asked))
+        return known[1], known[2]
+
+    def keep(self, requests: Iterable[str]) -> None:
+        """The others may be over."""
+        there = list(requests)
+        if len(self._of) > 2 * len(there) + 64:
+            self._of = {request: self._of[request] for request in there if request in self._of}
+
+
+class KeyedSampling:
+    """Stands inside a sampler and a rejection sampler of vLLM from now on; chooses while a ``step`` is on."""
+
+    def __init__(self, sampler: Any, verifier: Any, engine_seed: int | None) -> None:
+        self.known = Known(engine_seed)
+        self._sampler = sampler
+        self._sample, self._process, self._verify = sampler.sample, verifier.apply_logits_processors, verifier.forward
+        self._asked: Sequence[Asked] = ()
+        sampler.sample, verifier.apply_logits_processors, verifier.forward = self.sample, self.process, self.verify
+
+    @contextmanager
+    def step(self, asked: Sequence[Asked]) -> Iterator[None]:
+        """``asked``: the requests of the batch, in its order."""
+        self._asked = asked
+        try:
+            yield
+        finally:
+            self._asked = ()
+
+    def sample(self, logits: torch.Tensor, metadata: Any, *rest: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+        """A token for each request: the only one, or the one behind its draft tokens."""
+        if not self._asked:
+            drawn: tuple[torch.Tensor, Any] = self._sample(logits, metadata, *rest, **named)
+            return drawn
+        if not any(one.sampling.greedy for one in self._asked):
+            return choices(logits, [one.rows(row, 1, one.drafted) for row, one in enumerate(self._asked)]), None
+        chosen = self._sampler.greedy_sample(logits).to(torch.int64)
+        places = [place for place, one in enumerate(self._asked) if not one.sampling.greedy]
+        where = sent(places, logits.device)
+        sessions = [self._asked[place].rows(row, 1, self._asked[place].drafted) for row, place in enumerate(places)]
+        return chosen.index_copy_(0, where, choices(logits.index_select(0, where), sessions)), None
+
+    def process(self, logits: torch.Tensor, metadata: Any, spec: Any) -> torch.Tensor:
+        """The rows that draft tokens are verified against, a request behind the other: each with its choice on top."""
+        rows: torch.Tensor = self._process(logits, metadata, spec)
+        places, sessions, first = list[int](), list[ChoiceRows](), 0
+        for one, count in zip(self._asked, spec.num_draft_tokens, strict=False):
+            if count and not one.sampling.greedy:
+                sessions.append(one.rows(len(places), count, 0))
+                places += range(first, first + count)
+            first += count
+        if not sessions:
+            return rows
+        where = sent(places, rows.device)
+        mine = rows if len(places) == len(rows) else rows.index_select(0, where)
+        rows[where, choices(mine, sessions)] = torch.inf
+        return rows
+
+    def verify(self, spec: Any, draft_probs: Any, logits: torch.Tensor, metadata: Any) -> Any:
+        """What vLLM accepts: while a step is on, draft tokens that equal the choices."""
+        if self._asked:
+            draft_probs, metadata = None, replace(metadata, all_greedy=True, all_random=False)
+        return self._verify(spec, draft_probs, logits, metadata)

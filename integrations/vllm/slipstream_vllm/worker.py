@@ -1,0 +1,29 @@
+"""What a target asks of vLLM's workers: how the drafts are, and whose answers may be drafted for.
+
+``--worker-extension-cls slipstream_vllm.worker.Drafted`` adds it; ``collective_rpc`` calls it between two steps, on the
+thread of the engine. Where a worker has no proposer of ours, it says nothing and does nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any
+
+from slipstream_vllm.remote import RemoteDrafter
+
+
+class Drafted:
+    """Methods of a worker."""
+
+    model_runner: Any
+
+    def slipstream_drafts(self) -> list[tuple[str, bool, str, str]]:
+        """Of each draft: address, whether it is connected, its drafter, and what is wrong."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return [astuple(status) for status in drafter.statuses()] if isinstance(drafter, RemoteDrafter) else []
+
+    def slipstream_allow(self, request: str, allowed: bool) -> None:
+        """``request`` may be drafted for from now on, or may not."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, RemoteDrafter):
+            drafter.chains.allow(request, allowed)

@@ -1,0 +1,56 @@
+"""What became of a step, as bytes for another process: for whoever serves the answers of an engine that is not ours.
+
+Rules:
+1. It is told while the step's tokens are on their way, and told once. What is lost is missed by nobody but statistics.
+2. What comes is checked like anything from outside: what cannot be read is nothing.
+
+It knows nothing about sockets.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass
+from typing import get_args
+
+from slipstream.protocol.requests import State
+
+STATES = get_args(State)
+LONGEST_S = 3600.0  # that a step may have taken
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One request in a step. ``length``: its tokens behind the step, the prompt included."""
+
+    request: str
+    length: int
+    drafted: int  # draft tokens that the step verified
+    waited_s: float  # for its drafter, before the step
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
+class ToldStep:
+    seconds: float
+    plain_s: float  # what it would have taken without anybody's draft tokens
+    requests: tuple[Told, ...]
+
+
+def encode(step: ToldStep) -> bytes:
+    return json.dumps([step.seconds, step.plain_s, [astuple(one) for one in step.requests]]).encode()
+
+
+def decode(data: bytes) -> ToldStep | None:
+    """None: it is no step."""
+    try:
+        seconds, plain_s, requests = json.loads(data)
+        told = tuple(Told(str(request), int(length), int(drafted), float(waited_s), state)
+                     for request, length, drafted, waited_s, state in requests)
+        step = ToldStep(float(seconds), float(plain_s), told)
+    except (ValueError, TypeError, ArithmeticError):
+        return None
+    times = (step.seconds, step.plain_s, *(one.waited_s for one in told))
+    good = all(0.0 <= time_s < LONGEST_S for time_s in times) and all(
+        one.drafted >= 0 and one.state in STATES for one in told)
+    return step if good else None

@@ -1,0 +1,53 @@
+"""Served: what a target serves, and what can be asked of it.
+
+Rule: a request is checked whole before anything is taken for it; what cannot ever fit is refused at once, by field.
+
+It knows nothing about engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.requests import Request
+
+MAX_WAITING = 256  # requests that wait for room: a router with another target does better than to queue here
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Facts about the model and the room."""
+
+    model_id: str
+    vocab_size: int
+    max_context: int
+    tokenizer_hash: str
+    num_slots: int
+    lossy: bool = False
+
+    def check(self, request: Request, room: int) -> None:
+        """Raises InvalidRequest. ``room``: tokens that one answer has at most, its prompt included."""
+        tokens = request.tokens
+        whole = len(tokens) - request.answered + request.max_tokens
+        bias_ids = [token for token, _ in request.sampling.logit_bias]
+        checks = (
+            ("prompt", len(tokens) > 0, "is empty", "invalid_value"),
+            ("prompt", all(0 <= token < self.vocab_size for token in tokens),
+             f"has a token outside the vocabulary of {self.vocab_size}", "invalid_value"),
+            ("max_tokens", request.max_tokens >= 1, "must be at least 1", "invalid_value"),
+            ("prompt", len(tokens) < room, f"has {len(tokens)} tokens; at most {room - 1} fit",
+             "context_length_exceeded"),
+            ("answered", 0 <= request.answered < min(len(tokens), request.max_tokens),
+             "must leave a prompt, and a token to answer with", "invalid_value"),
+            ("max_tokens", whole <= room,
+             f"{request.max_tokens} and a prompt of {len(tokens)} exceed the {room} tokens that fit",
+             "context_length_exceeded"),
+            ("logit_bias", all(0 <= token < self.vocab_size for token in bias_ids),
+             "names a token outside the vocabulary", "invalid_value"),
+            ("top_logprobs", request.top_logprobs is None or 0 <= request.top_logprobs <= 20,
+             "must be between 0 and 20", "invalid_value"),
+        )
+        for field, holds, message, code in checks:
+            if not holds:
+                raise InvalidRequest(field, message, code)

@@ -1,0 +1,346 @@
+"""vLLM as a target: its ``AsyncLLM`` behind the wire of ours. ``VllmService`` implements ``requests.Backend``.
+
+Rules:
+1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``parameters``).
+2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted.
+3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
+   noise is keyed. Another is refused.
+4. Whether an answer is drafted for is decided beside vLLM's model, in its workers; here is told who may not. What the
+   workers tell of a step (``Rounds``) goes with its pieces; a piece does not wait for it.
+5. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
+   handed back (Draining) when time is up.
+
+It imports no vLLM (``vllm_start`` does), and knows nothing about gRPC or drafts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slipstream.base.config import TargetSection
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import Spans
+from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob, Without
+from target_service.rounds import Rounds
+from target_service.served import MAX_WAITING, Served
+
+LOOK_S = 1.0  # between two looks at the drafts and at the engine's health
+FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
+# What ``slipstream_vllm.worker.Drafted`` adds to vLLM's workers.
+DRAFTS, ALLOW = "slipstream_drafts", "slipstream_allow"
+
+
+class Collected(Protocol):
+    """Where vLLM leaves the outputs of one request."""
+
+    request_id: str  # as vLLM's engine names it
+    put: Callable[[Any], None]
+
+    def get_nowait(self) -> Any: ...
+
+
+class Engine(Protocol):
+    """As much of vLLM's ``AsyncLLM`` as is used."""
+
+    @property
+    def errored(self) -> bool: ...
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any) -> Collected: ...
+
+    async def abort(self, request_id: str, internal: bool = False) -> None: ...
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Fill:
+    """How full vLLM's KV cache is, as its newest step said."""
+
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An engine that is up. ``params`` makes its sampling parameters; ``refusals``: what it raises for requests that it
+    does not take."""
+
+    engine: Engine
+    version: str
+    params: Callable[..., Any]
+    refusals: tuple[type[Exception], ...]
+    served: Served
+    drafted: bool  # whether drafts are asked
+    keyed: bool  # whether a seed fixes a sampled answer
+    fill: Fill
+    rounds: Rounds
+
+
+def parameters(request: Request, drafted: bool, keyed: bool) -> dict[str, Any]:
+    """What is left of ``request`` in vLLM's words. Raises InvalidRequest for what it has none for."""
+    sampling, answered = request.sampling, request.answered
+    counts_answer = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    min_p = 0.0 if sampling.greedy else sampling.min_p
+    checks = (
+        ("answered", not answered or sampling.greedy or keyed,
+         "a sampled answer that another target began cannot go on in vLLM, whose noise is its own"),
+        ("answered", not answered or not counts_answer,
+         "an answer with presence or frequency penalties that another target began cannot go on in vLLM"),
+        ("min_p", not drafted or min_p == 0.0, "vLLM takes it only where target.drafts is empty"),
+        ("logit_bias", not drafted or not sampling.logit_bias, "vLLM takes it only where target.drafts is empty"),
+    )
+    for field, holds, message in checks:
+        if not holds:
+            raise InvalidRequest(field, message)
+    return {
+        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": min_p,
+        "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty, "logit_bias": dict(sampling.logit_bias) or None,
+        "min_tokens": max(0, sampling.min_tokens - answered), "max_tokens": request.max_tokens - answered,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # the end-of-text tokens are among those
+        "seed": None if sampling.greedy else sampling.seed, "logprobs": request.top_logprobs,
+    }
+
+
+class VllmAnswer:
+    """One running answer as its reader sees it. Implements ``requests.Answer``. It begins with its iteration."""
+
+    def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics, spans: Spans,
+                 over: Callable[[VllmAnswer], None]) -> None:
+        """over: told when it is over, once."""
+        self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
+        self._refusals = running.refusals
+        self._request = request
+        self._params = running.params(**parameters(request, running.drafted, running.keyed))
+        self._metrics, self._spans, self._gone = metrics, spans, over
+        self._allowed = request.speculate
+        self._outputs: asyncio.Queue[Any] = asyncio.Queue()
+        self._said: set[asyncio.Task[None]] = set()
+        self._known = ""  # what the engine calls it; "": it does not run
+        self._tokens = self._pieces = self._accepted = self._verified = 0
+        self._over = False
+        self._outcome = "cancelled"
+
+    def set_speculation(self, allowed: bool) -> None:
+        if allowed != self._allowed:
+            self._allowed = allowed
+            self._tell()
+
+    def hand_back(self) -> None:
+        """End it with Draining, so that another target goes on where it stopped."""
+        self._outcome = "handed_back"
+        self._outputs.put_nowait(Draining("the target is shutting down; another one will go on"))
+
+    async def aclose(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._metrics.request(self._outcome)
+        self._gone(self)
+        known, self._known = self._known, ""
+        self._rounds.forget(known)
+        if known:
+            await self._engine.abort(known, internal=True)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        request = self._request
+        span = self._spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
+                                 answered=request.answered)
+        try:
+            await self._begin()
+            while not self._over:
+                output = await self._outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                completion = output.outputs[0]
+                if completion.token_ids or output.finished:
+                    piece = self._piece(output, completion)
+                    if piece.finish:
+                        self._outcome = piece.finish
+                        self._rounds.forget(self._known)
+                        self._known = ""
+                        await self.aclose()
+                    yield piece
+        except Exception as error:
+            if self._outcome == "cancelled":
+                self._outcome = "failed"
+            if self._engine.errored:
+                raise Unavailable("vLLM's engine has ended; the service has to be restarted") from error
+            raise
+        finally:
+            await self.aclose()
+            span.end(tokens=self._tokens)
+
+    async def _begin(self) -> None:
+        try:
+            collected = await self._engine.add_request(
+                self._name, {"type": "token", "prompt_token_ids": list(self._request.tokens)}, self._params)
+        except self._refusals as error:
+            self._outcome = "refused"
+            raise InvalidRequest(getattr(error, "parameter", None) or "request", f"vLLM refuses it: {error}") from error
+        self._known = collected.request_id
+        self._rounds.follow(self._known)
+        # Each step's output alone: vLLM joins those that its reader is behind with, and what was drafted is lost.
+        collected.put = self._outputs.put_nowait
+        if (early := collected.get_nowait()) is not None:
+            self._outputs.put_nowait(early)
+        if not self._allowed:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Have the workers know whether it may be drafted for."""
+        if self._known and self._drafted:
+            task = asyncio.get_running_loop().create_task(self._say(self._known, self._allowed))
+            self._said.add(task)
+            task.add_done_callback(self._said.discard)
+
+    async def _say(self, known: str, allowed: bool) -> None:
+        with suppress(Exception):  # an engine that has ended tells its answers so
+            await self._engine.collective_rpc(ALLOW, args=(known, allowed))
+
+    def _piece(self, output: Any, completion: Any) -> Piece:
+        tokens = tuple(map(int, completion.token_ids))
+        piece = Piece(tokens, max(0, len(tokens) - 1), 0, _logprobs(completion, self._request.top_logprobs),
+                      state="speculate" if self._drafted and self._allowed else "plain")
+        first = self._tokens == 0
+        self._tokens += len(tokens)
+        if (taken := self._rounds.take(self._known, len(self._request.tokens) + self._tokens)) is not None:
+            step, told = taken
+            piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
+                                   plain_s=step.plain_s)
+        if output.finished:
+            piece = self._last(piece, completion)
+        self._pieces += 1
+        self._accepted += piece.accepted
+        self._verified += piece.drafted
+        if not first:
+            return piece
+        cached, stats = output.num_cached_tokens or 0, output.metrics
+        self._metrics.prompt(len(self._request.tokens), cached)
+        queue_s = max(0.0, stats.scheduled_ts - stats.queued_ts) if stats is not None else 0.0
+        return piece._replace(cached_tokens=cached, queue_s=queue_s)
+
+    def _last(self, piece: Piece, completion: Any) -> Piece:
+        """With vLLM's own count of what was drafted and accepted: a step that ends an answer may have had more than is
+        kept, and what was told of others may be lost."""
+        if completion.finish_reason not in FINISHES:
+            raise Unavailable(f"vLLM ended the answer: {completion.finish_reason}")
+        counts, drafts = getattr(completion, "spec_decode_metrics", None), list[tuple[int, int, str]]()
+        if counts is not None:
+            drafts = [(drafted, accepted, "used") for drafted, accepted
+                      in zip(counts.per_step_drafted, counts.per_step_accepted, strict=True)]
+            left = max(0, sum(counts.per_step_accepted) - self._accepted)
+            piece = piece._replace(accepted=min(len(piece.tokens), left),
+                                   drafted=max(0, counts.num_draft_tokens - self._verified))
+        plain = (0, 0, "plain")
+        self._metrics.rounds([*drafts, *[plain] * (self._pieces + 1 - len(drafts))])
+        return piece._replace(finish=FINISHES[completion.finish_reason])
+
+
+def _logprobs(completion: Any, wanted: int | None) -> tuple[TokenLogprob, ...]:
+    if wanted is None or not completion.logprobs:
+        return ()
+    told = list[TokenLogprob]()
+    for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
+        best = sorted((entry.rank, other, entry.logprob) for other, entry in place.items()
+                      if entry.rank is not None and entry.rank <= wanted)
+        told.append(TokenLogprob(place[token].logprob, tuple((other, logprob) for _, other, logprob in best[:wanted])))
+    return tuple(told)
+
+
+class VllmService:
+    """Takes requests for one vLLM. Make and use it on one event loop."""
+
+    def __init__(self, running: Running, config: TargetSection, metrics: TargetMetrics, spans: Spans,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._running, self._config, self._metrics, self._spans = running, config, metrics, spans
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._answers: set[VllmAnswer] = set()
+        self._drafts = tuple(DraftStatus(address, False, problem="not connected yet") for address in config.drafts
+                             if running.drafted)
+        self._draining = False
+
+    def submit(self, request: Request) -> VllmAnswer:
+        """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
+        if self._draining:
+            raise Draining("the target is shutting down; another one will take the request")
+        if self._running.engine.errored:
+            raise Unavailable("vLLM's engine has ended; the service has to be restarted")
+        served = self._running.served
+        served.check(request, min(served.max_context, served.num_slots))
+        if (waiting := len(self._answers) - self._config.max_sessions) > MAX_WAITING:
+            raise CapacityError(f"{waiting} requests are waiting already")
+        name = f"{request.request_id or 'request'}-{next(self._numbers)}"
+        answer = VllmAnswer(self._running, name, request, self._metrics, self._spans, self._answers.discard)
+        self._answers.add(answer)
+        return answer
+
+    async def info(self) -> TargetInfo:
+        served, all_, most = self._running.served, len(self._answers), self._config.max_sessions
+        return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
+                          min(all_, most), max(0, all_ - most), served.num_slots, self._free, self._draining,
+                          self._drafts, engine=f"vllm {self._running.version}", without=self._without)
+
+    @property
+    def _without(self) -> tuple[Without, ...]:
+        return ("trees",) if self._running.keyed else ("keyed_sampling", "trees", "resumed_samples")
+
+    @property
+    def _free(self) -> int:
+        return round(self._running.served.num_slots * (1.0 - self._running.fill.share))
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back. Returns
+        whether all of them finished."""
+        self._draining = True
+        deadline_s = self._clock() + grace_s
+        while self._answers:
+            if self._clock() > deadline_s:
+                logger("target").info("answers handed back", running=len(self._answers))
+                for answer in self._answers:
+                    answer.hand_back()
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Look after the engine until ``stop`` is set. Raises Unavailable when it has ended before."""
+        with self._running.rounds.heard():
+            while not stop.is_set():
+                if self._running.engine.errored:
+                    raise Unavailable("vLLM's engine has ended")
+                await self.look()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), LOOK_S)
+
+    async def look(self) -> None:
+        """Ask the workers for their drafts, and tell the gauges."""
+        running, total = len(self._answers), self._running.served.num_slots
+        self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
+        self._metrics.slots(total, self._free)
+        if not self._running.drafted:
+            return
+        with suppress(Exception):  # an engine that has ended is seen by ``until``
+            self._drafts = statuses(await self._running.engine.collective_rpc(DRAFTS)) or self._drafts
+        self._metrics.drafts_expected(len(self._drafts))
+        self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
+
+    def end(self) -> None:
+        self._running.engine.shutdown()
+        self._running.rounds.close()
+
+
+def statuses(told: Sequence[Any]) -> tuple[DraftStatus, ...]:
+    """Of what each worker told of its drafts: that of the one that talks to them."""
+    return next((tuple(DraftStatus(*draft) for draft in worker) for worker in told if worker), ())

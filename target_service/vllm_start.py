@@ -1,0 +1,160 @@
+"""How vLLM is started as a target: our settings as its arguments, our proposer beside its model.
+
+Rules:
+1. A setting that means something to vLLM keeps its meaning; one that means nothing and was set is refused by name.
+2. vLLM's own arguments pass by their names (``target.engine``); an unknown one is refused, and the nearest one named.
+3. vLLM and ``slipstream_vllm`` are imported when it starts: another target needs neither.
+
+It knows nothing about answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slipstream.base.config import Config, ModelSection, TargetSection
+from slipstream.base.errors import ConfigError, ModelError
+from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import spans_of
+from target_service.rounds import Rounds
+from target_service.served import Served
+from target_service.vllm import Fill, Running, VllmService
+
+EXTENSION = "slipstream_vllm.worker.Drafted"
+OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
+    "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
+    "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
+    "write {vllm: {gpu_memory_utilization: 0.9}}, or VLLM_CPU_KVCACHE_SPACE on a CPU",
+    "target.accept_threshold_single": "vLLM's answers are the model's own",
+    "target.accept_threshold_acc": "vLLM's answers are the model's own",
+}
+
+
+def arguments(config: Config, folder: Path, name: str, known: Sequence[str], rounds: Path) -> dict[str, Any]:
+    """Of vLLM's engine, whose names are ``known``. ``rounds``: the socket that its workers tell of their steps. Raises
+    ConfigError naming the key."""
+    model, target, given = config.model, config.target, dict(config.target.vllm or {})
+    for setting, instead in OURS_ALONE.items():
+        section, field = setting.split(".")
+        value = getattr(getattr(config, section), field)
+        if value != (ModelSection() if section == "model" else TargetSection()).model_dump()[field]:
+            raise ConfigError(f"{setting}: {value} means nothing with target.engine vllm: {instead}")
+    if model.quantize == "int8":
+        raise ConfigError("model.quantize: int8 is our own engine's; vLLM takes checkpoints that are quantised, or fp8")
+    for key in given:
+        if key not in known or key in ("model", "tokenizer"):
+            near = get_close_matches(key, known, n=1, cutoff=0.5)
+            instead = "model.path says it" if key in ("model", "tokenizer") else f"did you mean {near[0]}?" if near \
+                else "vLLM has no such argument"
+            raise ConfigError(f"target.engine.vllm.{key}: {instead}")
+    ours: dict[str, Any] = {"model": str(folder), "served_model_name": name, "dtype": model.dtype,
+                            "max_num_seqs": target.max_sessions, "tensor_parallel_size": model.tensor_parallel}
+    if target.max_context:
+        ours["max_model_len"] = target.max_context
+    if model.quantize == "fp8":
+        ours["quantization"] = "fp8"
+    return {**ours, **_drafting(config, given, rounds), **given}
+
+
+def _drafting(config: Config, given: dict[str, Any], rounds: Path) -> dict[str, Any]:
+    """Arguments that put our proposer beside vLLM's model; none where nobody drafts."""
+    target, policy = config.target, config.target.policy
+    if not drafts(config):
+        return {}
+    for key in ("speculative_config", "worker_extension_cls"):
+        if key in given:
+            raise ConfigError(f"target.engine.vllm.{key}: drafts of target.drafts need it; set target.drafts to [] for "
+                              "vLLM's own")
+    if config.wire.tls.certificate:
+        raise ConfigError("wire.tls: vLLM's workers dial drafts in plain text; set target.drafts to [], or leave TLS "
+                          "to the network between these two")
+    more = dict(given.pop("additional_config", {}))
+    options = {"drafts": list(target.drafts), "deadline_s": policy.deadline_max_s,
+               "prompt_lookup": target.prompt_lookup, "always": policy.always, "rounds": str(rounds),
+               **more.pop("slipstream", {})}
+    return {"speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
+                                   "num_speculative_tokens": policy.max_nodes},
+            "additional_config": {**more, "slipstream": options},
+            "worker_extension_cls": EXTENSION, "per_request_spec_decode_metrics": "detailed"}
+
+
+def drafts(config: Config) -> bool:
+    """Whether drafts are asked at all."""
+    return bool(config.target.drafts) and config.target.policy.max_nodes > 0
+
+
+def start(config: Config) -> Running:
+    """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
+    try:
+        from slipstream_vllm.sampling import refusal
+        from slipstream_vllm.versions import adapter_of, installed
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+    except ImportError as error:
+        raise ConfigError(f"target.engine: vllm needs vLLM and slipstream-vllm in this environment: {error}") from error
+    version = installed()
+    adapter_of(version)
+    folder = resolve(config.model.path)
+    name = config.router.model_name or folder.name
+    fill, rounds = Fill(), Rounds(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
+
+    class Filled(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+            if scheduler_stats is not None:
+                fill.share = scheduler_stats.kv_cache_usage
+
+        def log_engine_initialized(self) -> None: ...
+
+    try:
+        wanted = arguments(config, folder, name, [field.name for field in fields(AsyncEngineArgs)], rounds.path)
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted), stat_loggers=[Filled])
+    except Exception as error:
+        rounds.close()
+        if isinstance(error, ConfigError):
+            raise
+        raise ModelError(f"vLLM {version} did not start: {error}") from error
+    shape, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
+    slots = (cache.num_gpu_blocks or 0) * cache.block_size
+    served = Served(name, shape.get_vocab_size(), shape.max_model_len, tokenizer_hash(folder), slots)
+    logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(shape.dtype), slots=slots,
+                          max_context=served.max_context, drafts=drafts(config))
+    options = wanted.get("additional_config", {}).get("slipstream", {})
+    keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
+    return Running(engine, version, partial(SamplingParams, output_kind=RequestOutputKind.DELTA, detokenize=False),
+                   (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmTarget:
+    """A target whose engine is vLLM, ready to be joined to clients."""
+
+    service: VllmService
+    metrics: TargetMetrics
+
+    async def until(self, stop: asyncio.Event) -> None:
+        """Serve until ``stop`` is set. Raises Unavailable when the engine has ended."""
+        await self.service.until(stop)
+
+    def end(self) -> None:
+        self.service.end()
+
+
+def build(config: Config) -> VllmTarget:
+    """Raises ConfigError or ModelError."""
+    running = start(config)
+    metrics = TargetMetrics(running.served.model_id)
+    return VllmTarget(VllmService(running, config.target, metrics, spans_of(config.log, "target")), metrics)

@@ -1,0 +1,81 @@
+"""A peer that sends without end is read at a share of the thread's time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import count
+
+from slipstream.base.errors import RemoteProtocolError
+from slipstream.protocol.messages import DraftBound, Growth, TargetBound
+from slipstream.wire.codec import FrameLimits, decode_draft_frame, encode_draft_frames, encode_target_frames
+from slipstream.wire.link import Outbox, Pumps, WireCounts
+from slipstream.wire.pace import BURST_S, Pace
+from tests.test_wire import DRAFT, HELLO
+
+
+class Times:
+    """Of a thread that computes a part of the time."""
+
+    def __init__(self) -> None:
+        self.worked_s = self.now_s = 0.0
+
+    def reads(self, pace: Pace, work_s: float) -> float:
+        pace.begin()
+        self.worked_s += work_s
+        self.now_s += work_s
+        return pace.end()
+
+
+def test_reading_takes_its_share_and_no_more() -> None:
+    times = Times()
+    pace = Pace(0.25, lambda: times.worked_s, lambda: times.now_s)
+    assert times.reads(pace, BURST_S) == 0.0, "what comes once is read at once"
+    for _ in range(100):
+        times.now_s += times.reads(pace, 0.01)
+    assert 0.24 < times.worked_s / times.now_s < 0.28
+    times.now_s += 10.0
+    assert times.reads(pace, BURST_S / 2) == 0.0, "what was long ago is forgotten"
+
+
+def test_who_sends_what_was_asked_for_never_waits() -> None:
+    times = Times()
+    pace = Pace(0.25, lambda: times.worked_s, lambda: times.now_s)
+    for _ in range(1000):
+        assert times.reads(pace, 0.004) == 0.0
+        times.now_s += 0.016
+
+
+(STALE,), _ = encode_draft_frames(2, [Growth.empty(1, 5)], 1 << 20)
+
+
+class Endless:
+    """A line on which frames of another stream never end: even those are work."""
+
+    async def read(self) -> object:
+        return STALE
+
+    async def write(self, message: bytes, /) -> None:
+        pass
+
+
+async def test_a_stream_rests_between_frames_of_a_flood() -> None:
+    worked = count(0.0, BURST_S / 2)  # each frame is that much work
+
+    def received(items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        raise AssertionError("frames of another stream are not heard")
+
+    counts = WireCounts()
+    outbox: Outbox[DraftBound] = Outbox()
+    pumps = Pumps(encode_target_frames, decode_draft_frame, 1, FrameLimits.of(HELLO, DRAFT), 1 << 20, counts, outbox,
+                  received, pace=Pace(0.5, lambda: next(worked)))
+
+    async def enough() -> None:
+        while counts.frames_in < 6:
+            await asyncio.sleep(0.001)
+
+    began_s = time.monotonic()
+    await pumps.run(Endless(), enough())
+    assert time.monotonic() - began_s >= 3 * BURST_S / 2, "it was read as fast as it came"
+    assert counts.frames_in == 6

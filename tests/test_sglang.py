@@ -1,0 +1,190 @@
+"""slipstream-sglang beside a stub of SGLang's interface. It never ran in SGLang itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from slipstream_sglang import KNOWN, adapter_fits
+from slipstream_sglang.adapter_0_5_23 import NAME, NODES, adapt
+from slipstream_sglang.trees import laid_out
+
+from draft_service.assembly import assemble
+from slipstream.base.errors import ConfigError
+from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
+from slipstream.protocol.tree import DraftTree
+from tests.pair import local_link_to
+from tests.sglang_stub import Batch, CustomSpecAlgo, Request, installed, relayed
+from tests.test_following import plain
+from tests.tiny import write_tiny_model
+
+PROMPT = list(b"one two three one two three")
+HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, CustomSpecAlgo]]:
+    with installed(monkeypatch) as found:
+        adapt()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def arguments(folder: Path, given: object = None, **changes: Any) -> SimpleNamespace:
+    """SGLang's arguments, as far as they are read or settled."""
+    file = folder / "slipstream.json"
+    file.write_text(json.dumps(given or {"drafts": ["127.0.0.1:1"], "prompt_lookup": False, "always": True}))
+    return SimpleNamespace(**{
+        "speculative_adaptive_config": str(file), "speculative_num_draft_tokens": None, "speculative_num_steps": None,
+        "speculative_ngram_max_bfs_breadth": 10, "speculative_eagle_topk": None, "disable_overlap_schedule": True,
+        "enable_mixed_chunk": True, "max_running_requests": None, "page_size": None, "attention_backend": "fa3",
+        "tp_size": 1, "pp_size": 1, "dp_size": 1, "model_path": str(folder), "tokenizer_path": str(folder), **changes})
+
+
+def worker_of(known: dict[str, CustomSpecAlgo], given: SimpleNamespace) -> Any:
+    """As SGLang's scheduler comes by it."""
+    algorithm = known[NAME]
+    assert algorithm.validate_server_args is not None
+    algorithm.validate_server_args(given)
+    algorithm.handle_server_args(given)
+    shape = SimpleNamespace(context_len=4096, vocab_size=260,
+                            hf_text_config=SimpleNamespace(hidden_size=4, num_hidden_layers=2))
+    return algorithm.create_worker(given)(server_args=given, gpu_id=0, nccl_port=1,
+                                          target_worker=SimpleNamespace(model_config=shape))
+
+
+@contextmanager
+def drafted(worker: Any) -> Iterator[None]:
+    draft = assemble(NgramDrafter(8, NgramShape(min_match=1)), "", 30.0).worker
+    draft.start()
+    try:
+        with local_link_to(HELLO, worker.trees.chains.following, draft):
+            yield
+    finally:
+        draft.stop()
+
+
+def play(worker: Any, requests: list[Request], steps: int) -> int:
+    """Decode. Returns how many draft tokens were accepted. Under the overlapped schedule the scheduler appends what a
+    step gave to the answers after the next one has begun."""
+    texts = [[*request.origin_input_ids_unpadded, *request.output_ids] for request in requests]
+    said = [[plain(1)[0]] if not request.output_ids else [] for request in requests]  # with the prompt
+    accepted = 0
+    for _ in range(steps):
+        if not worker.enable_overlap:
+            for request, new in zip(requests, said, strict=True):
+                request.output_ids.extend(new)
+        for text, new in zip(texts, said, strict=True):
+            text += new
+        given = worker.verify(Batch(requests, *relayed(said, worker.draft_token_num)), texts)
+        if worker.enable_overlap:
+            for request, new in zip(requests, said, strict=True):
+                request.output_ids.extend(new)
+        said = given
+        accepted += sum(len(new) - 1 for new in said)
+    for request, new in zip(requests, said, strict=True):
+        request.output_ids.extend(new)
+    return accepted
+
+
+def two() -> list[Request]:
+    return [Request("a", PROMPT), Request("b", PROMPT)]
+
+
+@pytest.mark.parametrize("synchronous", [True, False], ids=["synchronous", "overlapped"])
+@pytest.mark.parametrize("breadth", [10, 1], ids=["trees", "chains"])
+def test_answers_are_the_engines_own_and_drafts_are_used(known: dict[str, CustomSpecAlgo], folder: Path,
+                                                         synchronous: bool, breadth: int) -> None:
+    worker = worker_of(known, arguments(folder, disable_overlap_schedule=synchronous, speculative_num_draft_tokens=6,
+                                        speculative_ngram_max_bfs_breadth=breadth))
+    requests = two()
+    with drafted(worker):
+        assert play(worker, requests, 30) > 40
+    for request in requests:
+        assert list(request.output_ids) == plain(len(request.output_ids))
+
+
+def test_without_a_draft_each_step_gives_a_token(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
+    worker, requests = worker_of(known, arguments(folder)), two()
+    assert worker.draft_token_num == NODES and play(worker, requests, 5) == 0
+    assert list(requests[0].output_ids) == plain(6)
+
+
+def test_who_leaves_is_closed_and_who_returns_is_followed_again(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
+    worker, requests = worker_of(known, arguments(folder)), two()
+    following = worker.trees.chains.following
+    with drafted(worker):
+        play(worker, requests, 4)
+        play(worker, requests[:1], 4)
+        assert len(following.sessions) == 1
+        assert play(worker, requests, 20) > 20
+        assert len(following.sessions) == 2
+        worker.clear_cache_pool()
+        assert not following.sessions
+    for request in requests:
+        assert list(request.output_ids) == plain(len(request.output_ids))
+
+
+def test_what_drafts_do_wrong_reaches_nobody(known: dict[str, CustomSpecAlgo], folder: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, requests = worker_of(known, arguments(folder)), two()
+    play(worker, requests, 2)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no")
+
+    for verb in ("committed", "take"):
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.trees.chains.following, verb, broken)
+            play(worker, requests, 2)
+    with drafted(worker):
+        assert play(worker, requests, 20) > 20
+    assert list(requests[0].output_ids) == plain(len(requests[0].output_ids))
+
+
+def test_a_tree_is_laid_out_as_masks() -> None:
+    tree = DraftTree(5, np.array([7, 1, 2, 3], np.int32), np.array([-1, 0, 0, 1], np.int32),
+                     np.arange(4, dtype=np.int32), np.zeros(4, np.float32))
+    tokens, mask = laid_out([7, 9], [tree, None], 5)
+    assert tokens.tolist() == [7, 1, 2, 3, 0, 9, 0, 0, 0, 0]
+    assert mask.reshape(2, 5, 5)[0].astype(int).tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1]]
+    stale, _ = laid_out([8], [tree], 5)
+    assert stale.tolist() == [8, 0, 0, 0, 0]
+
+
+def test_the_algorithm_is_one_of_the_n_gram_kind(known: dict[str, CustomSpecAlgo], folder: Path) -> None:
+    algorithm, given = known[NAME], arguments(folder)
+    algorithm.handle_server_args(given)
+    assert getattr(algorithm, "is_ngram")() and not algorithm.has_draft_kv() and algorithm.supports_overlap  # noqa: B009
+    assert not given.enable_mixed_chunk and given.speculative_eagle_topk == 10 and given.speculative_num_steps == 1
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"tp_size": 2}, "--tp-size 2"), ({"speculative_adaptive_config": None}, "--speculative-adaptive-config"),
+    ({"speculative_adaptive_config": "/nowhere.json"}, "/nowhere.json"),
+    ({"given": {"drafts": []}}, "slipstream.drafts"), ({"given": {"drafts": ["a:1"], "layers": [2]}}, "layers"),
+    ({"speculative_num_draft_tokens": 1}, "at least 2"), ({"page_size": 16}, "--page-size above 1"),
+])
+def test_what_cannot_be_is_refused_by_name(known: dict[str, CustomSpecAlgo], folder: Path, changes: dict[str, Any],
+                                           words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        worker_of(known, arguments(folder, **changes))
+
+
+def test_other_versions_are_refused_by_name() -> None:
+    for found in ("0.5.22", "0.6.0", ""):
+        with pytest.raises(ConfigError, match=found or "none installed"):
+            adapter_fits(found)
+    adapter_fits(KNOWN)

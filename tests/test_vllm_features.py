@@ -1,0 +1,240 @@
+"""What drafters are told of states in vLLM: each row is the one of its token, whatever the engine did with its KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from slipstream_vllm.adapter_0_32 import batch_of, rows_of
+from slipstream_vllm.features import States, Taps
+from slipstream_vllm.remote import Chains, Options
+
+from slipstream.base.errors import ConfigError, PairingError
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import (
+    PROTOCOL_VERSION,
+    Commit,
+    DraftBound,
+    DraftHello,
+    Features,
+    FeatureSpec,
+    Open,
+    Projection,
+    TargetHello,
+)
+from tests.test_following import Heard, chosen
+
+LAYERS, NUM_LAYERS, HIDDEN, BLOCK = (2, 0, 3), 3, 2, 4
+HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", HIDDEN, NUM_LAYERS, 4096)
+OPTIONS = Options(("127.0.0.1:50052",), deadline_s=0.01, prompt_lookup=False, always=True)
+PROMPT = list(b"one two three one two three")
+WEIGHTS = np.arange(1, 13, dtype="<f4").reshape(2, 6)
+PLAIN = FeatureSpec(LAYERS, 6, "float32")
+PROJECTED = FeatureSpec(LAYERS, 2, "float32", Projection(2, 6, "float32", b"d" * 32, WEIGHTS.tobytes()))
+
+
+def state(tokens: Sequence[int], layer: int) -> list[float]:
+    """Of the last of ``tokens``: it depends on all of them."""
+    return [float(layer), float(sum((at + 1) * token for at, token in enumerate(tokens)) % 9973)]
+
+
+def row(tokens: Sequence[int], spec: FeatureSpec) -> list[float]:
+    taps = np.array([state(tokens, layer) for layer in LAYERS], "<f4").reshape(-1)
+    return list((WEIGHTS @ taps if spec.projection is not None else taps).tolist())
+
+
+class Runner:
+    """As much of vLLM's runner as is read, with paged KV: ``blocks`` of a request are as many as its text needs."""
+
+    def __init__(self, texts: Mapping[str, Sequence[int]], blocks: Mapping[str, Sequence[int]]) -> None:
+        self.max_model_len, self.device = 4096, SimpleNamespace(type="cpu")
+        sampling = SimpleNamespace(max_tokens=400, temperature=0.0, extra_args=None)
+        self.requests = {request: SimpleNamespace(sampling_params=sampling) for request in texts}
+        self.texts = {request: list(text) for request, text in texts.items()}
+        self.prompts = {request: len(text) for request, text in texts.items()}
+        self.computed = dict.fromkeys(texts, 0)
+        self.blocks = blocks
+        self.input_batch = SimpleNamespace()
+
+    def step(self, scheduled: Mapping[str, int],
+             chains: Mapping[str, Sequence[int]]) -> tuple[Any, list[list[int]], list[torch.Tensor], torch.Tensor]:
+        """So many tokens of each, the chains not counted. Returns the scheduler's output, what was sampled, states."""
+        taps: dict[int, list[list[float]]] = {layer: [] for layer in (0, 2, 3)}
+        batch, sampled, computed = self.input_batch, list[list[int]](), dict(self.computed)
+        for request, count in scheduled.items():
+            text, chain = self.texts[request], chains.get(request, ())
+            rows = range(computed[request], computed[request] + count + len(chain))
+            for layer, states in taps.items():
+                states += [state([*text, *chain][: at + 1], layer) for at in rows]
+            new = list[int]()
+            if computed[request] + count == len(text):
+                while len(new) < len(chain) and chosen([*text, *new]) == chain[len(new)]:
+                    new.append(chain[len(new)])
+                new.append(chosen([*text, *new]))
+            text += new
+            self.computed[request] = len(text) - 1 if new else computed[request] + count
+            sampled.append(new)
+        batch.req_ids = list(scheduled)
+        batch.num_tokens_no_spec = np.array([len(self.texts[request]) for request in scheduled], np.int32)
+        batch.num_prompt_tokens = np.array([self.prompts[request] for request in scheduled], np.int32)
+        batch.num_computed_tokens_cpu = np.array([computed[request] for request in scheduled], np.int32)
+        batch.token_ids_cpu = np.zeros((len(scheduled), 512), np.int32)
+        table = np.zeros((len(scheduled), 128), np.int32)
+        for place, request in enumerate(scheduled):
+            batch.token_ids_cpu[place, : len(self.texts[request])] = self.texts[request]
+            table[place, : len(self.blocks[request])] = self.blocks[request]
+        batch.block_table = [SimpleNamespace(block_size=BLOCK, get_numpy_array=lambda: table)]
+        total = {request: count + len(chains.get(request, ())) for request, count in scheduled.items()}
+        output = SimpleNamespace(finished_req_ids=set(), scheduled_spec_decode_tokens=dict(chains),
+                                 num_scheduled_tokens=total, total_num_scheduled_tokens=sum(total.values()))
+        # Padding behind the rows, as captured graphs have it.
+        given = {layer: torch.tensor([*states, [-1.0, -1.0]]) for layer, states in taps.items()}
+        return output, sampled, [given[0], given[2]], given[3]
+
+
+class Engine:
+    """A runner, our half beside it, and a drafter that reads ``spec`` and listens."""
+
+    def __init__(self, runner: Runner, spec: FeatureSpec = PLAIN, places: int = 512) -> None:
+        self.runner, self.spec = runner, spec
+        self.states = States(Taps(LAYERS, NUM_LAYERS), places * 3 * HIDDEN * 4)
+        self.states.allocate(HIDDEN, torch.float32, torch.device("cpu"))
+        self._later_s = 0.0
+        self.chains = Chains(OPTIONS, 4, TargetMetrics("function"), lambda: time.monotonic() + self._later_s,
+                             self.states)
+        self.link = Heard()
+
+    def comes(self) -> None:
+        self._later_s += 60.0  # so that who lost its drafter looks for one again
+        self.link = Heard()
+        self.chains.following.link_up(self.link, hello(self.spec))
+
+    def goes(self) -> None:
+        self.chains.following.link_down(self.link, "reset")
+
+    def step(self, scheduled: Mapping[str, int], chains: Mapping[str, Sequence[int]] | None = None) -> None:
+        output, sampled, inner, last = self.runner.step(scheduled, chains or {})
+        self.states.keep(lambda: batch_of(self.runner, output, sampled), inner, last, self.chains.reads)
+        self.chains.step(rows_of(self.runner, output, sampled), (), output.total_num_scheduled_tokens)
+
+    def told(self, request: str) -> list[int]:
+        """Positions of ``request`` whose rows the drafter has had since it was last opened. Each is the right one."""
+        text, known = self.runner.texts[request], dict[int, list[float]]()
+        session = None
+        for item in self.link.items:
+            if isinstance(item, Open):
+                if item.tokens.tolist() == text[: len(item.tokens)]:
+                    session, known = item.session, {}
+            elif (features := _features_of(item)) is not None and features.session == session:
+                rows = np.frombuffer(features.rows, "<f4").reshape(features.num_rows, self.spec.width)
+                known |= dict(enumerate(rows.tolist(), features.start))
+        assert known == {at: row(text[: at + 1], self.spec) for at in known}
+        return sorted(known)
+
+
+def _features_of(item: DraftBound) -> Features | None:
+    return item if isinstance(item, Features) else item.features if isinstance(item, Commit) else None
+
+
+def hello(spec: FeatureSpec) -> DraftHello:
+    return DraftHello(PROTOCOL_VERSION, 0, "head", 260, "", spec, HIDDEN, 4096, 16, 8)
+
+
+def wrong(token: int) -> int:
+    return (token + 1) % 256
+
+
+def everything(engine: Engine, request: str) -> list[int]:
+    return list(range(len(engine.runner.texts[request]) - 1))
+
+
+@pytest.mark.parametrize("spec", [PLAIN, PROJECTED])
+def test_rows_of_prompts_in_chunks_and_of_draft_tokens_that_were_accepted_or_refused(spec: FeatureSpec) -> None:
+    other = PROMPT[3:]
+    runner = Runner({"a": PROMPT, "b": other}, {"a": range(1, 30), "b": range(30, 60)})
+    engine = Engine(runner, spec)
+    engine.comes()
+    engine.step({"b": 10, "a": 20})
+    engine.step({"a": len(PROMPT) - 20})
+    right = chosen(runner.texts["a"])
+    engine.step({"b": 5, "a": 1}, {"a": [right, wrong(chosen([*runner.texts["a"], right])), 7]})
+    engine.step({"a": 1, "b": len(other) - 15}, {"a": [wrong(chosen(runner.texts["a"]))]})
+    right = chosen(runner.texts["b"])
+    engine.step({"b": 1, "a": 1}, {"b": [right]})
+    for request in ("a", "b"):
+        assert engine.told(request) == everything(engine, request)
+
+
+def test_a_prefix_hit_a_resumed_request_and_a_draft_that_comes_back_have_all_their_rows() -> None:
+    runner = Runner({"a": PROMPT, "b": [*PROMPT[:16], *b"another end"]},
+                    {"a": range(1, 30), "b": [*range(1, 5), *range(30, 60)]})
+    engine = Engine(runner)
+    engine.step({"a": len(PROMPT)})
+    engine.comes()
+    engine.step({"a": 1})
+    assert engine.told("a") == everything(engine, "a"), "the draft came later"
+    runner.computed["b"] = 16  # of four blocks of a
+    engine.step({"a": 1, "b": 11})
+    assert engine.told("b") == everything(engine, "b"), "the first were in the prefix cache"
+    engine.goes()
+    engine.step({"a": 1, "b": 1})
+    engine.comes()
+    engine.step({"a": 1, "b": 1})
+    runner.blocks = {**runner.blocks, "a": range(60, 90)}
+    runner.computed["a"] = 0
+    engine.step({"b": 1})
+    engine.step({"a": 10, "b": 1})
+    engine.step({"a": len(runner.texts["a"]) - 10, "b": 1})
+    engine.step({"a": 1, "b": 1})
+    for request in ("a", "b"):
+        assert engine.told(request) == everything(engine, request)
+
+
+def test_rows_that_are_gone_are_a_gap_at_the_beginning_and_never_somebody_elses() -> None:
+    # 48 places: a's slots from 4 on have 4, 5, …; b's from 48 on have 0, 1, …
+    runner = Runner({"a": PROMPT, "b": PROMPT[:14]}, {"a": range(1, 9), "b": range(12, 20)})
+    engine = Engine(runner, places=48)
+    engine.step({"a": len(PROMPT)})
+    engine.step({"a": 1, "b": 14})
+    engine.comes()
+    engine.step({"a": 1, "b": 1})
+    assert engine.told("a") == everything(engine, "a")[11:], "b has fifteen rows, and a's begin behind four"
+    assert engine.told("b") == everything(engine, "b")
+    engine.step({"a": 1, "b": 1})
+    assert engine.told("a") == everything(engine, "a")[11:]
+    # KV of another text that was not computed here, as where another process fills it.
+    runner.texts["b"][:14] = [wrong(token) for token in PROMPT[:14]]
+    engine.step({"b": 1})
+    assert engine.states.since("b", 0)[0] == 14
+
+
+def test_what_cannot_be_given_is_refused_by_name_and_nothing_raises() -> None:
+    taps = Taps(LAYERS, NUM_LAYERS)
+    taps.check(HELLO, hello(PLAIN))
+    with pytest.raises(PairingError, match=r"features\.layers.*\[1\].*slipstream\.layers"):
+        taps.check(HELLO, hello(FeatureSpec((1,), 2)))
+    with pytest.raises(ConfigError, match=r"slipstream\.layers"):
+        Taps((4,), NUM_LAYERS)
+    engine = Engine(Runner({"a": PROMPT}, {"a": range(1, 30)}))
+    engine.chains.following.link_up(engine.link, hello(FeatureSpec((1,), 2)))
+    engine.step({"a": len(PROMPT)})
+    assert not engine.link.items, "it was opened for a drafter whose rows nobody has"
+    engine.states.keep(lambda: SimpleNamespace(), None, torch.zeros(1, HIDDEN), engine.chains.reads)  # type: ignore[arg-type,return-value]
+    assert engine.states.newest("a") is None and engine.states.since("a", 0)[1] == 0
+    engine.comes()
+    engine.step({"a": 1})
+    assert engine.told("a") == everything(engine, "a")
+
+
+@pytest.mark.parametrize(("given", "field"), [({"layers": "2"}, "layers"), ({"layers": ["2"]}, "layers"),
+                                              ({"features_gb": 0}, "features_gb"),
+                                              ({"features_gb": "1"}, "features_gb")])
+def test_options_that_cannot_be_are_refused_by_name(given: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Options.of({"drafts": ["a:1"], **given})
+    assert Options.of({"drafts": ["a:1"], "layers": [2, 15, 27]}).layers == (2, 15, 27)

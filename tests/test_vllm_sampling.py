@@ -1,0 +1,268 @@
+"""Keyed sampling beside a sampler and a rejection sampler that have the methods of vLLM 0.32's, without vLLM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from slipstream_vllm.adapter_0_32 import patch_sampling, rows_of
+from slipstream_vllm.remote import RemoteDrafter
+from slipstream_vllm.sampling import Known, sampling_of
+
+from slipstream.choosing.sampling import ChoiceRows, choose, probabilities
+from slipstream.protocol.messages import Sampling
+
+VOCAB, PROMPT, CHAIN = 40, [3, 1, 4, 1, 5], 4
+Draft = Callable[[list[int], Sampling], list[int]]  # the text so far, what its session says -> a chain
+
+
+@dataclass
+class Params:
+    """As much of ``SamplingParams`` as is read."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = 7
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    max_tokens: int = 1000
+    ignore_eos: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+    extra_args: None = None
+    all_stop_token_ids: frozenset[int] = frozenset()
+
+
+KINDS = [Params(), Params(temperature=0.7, top_p=0.9, top_k=9), Params(top_p=0.6, seed=-5), Params(temperature=0.0),
+         Params(top_k=3, seed=1 << 63), Params(temperature=2.5, min_p=0.2), Params(presence_penalty=1.5, top_p=0.8)]
+
+
+def logits_after(text: Sequence[int]) -> torch.Tensor:
+    """[V]: the model. One row, whatever else is computed."""
+    made = np.random.default_rng(abs(hash(tuple(text[-3:]))))
+    return torch.from_numpy(made.normal(0.0, 2.0, VOCAB).astype(np.float32))
+
+
+@dataclass
+class Metadata:
+    all_greedy: bool
+    all_random: bool
+    presence: list[float]
+    outputs: list[list[int]]
+    spec: list[list[int]]
+
+
+def penalised(row: torch.Tensor, presence: float, output: Sequence[int]) -> torch.Tensor:
+    row = row.clone()
+    row[list(set(output))] -= presence
+    return row
+
+
+class Sampler:
+    """One row a request: the only one, or the one behind its draft tokens."""
+
+    def __call__(self, logits: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+        rows = [penalised(row, presence, [*output, *spec]) for row, presence, output, spec
+                in zip(logits, metadata.presence, metadata.outputs, metadata.spec, strict=True)]
+        chosen, processed = self.sample(torch.stack(rows), metadata)
+        assert processed is None
+        return chosen
+
+    def greedy_sample(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(1).to(torch.int32)
+
+    def sample(self, logits: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, None]:
+        assert metadata.all_greedy, "vLLM's own sampling was used"
+        return self.greedy_sample(logits), None
+
+
+class Verifier:
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __call__(self, spec: Any, probs: None, logits: torch.Tensor, metadata: Metadata) -> list[list[int]]:
+        return self.forward(spec, probs, logits, metadata)
+
+    def forward(self, spec: Any, probs: None, logits: torch.Tensor, metadata: Metadata) -> list[list[int]]:
+        ends = np.cumsum([count + 1 for count in spec.num_draft_tokens]) - 1
+        bonus = self._sampler(logits[ends.tolist()], metadata).tolist()
+        inner = [row for row in range(len(logits)) if row not in set(ends.tolist())]
+        rows = self.apply_logits_processors(logits[inner], metadata, spec)
+        assert metadata.all_greedy, "vLLM's rejection sampling was used"
+        best, given = rows.argmax(1).tolist(), list[list[int]]()
+        for count, last, chain in zip(spec.num_draft_tokens, bonus, metadata.spec, strict=True):
+            own, best = best[:count], best[count:]
+            wrong = next((at for at in range(count) if own[at] != chain[at]), None)
+            given.append([*own, last] if wrong is None else own[: wrong + 1])
+        return given
+
+    def apply_logits_processors(self, logits: torch.Tensor, metadata: Metadata, spec: Any) -> torch.Tensor:
+        rows = list[torch.Tensor]()
+        for presence, output, chain in zip(metadata.presence, metadata.outputs, metadata.spec, strict=True):
+            for before in range(len(chain)):
+                rows.append(penalised(logits[len(rows)], presence, [*output, *chain[:before]]))
+        return torch.stack(rows) if rows else logits
+
+
+class Drafter(RemoteDrafter):
+    def __init__(self) -> None:
+        self.keyed, self.chooser = True, None
+
+
+class Runner:
+    """As much of ``GPUModelRunner`` as the adapter reads."""
+
+    def __init__(self, asked: Sequence[Params], prompt: Sequence[int] = PROMPT, mode: str = "raw_logprobs") -> None:
+        self.drafter, self.sampler = Drafter(), Sampler()
+        self.rejection_sampler = Verifier(self.sampler)
+        self.model_config = SimpleNamespace(seed=0, logprobs_mode=mode)
+        self.vllm_config = SimpleNamespace(model_config=self.model_config, speculative_config=SimpleNamespace(
+            rejection_sample_method="standard"))
+        self.device, self.max_model_len = SimpleNamespace(type="cpu"), 4096
+        names = [f"request-{place}" for place in range(len(asked))]
+        self.requests = {name: SimpleNamespace(sampling_params=params)
+                         for name, params in zip(names, asked, strict=True)}
+        self.texts = [list(prompt) for _ in asked]
+        self.prompt = len(prompt)
+        greedy = [params.temperature == 0.0 for params in asked]
+        self.metadata = Metadata(all(greedy), not any(greedy), [params.presence_penalty for params in asked], [], [])
+        self.input_batch = SimpleNamespace(req_ids=names, sampling_metadata=self.metadata, generators={0: "vLLM's"})
+
+    def _sample(self, logits: torch.Tensor, spec: Any) -> list[list[int]]:
+        if spec is None:
+            return [[token] for token in self.sampler(logits, self.metadata).tolist()]
+        return self.rejection_sampler(spec, None, logits, self.metadata)
+
+    def step(self, chains: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Verify a chain for each request."""
+        self.input_batch.num_tokens_no_spec = np.array([len(text) for text in self.texts])
+        self.metadata.outputs = [text[self.prompt :] for text in self.texts]
+        self.metadata.spec = [list(chain) for chain in chains]
+        rows = [logits_after([*text, *chain[:at]]) for text, chain in zip(self.texts, chains, strict=True)
+                for at in range(len(chain) + 1)]
+        spec = SimpleNamespace(num_draft_tokens=[len(chain) for chain in chains]) if any(chains) else None
+        new = self._sample(torch.stack(rows), spec)
+        for text, tokens in zip(self.texts, new, strict=True):
+            text += tokens
+        return new
+
+
+patch_sampling(Runner)
+
+
+def answers(asked: Sequence[Params], tokens: int, draft: Draft | None = None, prompt: Sequence[int] = PROMPT,
+            mode: str = "raw_logprobs") -> tuple[list[list[int]], int]:
+    """Texts without the prompt, and how many draft tokens were accepted."""
+    runner, known, accepted = Runner(asked, prompt, mode), Known(0), 0
+    while min(map(len, runner.texts)) < len(prompt) + tokens:
+        chains = [draft(text, known.of(name, params)[0]) if draft is not None else []
+                  for text, name, params in zip(runner.texts, runner.requests, asked, strict=True)]
+        accepted += sum(len(new) - 1 for new in runner.step(chains))
+    return [text[len(prompt) : len(prompt) + tokens] for text in runner.texts], accepted
+
+
+def rows(sampling: Sampling, base: int, count: int = 1) -> ChoiceRows:
+    return ChoiceRows(sampling, range(count), range(base, base + count), [0] * count, None, [()] * count)
+
+
+def shared(text: list[int], sampling: Sampling) -> list[int]:
+    """A drafter with the target's own weights and the session's noise."""
+    chain = list[int]()
+    for _ in range(CHAIN):
+        row = penalised(logits_after([*text, *chain]), sampling.presence_penalty, [*text[len(PROMPT) :], *chain])
+        plain = replace(sampling, presence_penalty=0.0)
+        chain += choose(row[None], [rows(plain, len(text) + len(chain))])
+    return chain
+
+
+def guessing(text: list[int], sampling: Sampling) -> list[int]:
+    """Chains of any length, sometimes right."""
+    made = np.random.default_rng([len(text), *text[-4:], sampling.seed % 1000])
+    right = shared(text, sampling)
+    return [token if made.random() < 0.7 else int(made.integers(VOCAB)) for token in right[: made.integers(CHAIN + 1)]]
+
+
+@pytest.mark.parametrize("params", KINDS, ids=str)
+def test_a_token_is_the_one_that_the_engine_chooses(params: Params) -> None:
+    (text,), _ = answers([params], 60)
+    sampling = sampling_of(params, "request-0", 0)
+    filters = replace(sampling, presence_penalty=0.0)
+    for at, token in enumerate(text):
+        row = penalised(logits_after([*PROMPT, *text[:at]]), params.presence_penalty, text[:at])
+        assert choose(row[None], [rows(filters, len(PROMPT) + at)]) == [token]
+
+
+def test_answers_are_the_same_whatever_is_drafted_and_beside_whom() -> None:
+    plain, _ = answers(KINDS, 60)
+    for draft in (shared, guessing, lambda text, sampling: [9] * CHAIN):
+        drafted, accepted = answers(KINDS, 60, draft)
+        assert drafted == plain
+        assert accepted or draft not in (shared, guessing)
+    assert [answers([params], 60)[0][0] for params in KINDS] == plain
+    assert len({tuple(text) for text in plain}) == len(KINDS)
+
+
+def test_a_drafter_that_knows_the_noise_is_always_right() -> None:
+    assert answers(KINDS, 60, shared)[1] == len(KINDS) * 60 * CHAIN // (CHAIN + 1)
+
+
+def test_an_answer_goes_on_elsewhere() -> None:
+    params = Params(temperature=0.9, top_p=0.95)
+    (whole,), _ = answers([params], 40)
+    (rest,), _ = answers([params], 25, prompt=[*PROMPT, *whole[:15]])
+    assert rest == whole[15:]
+
+
+@pytest.mark.parametrize("params", [Params(), Params(temperature=0.7, top_p=0.9, top_k=9)], ids=str)
+@pytest.mark.parametrize("draft", [None, guessing])
+def test_the_law_is_that_of_the_model(params: Params, draft: Draft | None) -> None:
+    draws, at = 3000, 1  # the second token, given the first: under verification, if drafted
+    texts, _ = answers([replace(params, seed=seed) for seed in range(draws)], 2, draft)
+    first = max(range(VOCAB), key=[text[0] for text in texts].count)
+    seen = np.bincount([text[at] for text in texts if text[0] == first], minlength=VOCAB)
+    session = rows(sampling_of(params, "", 0), len(PROMPT) + at)
+    law = probabilities(logits_after([*PROMPT, first])[None], session)[0].numpy()
+    assert not seen[law == 0.0].any()
+    likely = law * seen.sum() >= 5
+    expected = np.append(law[likely], law[~likely].sum()) * seen.sum()
+    observed = np.append(seen[likely], seen[~likely].sum())
+    keep = expected > 0
+    assert stats.chisquare(observed[keep], expected[keep]).pvalue > 1e-3
+
+
+def test_without_a_seed_one_follows_from_the_request() -> None:
+    params = Params(seed=None)
+    assert sampling_of(params, "a", 0) == sampling_of(params, "a", 0), "all ranks of an engine"
+    assert len({sampling_of(params, request, seed).seed for request in "abc" for seed in (0, 1)}) == 6
+    assert sampling_of(Params(seed=-1 << 63), "a", 0).seed == 1 << 63
+
+
+def test_what_a_request_may_hold_is_never_refused() -> None:
+    wild = Params(temperature=1e9, repetition_penalty=1e9, top_k=-1, all_stop_token_ids=frozenset(range(500)),
+                  ignore_eos=False)
+    assert math.isclose(sampling_of(wild, "a", None).temperature, 100.0)
+
+
+def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help() -> None:
+    for mode, keyed in (("raw_logprobs", True), ("processed_logprobs", False)):
+        runner = Runner([Params(temperature=0.8)], mode=mode)
+        batch = runner.input_batch
+        batch.num_tokens_no_spec, batch.num_prompt_tokens = np.array([5]), np.array([5])
+        (row,) = rows_of(runner, SimpleNamespace(scheduled_spec_decode_tokens={}), [[1]])
+        assert row.drafts is keyed
+        assert row.sampling == (sampling_of(Params(temperature=0.8), "request-0", 0) if keyed else Sampling())
+
+
+def test_where_it_is_off_vllm_chooses() -> None:
+    with pytest.raises(AssertionError, match="vLLM's own sampling was used"):
+        answers([Params()], 2, mode="processed_logits")

@@ -1,0 +1,462 @@
+"""A target whose engine is vLLM, beside an engine that has what vLLM's ``AsyncLLM`` has, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from slipstream_vllm.options import Options
+from slipstream_vllm.remote import Chains, RemoteDrafter
+from slipstream_vllm.telling import Teller
+from slipstream_vllm.worker import Drafted
+
+from slipstream.base.config import Config, TargetSection, load
+from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.following.rounds import Told, ToldStep, decode
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import NoSpans
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import DraftStatus, Piece, Request, TokenLogprob
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetClient, TargetServicer
+from target_service.rounds import Rounds
+from target_service.served import MAX_WAITING, Served
+from target_service.vllm import ALLOW, DRAFTS, Fill, Running, VllmService
+from target_service.vllm_start import arguments
+from tests.test_following import PROMPT as SAID
+from tests.test_following import chosen, plain
+from tests.test_vllm import OPTIONS, Runner, play
+from tests.test_vllm import drafted as following
+
+PROMPT = tuple(SAID)
+ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
+             "tensor_parallel_size", "speculative_config", "additional_config", "worker_extension_cls",
+             "per_request_spec_decode_metrics", "gpu_memory_utilization"]
+DRAFT = ("127.0.0.1:50052", True, "ngram", "")
+
+
+class Refused(Exception):
+    """As vLLM's VLLMClientError."""
+
+    parameter = "top_k"
+
+
+@dataclass
+class Collected:
+    """As vLLM's RequestOutputCollector: one output, those that nobody took are joined."""
+
+    request_id: str
+    output: Any = None
+
+    def put(self, output: Any) -> None:
+        assert self.output is None, "this test's reader fell behind"
+        self.output = output
+
+    def get_nowait(self) -> Any:
+        output, self.output = self.output, None
+        return output
+
+
+@dataclass
+class FakeEngine:
+    """As much of ``AsyncLLM`` as is used; ``chosen`` speaks for its model. ``steps``: tokens of each output, then
+    singles."""
+
+    steps: Sequence[int] = (1, 3, 1, 2)
+    hold: bool = False  # no answer gets further than its first token
+    tells: bool = False  # its workers tell of their steps
+    rounds: Rounds | None = None
+    errored: bool = False
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    said: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    collected: list[Collected] = field(default_factory=list)
+
+    async def add_request(self, request_id: str, prompt: Any, params: dict[str, Any]) -> Collected:
+        if params["top_k"] == 13:
+            raise Refused("top_k: not 13")
+        collected = Collected(f"{request_id}-0a1b2c3d")
+        self.asked.append({"name": request_id, "prompt": list(prompt["prompt_token_ids"]), **params})
+        self.collected.append(collected)
+        self.tasks.append(asyncio.create_task(self._speak(collected, list(prompt["prompt_token_ids"]), params)))
+        await asyncio.sleep(0)  # the first output may come before vLLM has told that the request is in
+        return collected
+
+    async def _speak(self, collected: Collected, text: list[int], params: dict[str, Any]) -> None:
+        left, drafted, kept = params["max_tokens"], list[int](), list[int]()
+        for step in range(left):
+            count = min(left, self.steps[step] if step < len(self.steps) else 1)
+            new = list[int]()
+            for _ in range(count):
+                new.append(chosen([*text, *new]))
+                if new[-1] in params["stop_token_ids"]:
+                    break
+            text += new
+            left -= len(new)
+            stopped = new[-1] in params["stop_token_ids"]
+            if count > 1:
+                drafted.append(4)
+                kept.append(count - 1)
+            over = stopped or left == 0
+            if self.tells and self.rounds is not None:
+                told = Told(collected.request_id, len(text), 4 * (count > 1), 0.01, "shadow")
+                Teller(str(self.rounds.path)).tell(ToldStep(0.03, 0.02, (told,)))
+                await asyncio.sleep(0)
+            collected.put(output(new, "stop" if stopped else "length" if over else None, params["logprobs"],
+                                 SimpleNamespace(num_draft_tokens=sum(drafted), per_step_drafted=drafted,
+                                                 per_step_accepted=kept) if over else None))
+            if over:
+                return
+            await asyncio.sleep(3600 if self.hold else 0)
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        assert internal
+        self.aborted.append(request_id)
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
+        self.said.append((method, args))
+        return [[], [DRAFT]] if method == DRAFTS else [None, None]
+
+    def shutdown(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, counts: Any) -> Any:
+    """As vLLM's RequestOutput of one step."""
+    places = [{token: SimpleNamespace(rank=2, logprob=-1.5), 7: SimpleNamespace(rank=1, logprob=-0.5),
+               8: SimpleNamespace(rank=3, logprob=-2.5)} for token in tokens]
+    completion = SimpleNamespace(token_ids=list(tokens), finish_reason=finish, spec_decode_metrics=counts,
+                                 logprobs=places if logprobs is not None else None)
+    return SimpleNamespace(outputs=[completion], finished=finish is not None, num_cached_tokens=16,
+                           metrics=SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25))
+
+
+@asynccontextmanager
+async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False,
+                 **settings: Any) -> AsyncIterator[VllmService]:
+    engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
+    running = Running(engine, "0.32.0", dict, (Refused,), Served("function", 260, 512, "", 1024), drafted, keyed,
+                      Fill(0.25), engine.rounds)
+    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), NoSpans())
+    with engine.rounds.heard():
+        yield service
+    service.end()
+
+
+def request(max_tokens: int = 12, **sampling: Any) -> Request:
+    return Request("r", PROMPT, Sampling(**sampling), max_tokens)
+
+
+async def taken(answer: Any) -> list[Piece]:
+    return [piece async for piece in answer]
+
+
+def tokens_of(pieces: Sequence[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+async def test_pieces_are_steps_and_say_what_was_accepted() -> None:
+    engine = FakeEngine()
+    async with served(engine) as service:
+        pieces = await taken(service.submit(request()))
+    assert tokens_of(pieces) == plain(12)
+    assert [len(piece.tokens) for piece in pieces] == [1, 3, 1, 2, 1, 1, 1, 1, 1]
+    assert [piece.accepted for piece in pieces] == [0, 2, 0, 1, 0, 0, 0, 0, 0]
+    assert sum(piece.drafted for piece in pieces) == 8
+    assert (pieces[0].cached_tokens, pieces[0].queue_s, pieces[-1].finish) == (16, 0.25, "length")
+    assert {piece.state for piece in pieces} == {"speculate"}
+    assert not engine.aborted, "it had ended by itself"
+
+
+async def test_what_workers_tell_of_a_step_goes_with_its_pieces() -> None:
+    async with served(FakeEngine(tells=True)) as service:
+        pieces = await taken(service.submit(request()))
+    assert tokens_of(pieces) == plain(12)
+    told = [piece for piece in pieces[1:] if piece.plain_s]
+    assert len(told) >= len(pieces) - 2, "most came in time"
+    assert {(piece.verify_s, piece.plain_s, piece.wait_s, piece.state) for piece in told} == {
+        (0.03, 0.02, 0.01, "shadow")}
+    assert [piece.drafted for piece in told if len(piece.tokens) > 1] == [4, 4]
+    assert sum(piece.drafted for piece in pieces) == 8, "vLLM's own count"
+
+
+def test_a_request_is_barred_in_mid_answer_and_allowed_again() -> None:
+    runner, chains = Runner(["a", "b"], 400), Chains(OPTIONS, 4, TargetMetrics("function"))
+    worker = Drafted()
+    worker.model_runner = SimpleNamespace(drafter=RemoteDrafter.__new__(RemoteDrafter))
+    worker.model_runner.drafter.chains = chains
+    worker.slipstream_allow("a", False)  # before it is known
+    worker.slipstream_allow("b", False)
+    with following(chains):
+        assert play(runner, chains, 20) == 0
+        worker.slipstream_allow("b", True)
+        assert play(runner, chains, 30) > 0, "the policy did not try again"
+        worker.slipstream_allow("b", False)
+        assert play(runner, chains, 10) == 0
+    assert chosen_all(runner)
+    worker.model_runner = SimpleNamespace(drafter=None)
+    assert worker.slipstream_drafts() == []
+    worker.slipstream_allow("a", True)  # nobody is here to hear of it
+
+
+def chosen_all(runner: Runner) -> bool:
+    """Whether each answer is the engine's own."""
+    return all(text[len(PROMPT) :] == plain(len(text) - len(PROMPT)) for text in runner.texts.values())
+
+
+def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path) -> None:
+    path = tmp_path / "rounds"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(str(path))
+        ear.setblocking(False)
+        runner = Runner(["a", "b"], 400)
+        chains = Chains(replace(OPTIONS, rounds=str(path)), 4, TargetMetrics("function"))
+        with following(chains):
+            accepted = play(runner, chains, 10)  # the system keeps ten until somebody reads
+            steps = list[ToldStep]()
+            with suppress(BlockingIOError):
+                while (step := decode(ear.recv(1 << 16))) is not None:
+                    steps.append(step)
+            path.unlink()
+            assert play(runner, chains, 5) >= 0, "nobody listens any more"
+    told = [one for step in steps for one in step.requests if one.request == "a"]
+    assert len(steps) == 9, "all but the one that began them"
+    assert accepted and sum(one.drafted for step in steps for one in step.requests) >= accepted
+    assert [one.length for one in told] == sorted({one.length for one in told})
+    assert {one.state for one in told} == {"speculate"} and all(step.plain_s > 0.0 for step in steps)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"3", b"[]", b"[1, 2, [3]]", b'[1, 2, [["r", 4, 1, 0.1, "angry"]]]',
+                                  b'[1, 2, [["r", 4, -1, 0.1, "plain"]]]', b"[-1, 2, []]", b"[1e999, 2, {}]"])
+async def test_what_is_no_step_is_nothing(data: bytes) -> None:
+    assert decode(data) is None
+    engine = FakeEngine()
+    async with served(engine) as service:
+        assert engine.rounds is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.sendto(data, str(engine.rounds.path))
+        assert tokens_of(await taken(service.submit(request()))) == plain(12)
+
+
+async def test_what_is_asked_reaches_vllm_in_its_words() -> None:
+    engine = FakeEngine()
+    sampling = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": -0.5,
+                "repetition_penalty": 1.1, "min_tokens": 3, "stop_token_ids": (2, 0), "seed": 2**64 - 1}
+    async with served(engine) as service:
+        await taken(service.submit(request(**sampling)))
+        await taken(service.submit(replace(request(min_p=0.1), top_logprobs=2)))
+    first, greedy = engine.asked
+    given = {**sampling, "stop_token_ids": [2, 0], "ignore_eos": True, "max_tokens": 12, "logprobs": None,
+             "logit_bias": None, "min_p": 0.0}
+    assert {name: first[name] for name in given} == given
+    assert first["prompt"] == list(PROMPT)
+    assert (greedy["seed"], greedy["min_p"], greedy["logprobs"]) == (None, 0.0, 2)
+
+
+@pytest.mark.parametrize(("asked", "field"), [
+    ({"temperature": 0.7, "min_p": 0.1}, "min_p"), ({"logit_bias": ((3, 1.0),)}, "logit_bias"),
+])
+async def test_what_vllm_cannot_do_while_drafts_are_asked_is_refused_by_field(asked: dict[str, Any],
+                                                                              field: str) -> None:
+    async with served(FakeEngine()) as service:
+        with pytest.raises(InvalidRequest) as refused:
+            service.submit(request(**asked))
+        assert refused.value.field == field
+        assert (await service.info()).sessions_running == 0
+    engine = FakeEngine()
+    async with served(engine, drafted=False) as service:
+        pieces = await taken(service.submit(request(**asked)))
+    assert pieces[-1].finish == "length" and {piece.state for piece in pieces} == {"plain"}
+
+
+async def test_what_vllm_refuses_is_refused_by_its_field() -> None:
+    async with served(FakeEngine()) as service:
+        with pytest.raises(InvalidRequest) as refused:
+            await taken(service.submit(request(top_k=13, temperature=1.0)))
+        assert refused.value.field == "top_k"
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            service.submit(request(max_tokens=1000))
+        assert (await service.info()).sessions_running == 0
+
+
+async def test_log_probabilities_are_those_of_the_best_and_of_the_chosen() -> None:
+    engine = FakeEngine()
+    async with served(engine) as service:
+        pieces = await taken(service.submit(replace(request(4), top_logprobs=1)))
+        alone = await taken(service.submit(replace(request(4), top_logprobs=0)))
+    assert [len(piece.logprobs) for piece in pieces] == [len(piece.tokens) for piece in pieces]
+    assert pieces[1].logprobs[0] == TokenLogprob(-1.5, ((7, -0.5),))
+    assert alone[0].logprobs == (TokenLogprob(-1.5),)
+
+
+async def test_a_greedy_answer_goes_on_and_a_sampled_one_is_refused() -> None:
+    engine, whole = FakeEngine(), plain(12)
+    async with served(engine) as service:
+        pieces = await taken(service.submit(request(min_tokens=7).after(whole[:5])))
+        assert tokens_of(pieces) == whole[5:]
+        assert (engine.asked[0]["max_tokens"], engine.asked[0]["min_tokens"]) == (7, 2)
+        for sampling in ({"temperature": 0.7}, {"presence_penalty": 0.5}):
+            with pytest.raises(InvalidRequest) as refused:
+                service.submit(request(**sampling).after(whole[:5]))
+            assert refused.value.field == "answered"
+        assert (await service.info()).without == ("keyed_sampling", "trees", "resumed_samples")
+    async with served(engine, keyed=True) as service:
+        assert tokens_of(await taken(service.submit(request(temperature=0.7).after(whole[:5])))) == whole[5:]
+        assert (await service.info()).without == ("trees",)
+
+
+async def test_stop_tokens_end_an_answer_and_are_its_last() -> None:
+    whole = plain(12)
+    end = whole.index(next(token for token in whole[4:] if token not in whole[:4]))
+    async with served(FakeEngine()) as service:
+        pieces = await taken(service.submit(request(stop_token_ids=(whole[end],))))
+    assert tokens_of(pieces) == whole[: end + 1] and pieces[-1].finish == "stop"
+
+
+async def test_an_answer_that_is_left_is_aborted() -> None:
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        answer = service.submit(request())
+        pieces = aiter(answer)
+        await anext(pieces)
+        await pieces.aclose()  # type: ignore[attr-defined]
+        assert engine.aborted == ["r-1-0a1b2c3d"]
+        await answer.aclose()
+        assert len(engine.aborted) == 1 and (await service.info()).sessions_running == 0
+        never_read = service.submit(request())
+        await never_read.aclose()
+        assert (await service.info()).sessions_running == 0
+
+
+async def test_speculation_is_switched_in_mid_answer() -> None:
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        answer = service.submit(request())
+        await anext(aiter(answer))
+        answer.set_speculation(False)
+        answer.set_speculation(False)
+        answer.set_speculation(True)
+        barred = service.submit(replace(request(), speculate=False))
+        assert (await anext(aiter(barred))).state == "plain"
+        await asyncio.sleep(0)
+        assert engine.said == [(ALLOW, ("r-1-0a1b2c3d", False)), (ALLOW, ("r-1-0a1b2c3d", True)),
+                               (ALLOW, ("r-2-0a1b2c3d", False))]
+
+
+async def test_what_it_says_of_itself() -> None:
+    async with served(FakeEngine(), drafts=["127.0.0.1:50052"], max_sessions=1) as service:
+        info = await service.info()
+        assert info.drafts == (DraftStatus("127.0.0.1:50052", False, problem="not connected yet"),)
+        await service.look()
+        service.submit(request())
+        service.submit(request())
+        info = await service.info()
+    assert info.drafts == (DraftStatus(*DRAFT),)
+    assert (info.sessions_running, info.sessions_waiting, info.slots_total, info.slots_free) == (1, 1, 1024, 768)
+    assert info.engine == "vllm 0.32.0"
+
+
+async def test_a_drain_waits_for_running_answers_and_hands_back_the_rest() -> None:
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        answer = service.submit(request())
+        pieces = aiter(answer)
+        await anext(pieces)
+        assert not await service.drain(0.0)
+        with pytest.raises(Draining):
+            await anext(pieces)
+        with pytest.raises(Draining):
+            service.submit(request())
+        assert engine.aborted and (await service.info()).draining
+        assert await service.drain(0.0), "nobody runs any more"
+
+
+async def test_too_many_requests_are_refused() -> None:
+    async with served(FakeEngine(hold=True), max_sessions=1) as service:
+        for _ in range(MAX_WAITING + 2):
+            service.submit(request())
+        with pytest.raises(CapacityError):
+            service.submit(request())
+
+
+async def test_an_engine_that_ends_is_told_to_answers_and_to_whoever_serves() -> None:
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        pieces = aiter(service.submit(request()))
+        await anext(pieces)
+        engine.errored = True
+        engine.collected[0].put(RuntimeError("EngineDeadError"))
+        with pytest.raises(Unavailable, match="restarted"):
+            await anext(pieces)
+        with pytest.raises(Unavailable):
+            service.submit(request())
+        with pytest.raises(Unavailable):
+            await service.until(asyncio.Event())
+
+
+async def test_it_is_served_over_the_wire_like_any_target() -> None:
+    async with served(FakeEngine()) as service:
+        server = GrpcServer("127.0.0.1:0", Config().wire, [TargetServicer(service)])
+        client = TargetClient(f"127.0.0.1:{await server.start()}")
+        info = await client.info()
+        pieces = await taken(client.submit(request()))
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            await taken(client.submit(request(logit_bias=((3, 1.0),))))
+        await client.aclose()
+        await server.drain(0.0)
+    assert info == await service.info()
+    assert tokens_of(pieces) == plain(12) and sum(piece.accepted for piece in pieces) == 3
+
+
+def settings(*overrides: str) -> Config:
+    return load(overrides=("target.engine=vllm", *overrides))
+
+
+def test_settings_become_vllms_arguments() -> None:
+    given = arguments(settings("target.max_sessions=8", "target.policy.max_nodes=4", "target.max_context=1024",
+                               "model.tensor_parallel=2", "target.engine={vllm: {gpu_memory_utilization: 0.8, "
+                               "additional_config: {slipstream: {layers: [2]}, other: 1}}}"),
+                      Path("/models/m"), "m", ARGUMENTS, Path("/r"))
+    assert given == {
+        "model": "/models/m", "served_model_name": "m", "dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024,
+        "tensor_parallel_size": 2, "gpu_memory_utilization": 0.8, "per_request_spec_decode_metrics": "detailed",
+        "worker_extension_cls": "slipstream_vllm.worker.Drafted",
+        "speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
+                               "num_speculative_tokens": 4},
+        "additional_config": {"slipstream": {"drafts": ["127.0.0.1:50052"], "deadline_s": 0.25, "prompt_lookup": True,
+                                             "always": False, "rounds": "/r", "layers": [2]}, "other": 1},
+    }
+    followed = arguments(settings("log.spans=http://collector:4317"), Path("/m"), "m", ARGUMENTS, Path("/r"))
+    assert Options.of(followed["additional_config"]["slipstream"]).rounds == "/r", "what we write, a worker reads"
+    for plainly in ("target.drafts=[]", "target.policy.max_nodes=0"):
+        assert "speculative_config" not in arguments(settings(plainly), Path("/m"), "m", ARGUMENTS, Path("/r"))
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (("model.engine=hf",), "model.engine: hf means nothing"), (("model.kernels=native",), "model.kernels"),
+    (("target.slots=4096",), "gpu_memory_utilization"), (("target.accept_threshold_acc=0.9",), "accept_threshold_acc"),
+    (("model.quantize=int8",), "model.quantize"),
+    (("target.engine={vllm: {gpu_memory_utilisation: 0.8}}",), "did you mean gpu_memory_utilization"),
+    (("target.engine={vllm: {model: x}}",), "model.path says it"),
+    (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
+    (("wire.tls.certificate=a", "wire.tls.key=b", "wire.tls.authority=c"), "wire.tls"),
+])
+def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        arguments(settings(*overrides), Path("/m"), "m", ARGUMENTS, Path("/r"))
+
+
+@pytest.mark.parametrize("wrong", ["sglang", "{vllm: 3}", "{sglang: {}}", "3"])
+def test_an_engine_that_is_not_known_is_refused(wrong: str) -> None:
+    with pytest.raises(SlipstreamError, match=r"target\.engine: .* is not known; write ours, vllm"):
+        load(overrides=(f"target.engine={wrong}",))
