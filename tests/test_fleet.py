@@ -1,26 +1,30 @@
 """Several targets and several drafts: sessions spread, move and stay right; a draft that says nothing costs little.
 
-Timed devices, so that nothing is computed; workers, sessions, policies and wire are the real ones.
+Timed devices, so that nothing is computed; workers, sessions, policies and wire are the real ones. What is said of
+seconds is said in simulated time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
+import pytest
+
 from slipstream.base.config import Config, load
-from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import SHARE
 from slipstream.decision.decide import Rules
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Peer, Sampling, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
+from slipstream.simulate.simulation import Accelerator, Deployment, World
+from slipstream.simulate.simulation import Target as Simulated
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
 from slipstream.wire.link import DraftLink
 from target_service.assembly import Target, assemble
-from tests.pair import drafting, grpc_link, local_link_to
+from tests.pair import drafting, local_link_to
 from tests.test_timed import text
 
 QUICK = Timing(step_s=0.002, draft_s=0.0004, seed=3)
@@ -110,31 +114,31 @@ async def test_a_small_draft_gets_no_more_than_it_takes() -> None:
 
 
 class Mute:
-    """A draft that shakes hands and then says nothing."""
+    """A draft that shook hands and says nothing from then on."""
 
-    def peer_up(self, peer: Peer, hello: TargetHello) -> DraftHello:
-        return DraftHello(PROTOCOL_VERSION, hello.incarnation, "mute", 0, "", None, 0, 4096, 63, 64)
+    address = "mute"
 
-    def peer_down(self, peer: Peer) -> None:
-        """It says nothing to that either."""
-
-    def received(self, peer: Peer, items: Sequence[DraftBound],
-                 faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
-        """Nor to this."""
+    def send(self, items: Sequence[DraftBound]) -> None:
+        """It says nothing to that."""
 
 
-async def test_a_draft_that_says_nothing_costs_a_request_one_deadline_at_most() -> None:
-    """And then the share of its time that probes may lose."""
-    async with timed_target() as target, grpc_link(target, Mute()):
-        policy, longest = load(None, ()).target.policy, []
-        for turn in range(3):
-            began_s = time.perf_counter()
-            for pieces in await asyncio.gather(*(answer(target, 2 * turn + number) for number in range(2))):
-                waits = sorted(piece.wait_s for piece in pieces if piece.wait_s)
-                longest += waits[-1:]
-                spent_s = time.perf_counter() - began_s
-                assert sum(waits[:-1]) <= SHARE * spent_s + len(waits) * Rules().deadline_min_s, (turn, waits)
-        assert longest and max(longest) <= policy.deadline_max_s, "it was not asked, or waited for too long"
+@pytest.mark.parametrize(("step_s", "readers"), [(0.002, 2), (0.020, 1)])
+def test_a_draft_that_says_nothing_costs_a_request_one_deadline_at_most(step_s: float, readers: int) -> None:
+    """From its first token on, and then the share of its time that probes may lose. In simulated time: each answer has
+    2000 tokens."""
+    world, deadline_s = World(), load(None, ()).target.policy.deadline_max_s
+    target = Simulated(world, Accelerator(), Deployment(Timing(step_s), batch=readers, host_s=0.0), 0)
+    target.worker.following.link_up(Mute(), DraftHello(PROTOCOL_VERSION, 1, "mute", 0, "", None, 0, 4096, 63, 64))
+    target.actor.wake(0.0)
+    world.run(6000 * step_s)
+    waits = defaultdict[int, list[float]](list)  # by stream: each answer has its own
+    for now_s, piece in target.pieces:
+        waits[piece.tokens[0] // SYMBOLS] += [piece.wait_s] if piece.wait_s else []
+        probes_s = sum(sum(of_one[1:]) for of_one in waits.values())
+        # The last wait of what was saved up is as long as any is at least.
+        assert probes_s <= readers * (SHARE * now_s + Rules().deadline_min_s), (now_s, waits)
+    assert len(waits) >= 2 * readers and all(0.0 < of_one[0] <= deadline_s + 1e-9 for of_one in waits.values()), waits
+    assert probes_s > 0.0, "nobody looked whether it speaks again"
 
 
 async def test_an_address_that_takes_connections_and_says_nothing_costs_nothing() -> None:
