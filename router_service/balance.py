@@ -7,9 +7,10 @@ Rules:
 2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
    other is left, ejected ones are used all the same, and such as discovery no longer lists, while they answer: the last
    target is never ejected.
-3. A request whose target fails or drains moves to another one, which goes on where the answer stopped: tokens are a
-   function of prompt, seed and position. Moves are at most a fifth of the requests, so that an outage is not
-   multiplied; a move away from a target that drains is free.
+3. A request whose target fails or drains moves to another one. Before its first token that is a retry: at most a fifth
+   of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
+   function of prompt, seed and position. That is bounded by the room of the others alone, and waits for it; but an
+   answer that fells one target after the other without getting on ends. A move away from a target that drains is free.
 4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
    first piece.
 5. Targets of a fixed list stay, whatever happens to them. Discovered ones follow the roster's rules: one that left gets
@@ -23,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -168,6 +170,7 @@ class BalanceRules:
     affinity_slack: int = 4  # answers that the preferred target may have beyond 1.25 times the least loaded one's
     retry_share: float = 0.2
     retry_reserve: float = 3.0
+    resume_tries: int = 3  # targets that a begun answer may lose in a row: one that fells them would fell them all
 
 
 class Balancer:
@@ -182,6 +185,7 @@ class Balancer:
         self._tokenizer_hash = tokenizer_hash
         self._clock = clock
         self._retries = self.rules.retry_reserve
+        self._turns: deque[asyncio.Future[None]] = deque()  # of begun answers that wait for room
         self._log = logger("balance")
 
     @property
@@ -222,6 +226,8 @@ class Balancer:
         for target in await self._targets.sweep():
             self._metrics.target_forgotten(target.name)
         self._metrics.targets(sum(target.ready and not target.left for target in self._targets))
+        while self._turns:
+            self._let_in()
 
     async def _ask(self, target: Target) -> None:
         before = target.problem
@@ -274,8 +280,8 @@ class Balancer:
 
     def failed(self, target: Target, error: SlipstreamError) -> None:
         """Count a failure that is the target's fault; a full or draining one does what it should."""
-        if isinstance(error, InvalidRequest | CapacityError | Draining):
-            return
+        if isinstance(error, InvalidRequest | CapacityError | Draining) or target.ejected_until > self._clock():
+            return  # all answers of a target that dies fail at once, which is one failure
         target.failures += 1
         if target.failures < self.rules.failures_until_ejected and not target.ejections:
             return
@@ -285,13 +291,9 @@ class Balancer:
         self._metrics.breaker(target.name, 2)
         self._log.warning("target ejected", target=target.name, seconds=pause, error=type(error).__name__)
 
-    def may_move(self, request: Request, tried: Collection[str], error: SlipstreamError) -> bool:
-        """Whether ``request`` may go to a target besides ``tried`` after ``error``; takes it from the budget."""
-        if isinstance(error, InvalidRequest):
-            return False
-        try:
-            self.pick(request.tokens, tried)
-        except SlipstreamError:
+    def may_retry(self, request: Request, tried: Collection[str], error: SlipstreamError) -> bool:
+        """Whether ``request``, not begun, may go to a target besides ``tried``; takes it from the budget."""
+        if isinstance(error, InvalidRequest) or not self._has(request, tried):
             return False
         if isinstance(error, Draining):
             return True
@@ -300,6 +302,38 @@ class Balancer:
             return False
         self._retries -= 1.0
         return True
+
+    def may_resume(self, request: Request, tried: Collection[str]) -> bool:
+        """Whether ``request``, begun, may go on at a target besides ``tried``."""
+        return len(tried) < self.rules.resume_tries and self._has(request, tried)
+
+    async def room(self, request: Request, full: Collection[str]) -> bool:
+        """Wait while nobody but who is ``full`` could take ``request``. Returns whether it had to wait."""
+        if self._has(request, full):
+            return False
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.append(turn)
+        await turn
+        return True
+
+    def _has(self, request: Request, tried: Collection[str]) -> bool:
+        try:
+            self.pick(request.tokens, tried)
+        except SlipstreamError:
+            return False
+        return True
+
+    def left(self, target: Target) -> None:
+        """An answer of ``target`` is over, or has gone elsewhere: who waits longest for room asks again."""
+        target.in_flight -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._turns:
+            turn = self._turns.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def moved(self, target: Target) -> None:
         self._metrics.retried(target.name)
@@ -318,7 +352,8 @@ class RoutedAnswer:
     def __init__(self, balancer: Balancer, request: Request) -> None:
         self._balancer = balancer
         self._request = request
-        self._tried: set[str] = set()
+        self._tried: set[str] = set()  # targets that failed or refused since the answer last got on
+        self._full: set[str] = set()  # those that had no room for it, begun
         self._target: Target | None = None
         self._answer: Answer | None = None
         self._pieces: AsyncIterator[Piece] | None = None
@@ -343,6 +378,8 @@ class RoutedAnswer:
                 continue
             if not self._begun:
                 self._begun = True
+                self._tried.clear()  # the answer got on: who failed or refused before may be another by now
+                self._full.clear()
                 self._balancer.succeeded(target)
             self._emitted.extend(piece.tokens)
             if piece.finish:
@@ -360,7 +397,7 @@ class RoutedAnswer:
         await self._leave()
 
     def _start(self) -> Target:
-        target = self._balancer.pick(self._request.tokens, self._tried)
+        target = self._balancer.pick(self._request.tokens, self._tried | self._full)
         self._target = target
         target.in_flight += 1
         self._begun = False
@@ -390,10 +427,7 @@ class RoutedAnswer:
         await self._leave()
         if target is not None:
             self._balancer.failed(target, error)
-            if self._begun:
-                self._tried.clear()  # the answer got on: who refused it before may be another by now
-            self._tried.add(target.name)
-            if self._balancer.may_move(self._request, self._tried, error):
+            if await self._may_move(target, error):
                 self._balancer.moved(target)
                 return
             if isinstance(error, Unavailable):
@@ -402,10 +436,26 @@ class RoutedAnswer:
         self._finished = True
         raise error
 
+    async def _may_move(self, target: Target, error: SlipstreamError) -> bool:
+        if not self._emitted:
+            self._tried.add(target.name)
+            return self._balancer.may_retry(self._request, self._tried, error)
+        if isinstance(error, InvalidRequest):
+            return False
+        if isinstance(error, CapacityError):
+            self._full.add(target.name)
+        else:
+            self._tried.add(target.name)
+        while self._balancer.may_resume(self._request, self._tried):
+            if not await self._balancer.room(self._request, self._tried | self._full):
+                return True
+            self._full.clear()
+        return False
+
     async def _leave(self) -> None:
         answer, target = self._answer, self._target
         self._answer = self._target = self._pieces = None
         if target is not None:
-            target.in_flight -= 1
+            self._balancer.left(target)
         if answer is not None:
             await answer.aclose()

@@ -1,0 +1,148 @@
+"""Answers that move: what becomes of begun answers when their target dies, drains or gives way to another model.
+
+Timed devices behind the real wire and the real balancer; and targets without a model where faults are the point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from router_service.balance import Balancer, BalanceRules, Targets
+from slipstream.base.config import WireSection
+from slipstream.base.errors import CapacityError, SlipstreamError, Unavailable
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Answer, Request
+from slipstream.simulate.timed import SYMBOLS
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetClient, TargetServicer
+from target_service.assembly import Target
+from tests.echo import EchoTarget, answer_bytes
+from tests.routing import until
+from tests.test_fleet import QUICK, timed_target
+from tests.test_timed import text
+
+TOKENS = 90
+
+
+@dataclass
+class Served:
+    """A timed target behind its own server."""
+
+    target: Target
+    server: GrpcServer
+    client: TargetClient
+
+    async def kill(self) -> None:
+        """All calls end at once, and nobody listens any more."""
+        await self.server.drain(0.0)
+
+
+@asynccontextmanager
+async def served(*settings: str) -> AsyncIterator[Served]:
+    async with timed_target("target.policy.max_nodes=0", *settings) as target:
+        server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target.service)])
+        client = TargetClient(f"127.0.0.1:{await server.start()}")
+        try:
+            yield Served(target, server, client)
+        finally:
+            await client.aclose()
+            await server.drain(0.0)
+
+
+async def balanced(*targets: TargetClient | EchoTarget, **rules: float) -> Balancer:
+    """A balancer that has asked each of ``t0``, ``t1``, … once."""
+    balancer = Balancer(Targets({f"t{i}": target for i, target in enumerate(targets)}), RouterMetrics("tiny"),
+                        rules=BalanceRules(**rules))  # type: ignore[arg-type]
+    await balancer.poll()
+    return balancer
+
+
+async def read(answer: Answer, seen: Callable[[], None] = lambda: None) -> list[int]:
+    tokens: list[int] = []
+    async for piece in answer:
+        tokens += piece.tokens
+        seen()
+    return tokens
+
+
+def echo_request(max_tokens: int = 30) -> Request:
+    return Request("r", (1, 2), Sampling(), max_tokens)
+
+
+@pytest.mark.parametrize("room", [64, 40])
+async def test_a_killed_target_loses_none_of_64_streams(room: int) -> None:
+    """Neither where the other has room for all, nor where some have to wait for it."""
+    count = 0
+
+    def seen() -> None:
+        nonlocal count
+        count += 1
+
+    async with AsyncExitStack() as stack:
+        both = [await stack.enter_async_context(served(f"target.max_sessions={room}")) for _ in range(2)]
+        balancer = await balanced(*(one.client for one in both))
+        answers = []
+        for stream in range(64):
+            token = stream * SYMBOLS
+            answer = balancer.submit(Request(str(stream), (token, token), Sampling(), TOKENS))
+            answers.append(asyncio.create_task(read(answer, seen)))
+        await until(lambda: count >= 640, asyncio.sleep)
+        assert both[0].target.worker.num_running >= 24, "nothing is at stake"
+        await both[0].kill()
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        lost = [tokens for tokens in found if isinstance(tokens, BaseException)]
+        assert not lost, f"{len(lost)} of 64 were lost, as in {lost[0]!r}"
+        assert found == [text(QUICK, stream * SYMBOLS, 1, TOKENS) for stream in range(64)]
+
+
+async def test_a_begun_answer_waits_for_room_in_the_targets_that_are_left() -> None:
+    """One whose target dies is not refused because the other is full for a while."""
+    dying, full = EchoTarget(fail_after=3, error=Unavailable("gone")), EchoTarget()
+    full.waiting = 10  # so that it begins at the other
+    balancer = await balanced(dying, full)
+    full.fail_after, full.error = 0, CapacityError("full")
+    reading = asyncio.create_task(read(balancer.submit(echo_request())))
+    await until(lambda: len(full.requests) >= 1, asyncio.sleep)
+    await asyncio.sleep(0)
+    assert not reading.done()
+    await balancer.poll()
+    await until(lambda: len(full.requests) >= 2, asyncio.sleep)
+    assert not reading.done(), "asked again, and still full"
+    full.fail_after = None
+    await balancer.poll()
+    assert await reading == answer_bytes(echo_request())[:30]
+
+
+async def test_who_waits_for_room_goes_on_when_another_answer_leaves() -> None:
+    dying, full = EchoTarget(fail_after=3, error=Unavailable("gone")), EchoTarget(stall_after=1)
+    dying.waiting = 10
+    balancer = await balanced(dying, full)
+    holder = balancer.submit(echo_request())
+    await anext(aiter(holder))
+    dying.waiting, full.waiting = 0, 10
+    await balancer.poll()
+    full.fail_after, full.error = 0, CapacityError("full")
+    reading = asyncio.create_task(read(balancer.submit(echo_request())))
+    await until(lambda: len(full.requests) >= 2, asyncio.sleep)
+    full.fail_after, full.stall_after = None, -1
+    await holder.aclose()
+    assert await reading == answer_bytes(echo_request())[:30]
+
+
+async def test_an_answer_that_fells_whatever_takes_it_does_not_fell_all() -> None:
+    """Begun once, it then fails at each target before it gets on: three are asked, not all."""
+    targets = [EchoTarget(fail_after=0, error=Unavailable("down")) for _ in range(8)]
+    first = EchoTarget(fail_after=3, error=Unavailable("down"))
+    balancer = await balanced(first, *targets)
+    for target in targets:
+        target.waiting = 5
+    await balancer.poll()
+    with pytest.raises(SlipstreamError):
+        await read(balancer.submit(echo_request()))
+    assert len(first.requests) == 1 and sum(len(target.requests) for target in targets) == 2
