@@ -104,7 +104,7 @@ class ServiceValues(Section):
 
 class ApiKeysValues(Section):
     existingSecret: str = Field("", description="empty: whoever reaches the router may ask")
-    key: str = Field("api-keys", description="its entry: one key a line")
+    key: str = Field("api-keys", description="its entry: one key a line, then whose it is, as in name=alice")
 
 
 class RouterValues(PodValues):

@@ -1,15 +1,11 @@
 """The HTTP surface: what every request passes, the routes of the OpenAI API, health and version.
 
 Rules:
-1. Every path but ``/live`` and ``/health`` needs a key where keys are set, also paths that do not exist. Keys come from
-   a file, one a line; empty lines and lines that begin with # do not count.
-2. Only digests of keys are kept, and all of them are compared in constant time on every question.
-3. Their file is read again when it changes. One that cannot be read or holds no key changes nothing: keys never go, and
-   the door never opens, by a mistake. No key is ever logged, nor a line of the file.
-4. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
-5. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-6. A body is capped before it is read, and read before anything is done for it.
-7. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
+1. Every path but ``/live`` and ``/health`` needs a key where keys are set, also paths that do not exist.
+2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
+3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
+4. A body is capped before it is read, and read before anything is done for it.
+5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
 
 It knows nothing about targets or how a request is answered.
@@ -17,15 +13,11 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import hmac
 import re
 import secrets
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -51,10 +43,10 @@ from router_service.openai import (
     parse,
     problem_of,
 )
+from router_service.tenants import ApiKeys
 from router_service.tokens import TextDelta
 from slipstream import __version__
-from slipstream.base.errors import ConfigError, InvalidRequest, NotFound, SlipstreamError, TooLarge
-from slipstream.base.stamp import stamp
+from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
 
@@ -68,7 +60,7 @@ ADVICE = {
 }
 OPEN_PATHS = frozenset({"/live", "/health"})
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
-LOOK_S = 2.0  # between looks at the file of keys
+TENANT = "slipstream.tenant"  # in the scope: who asks
 DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -187,7 +179,8 @@ class Surface:
         client = Presence(connection_of(request.scope))
         try:
             with client:
-                run = await self._gateway.start(job, well_formed(request.headers.get(HEADER, "")))
+                trace = well_formed(request.headers.get(HEADER, ""))
+                run = await self._gateway.start(job, request.scope[TENANT], trace)
         except BaseException:
             client.close()
             raise
@@ -269,7 +262,8 @@ class Gate:
                 message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
-        if self._keys.required and scope["path"] not in OPEN_PATHS and not self._keys.open(_bearer(headers)):
+        tenant = scope[TENANT] = self._keys.tenant(_bearer(headers))
+        if tenant is None and scope["path"] not in OPEN_PATHS:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal)(scope, receive, answer)
             return
@@ -293,61 +287,3 @@ def _bearer(headers: dict[Any, Any]) -> str:
 
 def _places(error: BaseException) -> list[str]:
     return [f"{frame.name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]]
-
-
-class ApiKeys:
-    """The keys that open the door; none at all leave it open."""
-
-    def __init__(self, keys: tuple[str, ...] = (), file: Path | None = None) -> None:
-        self._digests = tuple(_digest(key) for key in keys)
-        self._file = file
-        self._stamp = stamp(file) if file is not None else None
-        self._log = logger("keys")
-
-    @staticmethod
-    def load(path: str) -> ApiKeys:
-        """The keys of a file, "" for none. Raises ConfigError for a file that cannot be read or holds no key."""
-        return ApiKeys(_read(Path(path)), Path(path)) if path else ApiKeys()
-
-    async def follow(self, look_s: float = LOOK_S) -> None:
-        """Take the keys of the file again whenever it changes, until cancelled."""
-        while self._file is not None:
-            await asyncio.sleep(look_s)
-            found = stamp(self._file)
-            if found == self._stamp:
-                continue
-            self._stamp = found
-            try:
-                self._digests = tuple(_digest(key) for key in _read(self._file))
-                self._log.info("keys read again", count=len(self._digests))
-            except ConfigError as error:
-                self._log.error("keys not read again; the old ones stay", problem=str(error))
-
-    @property
-    def required(self) -> bool:
-        return bool(self._digests)
-
-    def open(self, key: str) -> bool:
-        """Whether ``key`` opens the door."""
-        if not self._digests:
-            return True
-        shown = _digest(key)
-        matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
-        return any(matches)
-
-
-def _read(file: Path) -> tuple[str, ...]:
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise ConfigError(f"router.api_keys_file: cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"router.api_keys_file: {file} is not UTF-8 text") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"router.api_keys_file: {file} holds no key; write one a line or leave the setting empty")
-    return keys
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

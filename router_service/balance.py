@@ -2,8 +2,8 @@
 
 Rules:
 1. Least load wins, load being what the target last reported plus what this router has sent since. A target that has
-   probably seen the prompt's beginning is preferred until it is markedly more loaded (rendezvous hashing: a target that
-   comes or goes moves only its own share).
+   probably seen the prompt's beginning in its namespace is preferred until it is markedly more loaded (rendezvous
+   hashing: a target that comes or goes moves only its own share).
 2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
    other is left, ejected ones are used all the same, and such as discovery no longer lists, while they answer: the last
    target is never ejected.
@@ -249,14 +249,14 @@ class Balancer:
             return "has another tokenizer than this router; give both the same model"
         return ""
 
-    def pick(self, tokens: tuple[int, ...], tried: Collection[str] = ()) -> Target:
-        """The target for a prompt; one of ``tried`` never. Raises Draining or Unavailable."""
+    def pick(self, tokens: tuple[int, ...], tried: Collection[str] = (), namespace: str = "") -> Target:
+        """The target for a prompt of ``namespace``; one of ``tried`` never. Raises Draining or Unavailable."""
         left = [t for t in self._known if t.name not in tried and not t.draining]
         now = self._clock()
         usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
                   or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
         if usable:
-            return usable[0] if len(usable) == 1 else self._choose(usable, tokens)
+            return usable[0] if len(usable) == 1 else self._choose(usable, tokens, namespace)
         if self._known and all(t.draining for t in self._known):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
@@ -264,8 +264,8 @@ class Balancer:
     def _mismatched(self, target: Target) -> bool:
         return target.info is not None and bool(self._misfit(target.info))
 
-    def _choose(self, usable: list[Target], tokens: tuple[int, ...]) -> Target:
-        prefix = np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
+    def _choose(self, usable: list[Target], tokens: tuple[int, ...], namespace: str) -> Target:
+        prefix = namespace.encode() + np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
         by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
         least = min(by_affinity, key=lambda t: t.load)
         preferred = by_affinity[0]
@@ -397,7 +397,7 @@ class RoutedAnswer:
         await self._leave()
 
     def _start(self) -> Target:
-        target = self._balancer.pick(self._request.tokens, self._tried | self._full)
+        target = self._balancer.pick(self._request.tokens, self._tried | self._full, self._request.namespace)
         self._target = target
         target.in_flight += 1
         self._begun = False

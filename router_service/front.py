@@ -15,16 +15,18 @@ from typing import Any
 
 from router_service.gateway import Gateway, Job
 from router_service.openai import ChatBody, CompletionBody, parse
+from router_service.tenants import Tenant
 from router_service.tokens import TextDelta
 from slipstream.base.errors import SlipstreamError
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 
 
 class GatewayFront:
-    """Implements the wire's ``Front`` on a gateway."""
+    """Implements the wire's ``Front`` on a gateway, for one tenant."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, tenant: Tenant) -> None:
         self._gateway = gateway
+        self._tenant = tenant
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
         """Its iteration raises errors of slipstream.base.errors, like all here."""
@@ -58,7 +60,7 @@ class GatewayFront:
 
     async def _run(self, endpoint: str, plan: Callable[[], Awaitable[Job]]) -> AsyncGenerator[Delta, None]:
         try:
-            run = await self._gateway.start(await plan())
+            run = await self._gateway.start(await plan(), self._tenant)
             try:
                 async for _, delta in run:
                     if delta.text or delta.tokens or delta.finish:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from router_service.admission import Admission, Limit, PoolFallback
 from router_service.balance import Balancer
 from router_service.openai import SEEDS, ChatBody, CompletionBody, Options
+from router_service.tenants import Tenant
 from router_service.tokens import Completion, Numbered, TextCodec, merged
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
@@ -111,14 +112,14 @@ class Gateway:
                 prompts.append(prompt)
         return self._job("completions", body.model, "prompt", prompts, options)
 
-    async def start(self, job: Job, trace: str = "") -> Run:
+    async def start(self, job: Job, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         arrived_s = time.monotonic()
         await self.admission.enter(job.num_answers)
         self.metrics.admitted(time.monotonic() - arrived_s, sum(map(len, job.prompts)) * job.options.n)
         try:
-            run = Run(self, job, arrived_s, arrived_s + self._section.request_timeout_s, trace)
+            run = Run(self, job, tenant, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
             self.admission.leave(job.num_answers)
             raise
@@ -129,14 +130,15 @@ class Gateway:
             raise
         return run
 
-    def completion(self, job: Job, request_id: str, number: int, trace: str) -> Completion:
+    def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
         options = job.options
         stop_ids = () if options.ignore_eos else self.codec.stop_token_ids
         sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS, stop_token_ids=stop_ids)
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
-                          options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace)
+                          options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace,
+                          namespace=tenant.namespace)
         answer = self._fallback.follow(self._balancer.submit(request), options.speculate, request.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size)
 
@@ -194,7 +196,8 @@ class Run:
     """The answers of one admitted job: iterate for (answer number, delta) as they come. Raises what an answer raises,
     and DeadlineExceeded."""
 
-    def __init__(self, gateway: Gateway, job: Job, arrived_s: float, deadline_s: float, trace: str) -> None:
+    def __init__(self, gateway: Gateway, job: Job, tenant: Tenant, arrived_s: float, deadline_s: float,
+                 trace: str) -> None:
         self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
@@ -208,7 +211,8 @@ class Run:
         self._failed = False
         self._limit = Limit(_too_long, max(deadline_s - time.monotonic(), 0.0))
         self._span = gateway.spans.begin("router.request", trace, endpoint=job.endpoint, answers=job.num_answers)
-        self.completions = [gateway.completion(job, self.id, i, self._span.parent) for i in range(job.num_answers)]
+        self.completions = [gateway.completion(job, tenant, self.id, i, self._span.parent)
+                            for i in range(job.num_answers)]
         # No queue between a single answer and its reader.
         self._many = merged(self.completions) if job.num_answers > 1 else None
 

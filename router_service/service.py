@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import Mapping
 
 from router_service.admission import PoolFallback
-from router_service.app import ApiKeys, create_app
+from router_service.app import create_app
 from router_service.balance import Balancer, Connect, Targets
 from router_service.connection import HttpListener
 from router_service.front import GatewayFront
 from router_service.gateway import Gateway
+from router_service.tenants import ApiKeys
 from router_service.tokens import TextCodec
 from slipstream.base.config import Config
 from slipstream.models.folder import resolve, tokenizer_hash
@@ -39,16 +40,15 @@ class RouterService:
         """Raises ConfigError or ModelError when it cannot begin."""
         section = config.router
         folder = resolve(config.model.path)
-        self._keys = keys = ApiKeys.load(section.api_keys_file)
+        self._keys = ApiKeys.load(section.api_keys_file)
         metrics = RouterMetrics(section.model_name or folder.name)
         self._targets = Targets(targets, connect)
         self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"))
-        self._http = HttpListener(create_app(self.gateway, keys), section, config.wire)
-        front = InferenceServicer(GatewayFront(self.gateway), keys.open if keys.required else None)
-        self._grpc = GrpcServer(section.grpc_listen, config.wire, [front])
+        self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire)
+        self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)])
         self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)
         self._tls = tls_files(config.wire.tls)
         self._tasks: list[asyncio.Task[None]] = []
@@ -65,6 +65,10 @@ class RouterService:
     @property
     def metrics_port(self) -> int:
         return self._metrics.port
+
+    def _front(self, key: str) -> GatewayFront | None:
+        tenant = self._keys.tenant(key)
+        return None if tenant is None else GatewayFront(self.gateway, tenant)
 
     def seen(self, ready: Mapping[str, str]) -> None:
         """What discovery knows of targets: addresses that take work -> the name that each one's certificate bears."""

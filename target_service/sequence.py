@@ -127,7 +127,7 @@ class KV:
         # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
         one.slots = np.zeros(one.base + one.followed.left + MAX_NODES, np.int64)
         if self._cache is not None:
-            match = self._cache.match(one.tokens[:-1])
+            match = self._cache.match(one.tokens[:-1], one.request.namespace)
             self._cache.lock(match)
             one.match = match
             one.take_slots(match.slots)
@@ -144,7 +144,7 @@ class KV:
             self._runner.slots.free(one.slots[one.borrowed : known])
         else:
             # The cache takes the whole row: it knows its own part and frees what it has twice.
-            self._cache.insert(one.tokens[:known], one.slots[:known])
+            self._cache.insert(one.tokens[:known], one.slots[:known], one.request.namespace)
             if one.match is not None:
                 self._cache.unlock(one.match)
         one.match, one.computed, one.borrowed = None, 0, 0

@@ -112,6 +112,12 @@ def parameters(request: Request, drafted: bool, keyed: bool) -> dict[str, Any]:
     }
 
 
+def prompt(request: Request) -> dict[str, Any]:
+    """In vLLM's words; its prefix cache keeps prompts of different salts apart."""
+    salt = {"cache_salt": request.namespace} if request.namespace else {}
+    return {"type": "token", "prompt_token_ids": list(request.tokens), **salt}
+
+
 class VllmAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``. It begins with its iteration."""
 
@@ -183,8 +189,7 @@ class VllmAnswer:
 
     async def _begin(self) -> None:
         try:
-            collected = await self._engine.add_request(
-                self._name, {"type": "token", "prompt_token_ids": list(self._request.tokens)}, self._params)
+            collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
         except self._refusals as error:
             self._outcome = "refused"
             raise InvalidRequest(getattr(error, "parameter", None) or "request", f"vLLM refuses it: {error}") from error

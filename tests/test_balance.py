@@ -70,6 +70,8 @@ async def test_prefix_affinity_until_markedly_more_loaded() -> None:
     homes = {prefix: b.pick((prefix,) * 80).name for prefix in range(40)}
     assert homes == {prefix: b.pick((prefix,) * 80 + (9, 9)).name for prefix in range(40)}
     assert min(Counter(homes.values()).values()) >= 2, homes
+    others = {prefix: b.pick((prefix,) * 80, namespace="another").name for prefix in range(40)}
+    assert others != homes, "what a target has seen of one namespace helps no other"
     answers = [b.submit(request()) for _ in range(5)]
     for answer in answers:
         await anext(aiter(answer))

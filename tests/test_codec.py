@@ -191,7 +191,7 @@ def test_hellos_come_back() -> None:
 
 
 def test_requests_and_texts_come_back() -> None:
-    for request in (REQUEST, replace(REQUEST, top_logprobs=None)):
+    for request in (REQUEST, replace(REQUEST, top_logprobs=None), replace(REQUEST, namespace="0a_Z-" * 12)):
         assert asked(encode_asked(3, request)) == [(3, request)]
     assert [asked(encode_asked(3, mode)) for mode in (True, False)] == [[(3, True)], [(3, False)]]
     assert told(encode_told(3, PIECE)) == [(3, PIECE)]
@@ -353,6 +353,9 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
     (replace(REQUEST, max_tokens=0), "max_tokens"),
     (replace(REQUEST, top_logprobs=21), "top_logprobs"),
     (replace(REQUEST, request_id="x" * 300), "request_id"),
+    (replace(REQUEST, namespace="x" * 65), "namespace"),
+    (replace(REQUEST, namespace="a b"), "namespace"),
+    (replace(REQUEST, namespace="a\n"), "namespace"),
     (replace(REQUEST, sampling=Sampling(logit_bias=((VOCAB, 1.0),))), "logit_bias"),
 ])
 def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None:

@@ -133,3 +133,21 @@ def _evict(rng: np.random.Generator, cache: RadixCache, oracle: Oracle,
     assert cache.evict(wanted) == min(wanted, len(oracle.held) - len(locked)), where
     oracle.keep({slot for run in cache.owned() for slot in run.tolist()})
     assert locked <= set(oracle.held), where
+
+
+def test_namespaces_find_nothing_of_each_other_and_are_evicted_together() -> None:
+    slots = Slots(16)
+    cache = RadixCache(slots)
+    cache.insert([1, 2, 3], slots.alloc(3), "a")
+    assert cache.match([1, 2, 3]).length == cache.match([1, 2, 3], "b").length == 0
+    mine = slots.alloc(4)
+    cache.insert([1, 2, 3, 4], mine, "b")
+    assert cache.match([1, 2, 3, 4], "b").slots.tolist() == mine.tolist()
+    assert cache.match([1, 2, 3, 4], "a").length == 3 and len(cache) == 7
+    slots.check(cache.owned())
+    cache.lock(kept := cache.match([1, 2], "b"))
+    assert cache.evict(16) == 5 and cache.match([1, 2, 3], "a").length == 0
+    assert cache.match([1, 2, 3], "b").length == 2
+    cache.unlock(kept)
+    cache.clear()
+    assert len(cache) == 0 and slots.num_free == 16

@@ -11,9 +11,10 @@ import openai
 import pytest
 
 from router_service.admission import WAITING
-from router_service.app import ApiKeys, create_app
+from router_service.app import create_app
 from router_service.gateway import Job
 from router_service.openai import ChatBody
+from router_service.tenants import ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
@@ -177,18 +178,18 @@ async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, caps
     turn("one")
     keys = ApiKeys.load(str(file))
     following = asyncio.create_task(keys.follow(look_s=0.01))
-    assert keys.open("old-key") and not keys.open("new-key")
+    assert keys.tenant("old-key") and not keys.tenant("new-key")
     turn("two")
-    await until(lambda: keys.open("new-key"), asyncio.sleep)
-    assert keys.open("old-key")
+    await until(lambda: keys.tenant("new-key"), asyncio.sleep)
+    assert keys.tenant("old-key")
     turn("three")
-    await until(lambda: not keys.open("old-key"), asyncio.sleep)
+    await until(lambda: not keys.tenant("old-key"), asyncio.sleep)
     for mistake in ("bad", "nowhere"):
         turn(mistake)
         await asyncio.sleep(0.05)
-        assert keys.required and keys.open("new-key") and not keys.open("old-key") and not keys.open("")
+        assert keys.tenant("new-key") and not keys.tenant("old-key") and not keys.tenant("")
     turn("one")
-    await until(lambda: keys.open("old-key"), asyncio.sleep)
+    await until(lambda: keys.tenant("old-key"), asyncio.sleep)
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     said = capsys.readouterr()

@@ -76,6 +76,7 @@ class FakeEngine:
     rounds: Rounds | None = None
     errored: bool = False
     asked: list[dict[str, Any]] = field(default_factory=list)
+    salts: list[str | None] = field(default_factory=list)  # of their prompts
     aborted: list[str] = field(default_factory=list)
     said: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -85,6 +86,7 @@ class FakeEngine:
         if params["top_k"] == 13:
             raise Refused("top_k: not 13")
         collected = Collected(f"{request_id}-0a1b2c3d")
+        self.salts.append(prompt.get("cache_salt"))
         self.asked.append({"name": request_id, "prompt": list(prompt["prompt_token_ids"]), **params})
         self.collected.append(collected)
         self.tasks.append(asyncio.create_task(self._speak(collected, list(prompt["prompt_token_ids"]), params)))
@@ -254,8 +256,9 @@ async def test_what_is_asked_reaches_vllm_in_its_words() -> None:
                 "repetition_penalty": 1.1, "min_tokens": 3, "stop_token_ids": (2, 0), "seed": 2**64 - 1}
     async with served(engine) as service:
         await taken(service.submit(request(**sampling)))
-        await taken(service.submit(replace(request(min_p=0.1), top_logprobs=2)))
+        await taken(service.submit(replace(request(min_p=0.1), top_logprobs=2, namespace="0a1b")))
     first, greedy = engine.asked
+    assert engine.salts == [None, "0a1b"], "vLLM's prefix cache keeps them apart"
     given = {**sampling, "stop_token_ids": [2, 0], "ignore_eos": True, "max_tokens": 12, "logprobs": None,
              "logit_bias": None, "min_p": 0.0}
     assert {name: first[name] for name in given} == given

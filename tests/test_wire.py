@@ -708,7 +708,7 @@ class Parrot:
 
 async def serve_parrot(key: str = "") -> tuple[GrpcServer, Parrot, str]:
     parrot = Parrot()
-    servicer = InferenceServicer(parrot, (lambda shown: shown == key) if key else None)
+    servicer = InferenceServicer(lambda shown: parrot if not key or shown == key else None)
     server = GrpcServer(LOOPBACK, WIRE, [servicer])
     return server, parrot, f"127.0.0.1:{await server.start()}"
 

@@ -160,7 +160,8 @@ class RouterSection(Section):
     targets: Peers = Field(("127.0.0.1:50051",),
                                      description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
-    api_keys_file: str = Field("", description="one key a line, read again when it changes; empty: no keys")
+    api_keys_file: str = Field("", description="one key a line, then whose it is, as in name=alice; read again when it "
+                               "changes; empty: no keys")
     max_in_flight: int = Field(128, ge=1, description="answers that run at the same time; twice as many may wait, and "
                                "one more is refused with 429")
     request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")

@@ -12,6 +12,8 @@ Rules of the cache:
    token.
 2. The cache owns every slot in it. ``insert`` hands ownership over; what the cache holds already is freed.
 3. A locked node and everything above it stays; the rest may be evicted, leaves first, the least recently used first.
+4. Each namespace has a tree of its own: what is kept in one is found from no other, so that nobody learns what others
+   asked from what his own prompts cost. Eviction is over all of them.
 Idea: radix attention (SGLang, arXiv 2312.07104), page size one.
 
 It knows nothing about sessions, trees or models.
@@ -161,10 +163,11 @@ class Match:
 class RadixCache:
     """Belongs to the engine thread, as the slots do."""
 
-    __slots__ = ("_clock", "_num_locked", "_num_slots", "_root", "_slots")
+    __slots__ = ("_clock", "_num_locked", "_num_slots", "_roots", "_slots")
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self._roots: dict[str, Node] = {}  # by namespace
         self._clear_tree()
 
     def __len__(self) -> int:
@@ -176,9 +179,9 @@ class RadixCache:
         """Slots that ``evict`` could free now."""
         return self._num_slots - self._num_locked
 
-    def match(self, tokens: ArrayLike) -> Match:
-        """The longest cached prefix of tokens [n]. Lock it before anything else may evict."""
-        node, length = self._descend(np.asarray(tokens, np.int64))
+    def match(self, tokens: ArrayLike, namespace: str = "") -> Match:
+        """The longest prefix of tokens [n] that is cached in ``namespace``. Lock it before anything else may evict."""
+        node, length = self._descend(self._roots.get(namespace) or _root(), np.asarray(tokens, np.int64))
         runs = [n.slots for n in _path(node)]
         return Match(length, np.concatenate(runs[::-1]) if runs else np.zeros(0, np.int64), node)
 
@@ -194,12 +197,12 @@ class RadixCache:
             node.locks -= 1
             self._num_locked -= len(node.slots) if node.locks == 0 else 0
 
-    def insert(self, tokens: ArrayLike, slots: Indices) -> None:
+    def insert(self, tokens: ArrayLike, slots: Indices, namespace: str = "") -> None:
         """Give ``slots`` (one for each token, KV written) to the cache. Where it holds a token already, the given slot
         is freed, unless it is that very slot; the caller must not use any of them afterwards without a lock."""
         tokens = np.asarray(tokens, np.int64)
         assert len(tokens) == len(slots)
-        node, length = self._descend(tokens)
+        node, length = self._descend(self._roots.setdefault(namespace, _root()), tokens)
         held = [n.slots for n in _path(node)]
         given, mine = slots[:length], np.concatenate(held[::-1]) if held else slots[:0]
         self._slots.free(given[given != mine])
@@ -216,9 +219,10 @@ class RadixCache:
         while leaves and freed < n:
             node = heapq.heappop(leaves)[2]
             freed += self._trim(node, n - freed)
-            parent = node.parent
-            if parent is not None and parent is not self._root and not parent.children and not parent.locks:
-                heapq.heappush(leaves, (parent.used, id(parent), parent))
+            above = node.parent
+            if above is not None and above.parent is not None and not above.children and not above.locks:
+                heapq.heappush(leaves, (above.used, id(above), above))
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
         return freed
 
     def clear(self) -> None:
@@ -233,15 +237,15 @@ class RadixCache:
         return [node.slots for node in self._nodes()]
 
     def _clear_tree(self) -> None:
-        self._root = Node(None, np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._roots = {}
         self._clock = 0
         self._num_slots = 0
         self._num_locked = 0
 
-    def _descend(self, tokens: Indices) -> tuple[Node, int]:
+    def _descend(self, root: Node, tokens: Indices) -> tuple[Node, int]:
         # The node at which the longest common prefix ends; splits a run where the prefix ends inside it.
         self._clock += 1
-        node, at = self._root, 0
+        node, at = root, 0
         while at < len(tokens) and (child := node.children.get(int(tokens[at]))) is not None:
             common = _common(child.tokens, tokens[at:])
             node = child if common == len(child.tokens) else _split(child, common)
@@ -264,11 +268,15 @@ class RadixCache:
         return len(gone)
 
     def _nodes(self) -> Iterator[Node]:
-        pending = list(self._root.children.values())
+        pending = [child for root in self._roots.values() for child in root.children.values()]
         while pending:
             node = pending.pop()
             yield node
             pending.extend(node.children.values())
+
+
+def _root() -> Node:
+    return Node(None, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def _path(node: Node) -> Iterator[Node]:

@@ -30,7 +30,10 @@ class Request:
     """One answer wanted. ``top_logprobs``: None for none, 0 for the chosen token's alone, n for n alternatives too.
 
     ``answered``: the last so many of ``tokens`` are the answer's beginning already, from a target that could not finish
-    it. They count into ``max_tokens``, and the answer goes on as if it had never stopped."""
+    it. They count into ``max_tokens``, and the answer goes on as if it had never stopped.
+
+    ``namespace``: only answers of one namespace share what is cached of their prompts. A tag that tells nothing of its
+    owner; "" is shared by all who have none."""
 
     request_id: str
     tokens: tuple[int, ...] = field(repr=False)
@@ -40,6 +43,7 @@ class Request:
     speculate: bool = True
     answered: int = 0
     trace: str = ""  # the traceparent of whoever asks; "": nobody follows
+    namespace: str = ""
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left to ask when ``tokens`` of the answer are there."""

@@ -13,6 +13,7 @@ It knows nothing about sockets. Format: ``proto/slipstream/v1/target.proto``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
@@ -37,6 +38,7 @@ from slipstream.wire.fields import (
 from slipstream.wire.status import Reported
 
 MAX_TOP_LOGPROBS = 20
+NAMESPACE = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 FINISHES: dict[int, Finish] = {
     target_pb2.FINISH_REASON_UNSPECIFIED: "", target_pb2.FINISH_REASON_STOP: "stop",
@@ -124,6 +126,8 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         require(wire.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
         require(wire.answered < min(len(tokens), wire.max_tokens), "answered",
                 "must leave a prompt, and a token to answer with")
+        require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
+                "must be at most 64 characters of A-Z a-z 0-9 _ -")
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None

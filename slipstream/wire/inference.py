@@ -3,7 +3,7 @@
 Rules:
 1. Errors cross the wire as the class that was raised.
 2. A client that goes away ends its answer: the generator is closed.
-3. With ``authorize`` every call needs "authorization: Bearer <key>", as over HTTP; keys are never logged.
+3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged.
 4. Only the shape of what is asked is checked here; what an option may be is the business of who answers. An absent
    option stays absent, so that the server's default counts.
 
@@ -140,13 +140,13 @@ class Front(Protocol):
 
 
 class InferenceServicer:
-    """InferenceService: ``front`` answers. ``authorize`` (None: no keys) says whether a key opens the door."""
+    """InferenceService. ``front_of`` says who answers a caller by the key that it shows ("" for none); None: nobody
+    does."""
 
     service = INFERENCE_SERVICE
 
-    def __init__(self, front: Front, authorize: Callable[[str], bool] | None = None) -> None:
-        self._front = front
-        self._authorize = authorize
+    def __init__(self, front_of: Callable[[str], Front | None]) -> None:
+        self._front_of = front_of
 
     def handler(self) -> grpc.GenericRpcHandler:
         chat: Any = grpc.unary_stream_rpc_method_handler(self._chat)
@@ -159,32 +159,33 @@ class InferenceServicer:
         """Nothing to do: the front refuses new requests, and every answer ends by itself."""
 
     async def _chat(self, data: bytes, context: Context) -> None:
-        await self._stream(lambda: self._front.chat(*decode_chat(data)), context)
+        await self._stream(lambda front: front.chat(*decode_chat(data)), context)
 
     async def _complete(self, data: bytes, context: Context) -> None:
-        await self._stream(lambda: self._front.complete(*decode_complete(data)), context)
+        await self._stream(lambda front: front.complete(*decode_complete(data)), context)
 
-    async def _stream(self, begin: Callable[[], AsyncGenerator[Delta, None]], context: Context) -> None:
-        await self._admit(context)
+    async def _stream(self, begin: Callable[[Front], AsyncGenerator[Delta, None]], context: Context) -> None:
+        front = await self._admit(context)
         try:
-            async with aclosing(begin()) as deltas:
+            async with aclosing(begin(front)) as deltas:
                 async for delta in deltas:
                     await context.write(encode_delta(delta))
         except Exception as error:
             await abort(context, error)
 
     async def _models(self, _data: bytes, context: Context) -> bytes:
-        await self._admit(context)
+        front = await self._admit(context)
         try:
-            return encode_models(await self._front.models())
+            return encode_models(await front.models())
         except Exception as error:
             await abort(context, error)
             raise
 
-    async def _admit(self, context: Context) -> None:
-        if self._authorize is None:
-            return
+    async def _admit(self, context: Context) -> Front:
         shown = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         key = str(shown[0]).removeprefix("Bearer ") if shown else ""
-        if not self._authorize(key):
+        front = self._front_of(key)
+        if front is None:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "send a valid key as 'authorization: Bearer <key>'")
+            raise PermissionError  # abort has raised
+        return front

@@ -1,0 +1,167 @@
+"""Tenants: who may ask, what each of them may have, and under which name their prompts are kept.
+
+Rules:
+1. Keys come from a file, one a line, each followed by what its tenant may have as ``field=value`` (``Grant``). Empty
+   lines and lines that begin with # do not count. Without a file whoever asks is one tenant, ``ANYONE``.
+2. Keys of one name are one tenant. A key without a name is a tenant of its own.
+3. A tenant's prompts are kept under a namespace of its own, and so nobody learns what others asked from what his own
+   prompts cost. Only ``cache`` says that tenants share one. The namespace is a keyed digest: it tells nothing of a key,
+   and who does not have the key cannot name it.
+4. Only digests of keys are kept, and all of them are compared in constant time on every question.
+5. The file is read again when it changes. One that cannot be read, holds no key or has a mistake changes nothing: keys
+   never go, and the door never opens, by a mistake. No key is ever logged, nor a line of the file.
+
+It knows nothing about HTTP, gRPC or how a tenant's share is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from slipstream.base.errors import ConfigError
+from slipstream.base.stamp import stamp
+from slipstream.observe.log import logger
+
+LOOK_S = 2.0  # between looks at the file of keys
+NAME = r"^[A-Za-z0-9._-]{1,64}$"
+
+
+class Grant(BaseModel):
+    """What a line of the file says beside the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    name: str = Field("", pattern=NAME)
+    weight: float = Field(1.0, gt=0, le=1000)  # of its share of the places and the queue, where others wait too
+    requests: int = Field(0, ge=1)  # answers at once; absent: no limit of its own
+    tokens_per_minute: int = Field(0, ge=1)  # of prompts and answers; absent: no limit
+    cache: str = Field("", pattern=NAME)  # tenants that say the same share what is kept of prompts; absent: its name
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """``id`` tells tenants apart, ``name`` is for people; limits of 0 are none."""
+
+    id: str = ""
+    name: str = "anyone"
+    namespace: str = ""
+    weight: float = 1.0
+    requests: int = 0
+    tokens_per_minute: int = 0
+
+
+ANYONE = Tenant()
+
+
+class Line(NamedTuple):
+    number: int
+    key: str
+    grant: Grant
+
+
+class ApiKeys:
+    """The keys that open the door, and whose they are; none at all leave it open."""
+
+    def __init__(self, tenants: Mapping[bytes, Tenant] | None = None, file: Path | None = None) -> None:
+        """tenants: by the digests of their keys."""
+        self._tenants = dict(tenants or {})
+        self._file = file
+        self._stamp = stamp(file) if file is not None else None
+        self._log = logger("keys")
+
+    @staticmethod
+    def load(path: str) -> ApiKeys:
+        """The keys of a file, "" for none. Raises ConfigError for a file that cannot be read, holds no key, or has a
+        line that is wrong."""
+        return ApiKeys(_read(Path(path)), Path(path)) if path else ApiKeys()
+
+    async def follow(self, look_s: float = LOOK_S) -> None:
+        """Take the keys of the file again whenever it changes, until cancelled."""
+        while self._file is not None:
+            await asyncio.sleep(look_s)
+            found = stamp(self._file)
+            if found == self._stamp:
+                continue
+            self._stamp = found
+            try:
+                self._tenants = _read(self._file)
+                self._log.info("keys read again", count=len(self._tenants))
+            except ConfigError as error:
+                self._log.error("keys not read again; the old ones stay", problem=str(error))
+
+    def tenant(self, key: str) -> Tenant | None:
+        """Whose ``key`` is; None: nobody's, and the door stays shut."""
+        if not self._tenants:
+            return ANYONE
+        shown, found = _digest(key), None
+        for digest, tenant in self._tenants.items():
+            if hmac.compare_digest(shown, digest):
+                found = tenant
+        return found
+
+
+def _read(file: Path) -> dict[bytes, Tenant]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"router.api_keys_file: cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"router.api_keys_file: {file} is not UTF-8 text") from error
+    try:
+        tenants = _tenants(list(_lines(text)))
+    except ValueError as error:
+        raise ConfigError(f"router.api_keys_file: {file}: {error}") from None
+    if not tenants:
+        raise ConfigError(f"router.api_keys_file: {file} holds no key; write one a line or leave the setting empty")
+    return tenants
+
+
+def _lines(text: str) -> Iterable[Line]:
+    """Raises ValueError, which shows nothing of a line but the names of our own fields."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        pairs = [word.partition("=") for word in words[1:]]
+        given = {field: value for field, _, value in pairs}
+        if len(given) < len(pairs) or not given.keys() <= Grant.model_fields.keys():
+            known = ", ".join(Grant.model_fields)
+            raise ValueError(f"line {number}: after the key come fields as in name=alice, each once: {known}")
+        try:
+            yield Line(number, words[0], Grant.model_validate(given))
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            raise ValueError(f"line {number}: {problem['loc'][0]}: {problem['msg']}") from None
+
+
+def _tenants(lines: list[Line]) -> dict[bytes, Tenant]:
+    tenants: dict[bytes, Tenant] = {}
+    first: dict[str, Line] = {}  # of each name
+    keys: dict[str, str] = {}  # the first one under each name of a cache
+    for line in lines:
+        grant, digest = line.grant, _digest(line.key)
+        if grant.name and (before := first.setdefault(grant.name, line)).grant != grant:
+            raise ValueError(f"line {line.number}: gives name {grant.name} other fields than line {before.number}")
+        cache = grant.cache or grant.name
+        namespace = _tag(keys.setdefault(cache, line.key) if cache else line.key, cache)
+        tenant = Tenant(grant.name or digest.hex(), grant.name or "unnamed", namespace, grant.weight, grant.requests,
+                        grant.tokens_per_minute)
+        if tenants.setdefault(digest, tenant) != tenant:
+            raise ValueError(f"line {line.number}: the same key stands above with other fields")
+    return tenants
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _tag(key: str, name: str) -> str:
+    return hashlib.blake2b(name.encode(), key=_digest(key), digest_size=16, person=b"slipstream-cache").hexdigest()
