@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -62,3 +63,19 @@ def test_private_keys_are_refused(lines: io.StringIO, key: str) -> None:
     found = json.loads(lines.getvalue())
     assert "hunter2" not in lines.getvalue()
     assert found[key.upper()] == REFUSED and found["nested"] == {key: REFUSED, "length": 7}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(),
+                                   ValueError("I/O operation on closed file")])
+def test_a_log_that_cannot_be_written_harms_nobody(error: Exception) -> None:
+    """The engine's thread logs, too: an error there would end every answer."""
+    class Full(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise error
+
+        def flush(self) -> None:
+            raise error
+
+    configure(LogSection(level="info"), Full())
+    logger("target").info("mode changed")
+    logging.getLogger("library").warning("hm")

@@ -4,6 +4,7 @@ Rules:
 1. INFO is for life-cycle and changes of mode; nothing is logged for every request or round above DEBUG.
 2. What a user wrote or got, and what opens doors, is refused by key: the value is replaced, so that the mistake shows
    and the secret does not. Log ids and lengths instead.
+3. A log that cannot be written (a full disk, a pipe that nobody reads any more) costs its lines, never an answer.
 
 It knows nothing about services. The configuration of structlog is one for the process, so only a composition root
 calls ``configure``.
@@ -11,10 +12,11 @@ calls ``configure``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -25,6 +27,23 @@ REFUSED_KEYS = frozenset({
     "api_key", "api_keys", "key", "password", "secret", "authorization", "headers", "body",
 })
 REFUSED = "[refused]"
+
+
+class Lenient:
+    """``stream``; what it does not take is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError):  # ValueError: it was closed
+            return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def configure(section: LogSection, stream: TextIO | None = None) -> None:
@@ -41,9 +60,9 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=out),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, Lenient(out))),
     )
-    _adopt_libraries(out, level, shared, renderer)
+    _adopt_libraries(cast(TextIO, Lenient(out)), level, shared, renderer)
 
 
 def logger(name: str) -> Any:
