@@ -7,7 +7,7 @@ and end go that way; what comes between is framed here.
 Rules:
 1. Nothing that a client sends grows without a bound: a head, trailers, what stands between chunks
    (``MAX_HEADER_BYTES`` each), requests that wait for their turn (``MAX_WAITING``), and the time for all of a head
-   (``HEAD_S``). Connections are bounded too; the application bounds bodies and answers.
+   (``HEAD_S``). The application bounds bodies and answers.
 2. What is no request gets a typed answer and the end of the connection. Answers that run or wait are not touched: they
    go out first, and nothing is said about what came behind them.
 3. Of two readings of a request none is taken: it has one host, at most one length, and no coding but chunked.
@@ -19,6 +19,10 @@ Rules:
 6. A client that goes away ends the work for it at once, also while it waits for its first byte. One that reads nothing
    of what waits for it for ``STALL_S`` counts as gone, and its connection ends, also when all is answered.
 7. Beyond loopback HTTP needs API keys, or leave in so many words.
+8. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
+   address; beyond that whoever has kept the server waiting longest goes, be it without a request, in a head or in a
+   body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
+   but those for a probe.
 
 Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events, data lines alone. It knows nothing about routes.
 """
@@ -26,10 +30,12 @@ Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events, data lines alone. It kno
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import socket
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -43,10 +49,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router_service.admission import WAITING, Limit
-from router_service.openai import Problem, http_problem
+from router_service.openai import Problem, http_problem, problem_of
 from slipstream.base.address import host_port
 from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import CapacityError, ConfigError, Unavailable
+from slipstream.base.guests import Guests
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import RouterMetrics
 from slipstream.wire.server import bind_guard
 
 MAX_HEADER_BYTES = 32 << 10
@@ -62,27 +71,58 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no"))
 KEEP_ALIVE_S = 75
-SPARE_CONNECTIONS = 256  # beside the requests that run and wait: health checks, keep-alive, refusals
+SPARE = 256  # requests beside those that run and wait, as refusals and lists; connections beside requests
 CLOSE_S = 2
+MANY = 1 << 20  # descriptors, where the system sets no limit
 
 
 class Refused(Exception):
     """A request that this server does not take."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.problem = http_problem(status, message)
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class Room:
+    """All connections of a listener, and what they may ask for at the same time. ``probes``: paths that are always
+    answered."""
+
+    def __init__(self, max_in_flight: int, probes: Container[bytes], metrics: RouterMetrics) -> None:
+        wanted = (1 + WAITING) * max_in_flight + SPARE
+        most = min(2 * (wanted + SPARE), max(4, descriptors() * 3 // 4))
+        per_address = most // 2  # all that run and wait, if all of them come through one proxy
+        self.requests = min(wanted, max(per_address - SPARE, per_address // 2))
+        if self.requests < wanted:
+            logger("http").warning("the limit of open files leaves room for fewer requests", room=self.requests,
+                                   wanted=wanted, connections=most)
+        self.guests: Guests[Connection] = Guests(most, per_address, self._end)
+        self._probes = probes
+        self._metrics = metrics
+        metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
+
+    def ask(self, path: bytes) -> None:
+        """A request begins. Raises Refused where there is no room for it."""
+        if self.guests.num_at_work >= self.requests and path not in self._probes:
+            self._metrics.connection_refused("requests")
+            raise Refused(problem_of(CapacityError("this server answers as many requests as it can; try again later")))
+
+    def _end(self, connection: Connection, why: str) -> None:
+        self._metrics.connection_refused(why)
+        connection.give_way()
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP, with bounds on what is taken in. Requests find it in their scope: it is the outlet of their
     answers."""
 
-    def __init__(self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
+    def __init__(self, room: Room, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any],
                  _loop: asyncio.AbstractEventLoop | None = None) -> None:
         # Weak: one that is over is freed at once, with all that it holds.
         super().__init__(config, server_state, {**app_state, STATE: weakref.ref(self)}, _loop)
         self.parser = httptools.HttpRequestParser(self)  # without the leniency of uvicorn's
+        self._room = room
+        self._at_work = False
         self._in_head = False
         self._in_body = False
         self._again = False  # a head is being read that has been heard already
@@ -107,14 +147,28 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
+        self._room.guests.enter(self, self.client[0] if self.client else "")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
+        self._room.guests.leave(self)
         self._stop_timer()
         self._unset_keepalive_if_required()  # uvicorn forgets it where the connection was reset
         super().connection_lost(exc)
         if self._watcher is not None:
             self._watcher()
+
+    def give_way(self) -> None:
+        """End at once, for others need the place: with a word to a client that was asking for something."""
+        self._refused = True
+        self._stop_timer()
+        if self._in_head or (self._in_body and not self.cycle.response_started):
+            self.transport.write(_refusal(problem_of(Unavailable(
+                "others needed this connection's place before the whole request was here; send it again"))))
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closed, it would wait for the client to read
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """In place of uvicorn's own, which says nothing of what was wrong, and breaks off answers that run."""
@@ -139,7 +193,7 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None and self.cycle is not None:
             self._stop_timer()  # it ran for the rest of a body that was answered early; this head has its own time
         if len(self.pipeline) >= MAX_WAITING:
-            raise Refused(400, f"more than {MAX_WAITING} requests wait on this connection")
+            raise _refused(400, f"more than {MAX_WAITING} requests wait on this connection")
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
 
@@ -163,6 +217,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
+        if not self._at_work:
+            self._room.guests.idle(self)  # it has just been heard of
         if version == "1.0":
             self.cycle.waiting_for_100_continue = False
             self.cycle.transport = Unchunked(self.transport)  # type: ignore[assignment]
@@ -176,8 +232,20 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():  # then the parser has not looked for a body
             self._in_body = False
             super().on_message_complete()
+            self._settle()
             if not self.pipeline:  # a large body has paused reading, and who does not read hears of no end
                 self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._settle()
+
+    def _settle(self) -> None:
+        """At work is a connection while a request that is here whole is answered."""
+        at_work = bool(self.pipeline) or (self._answering() and not self.cycle.more_body)
+        if at_work != self._at_work:
+            self._at_work = at_work
+            (self._room.guests.at_work if at_work else self._room.guests.idle)(self)
 
     def _feed(self, data: bytes) -> None:
         while data:
@@ -195,19 +263,20 @@ class Connection(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > MAX_HEADER_BYTES:
-            raise Refused(431, "the headers are too large")
+            raise _refused(431, "the headers are too large")
 
     def _check(self, version: str) -> None:
         if version not in ("1.0", "1.1"):
-            raise Refused(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
+            raise _refused(505, "only HTTP/1.0 and HTTP/1.1 are spoken here")
         hosts = 0
         for name, value in self.headers:
             if name == b"host":
                 hosts += 1
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
-                raise Refused(501, "of transfer codings only chunked is understood here")
+                raise _refused(501, "of transfer codings only chunked is understood here")
         if hosts > 1 or (not hosts and version == "1.1"):
-            raise Refused(400, "a request names its host once")
+            raise _refused(400, "a request names its host once")
+        self._room.ask(self.url.partition(b"?")[0])
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -259,6 +328,10 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
+def _refused(status: int, message: str) -> Refused:
+    return Refused(http_problem(status, message))
+
+
 def _problem(error: httptools.HttpParserError) -> Problem:
     cause = error.__context__
     if isinstance(cause, Refused):
@@ -271,9 +344,10 @@ def _problem(error: httptools.HttpParserError) -> Problem:
 def _refusal(problem: Problem) -> bytes:
     """A whole answer, the last of its connection."""
     body = orjson.dumps(problem.body())
-    return (b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+    headers = "".join(f"{name}: {value}\r\n" for name, value in problem.headers).encode()
+    return (b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n%b"
             b"connection: close\r\n\r\n%b" % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body),
-                                             secrets.token_hex(16).encode(), body))
+                                             secrets.token_hex(16).encode(), headers, body))
 
 
 def connection_of(scope: Scope) -> Connection | None:
@@ -386,17 +460,17 @@ class EventStream(Response):
 class HttpListener:
     """Serves ``app`` on ``section.listen`` (port 0 takes a free one). Raises ConfigError if the port cannot be had."""
 
-    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, stall_s: float = STALL_S) -> None:
+    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, metrics: RouterMetrics,
+                 probes: Container[bytes] = (), stall_s: float = STALL_S) -> None:
         if not section.api_keys_file:
             bind_guard(section.listen, wire)
         self._socket = _listening(section.listen, stall_s)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app, http=Connection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            proxy_headers=False,  # nobody asks for a client's address
-            timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=(1 + WAITING) * section.max_in_flight + SPARE_CONNECTIONS,
-            timeout_graceful_shutdown=CLOSE_S,
+            app, http=partial(Connection, Room(section.max_in_flight, probes, metrics)),  # type: ignore[arg-type]
+            ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            proxy_headers=False,  # an address that a client can write is none
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
         )
         config.load()
         self._server = uvicorn.Server(config)
@@ -421,6 +495,12 @@ class HttpListener:
         self._server.should_exit = True
         await self._loop
         await self._server.shutdown(sockets=[self._socket])
+
+
+def descriptors() -> int:
+    """How many files and sockets this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MANY if soft == resource.RLIM_INFINITY else soft
 
 
 def _listening(listen: str, stall_s: float) -> socket.socket:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 
 from router_service.admission import PoolFallback
-from router_service.app import create_app
+from router_service.app import OPEN_PATHS, create_app
 from router_service.balance import Balancer, Connect, Targets
 from router_service.connection import HttpListener
 from router_service.front import GatewayFront
@@ -47,7 +47,8 @@ class RouterService:
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"))
-        self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire)
+        self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire, metrics,
+                                  [path.encode() for path in OPEN_PATHS])
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)])
         self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)
         self._tls = tls_files(config.wire.tls)

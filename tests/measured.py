@@ -24,6 +24,8 @@ def router() -> RouterMetrics:
     metrics.retry_refused()
     metrics.breaker("a", 0)
     metrics.targets(1)
+    metrics.connections(lambda: 1, lambda: 1)
+    metrics.connection_refused("full")
     metrics.registry.certificate_ends(2e9)
     return metrics
 

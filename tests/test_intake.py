@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router_service import connection
 from router_service.connection import MAX_HEADER_BYTES, MAX_WAITING, HttpListener, connection_of
 from slipstream.base.config import RouterSection, WireSection
+from slipstream.observe.metrics import RouterMetrics
 
 HOST = b"Host: x\r\n"
 GET = b"GET /a HTTP/1.1\r\n" + HOST
@@ -134,7 +135,7 @@ class Listener:
 @asynccontextmanager
 async def served(app: ASGIApp) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to ``app``."""
-    listener = HttpListener(app, RouterSection(listen="127.0.0.1:0"), WireSection())
+    listener = HttpListener(app, RouterSection(listen="127.0.0.1:0"), WireSection(), RouterMetrics("tiny"))
     await listener.start()
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     yield reader, writer

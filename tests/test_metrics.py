@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.base.errors import ConfigError
 from slipstream.observe.metrics import DraftMetrics, Registry, RouterMetrics, TargetMetrics
-from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.scrape import MOST_EACH, MetricsServer, whole
 
 
 def values(registry: Registry) -> dict[str, float]:
@@ -85,6 +87,36 @@ def test_the_server_answers_three_pages() -> None:
             MetricsServer(f"127.0.0.1:{server.port}", metrics.registry, lambda: True)
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /live HTTP/1.1\r\n", b"x" * 40_000], ids=["nothing", "half", "much"])
+def test_a_crowd_that_asks_for_nothing_keeps_no_probe_waiting(said: bytes) -> None:
+    server = MetricsServer("127.0.0.1:0", DraftMetrics("tiny").registry, lambda: True)
+    server.start()
+    threads = threading.active_count()
+    try:
+        crowd = []
+        for _ in range(4 * MOST_EACH):
+            crowd.append(socket.create_connection(("127.0.0.1", server.port)))
+            with suppress(OSError):
+                crowd[-1].sendall(said)
+        for path in ("/live", "/ready", "/metrics"):
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as response:
+                assert response.status == 200
+        assert threading.active_count() == threads
+        with suppress(ConnectionResetError):
+            assert crowd[0].recv(1) == b"", "the oldest went"
+    finally:
+        for one in crowd:
+            one.close()
+        server.close()
+
+
+def test_the_server_takes_get_alone() -> None:
+    registry = DraftMetrics("tiny").registry
+    assert whole("POST /live HTTP/1.1\r\nHost: x", registry, lambda: True).startswith(b"HTTP/1.1 405 ")
+    assert b"openmetrics" in whole("GET /metrics HTTP/1.1\r\nACCEPT: application/openmetrics-text", registry,
+                                   lambda: True).partition(b"\r\n\r\n")[0]
 
 
 def test_the_server_listens_on_ipv6() -> None:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router_service.connection import STALL_S, Connection, EventStream, HttpListener, Presence, connection_of
 from slipstream.base.config import RouterSection, WireSection
+from slipstream.observe.metrics import RouterMetrics
 from tests.echo import EchoTarget
 from tests.routing import COMPLETIONS, events, routing
 
@@ -66,7 +67,8 @@ async def asked(port: int, request: bytes) -> AsyncIterator[asyncio.StreamReader
 
 @asynccontextmanager
 async def served(source: ASGIApp, stall_s: float = STALL_S) -> AsyncIterator[int]:
-    listener = HttpListener(source, RouterSection(listen="127.0.0.1:0"), WireSection(), stall_s)
+    listener = HttpListener(source, RouterSection(listen="127.0.0.1:0"), WireSection(), RouterMetrics("tiny"),
+                            stall_s=stall_s)
     await listener.start()
     yield listener.port
     await listener.close()

@@ -30,6 +30,10 @@ REQUEST_ROW = Row("Requests", (
           stacked=True),
     Panel("Running and waiting", "none", (("sum(slipstream_requests_in_flight{$router})", "running"),
                                           ("sum(slipstream_queue_depth{$router})", "waiting"))),
+    Panel("Connections", "none", (("sum by (state) (slipstream_http_connections{$router})", "{{state}}"),
+                                  (rate("slipstream_http_connections_refused_total", "$router", "reason"),
+                                   "made room or found none: {{reason}}/s")),
+          text="at_work: a whole request is being answered; idle: the client is waited for."),
     Panel("Wait for admission", "s", quantiles("slipstream_queue_wait_seconds", "$router")),
     Panel("Request duration", "s", quantiles("slipstream_request_duration_seconds", "$router")),
 ))

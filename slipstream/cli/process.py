@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import http.client
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -72,7 +74,16 @@ def main(name: str, serve: Serve) -> None:
 def run(config: Config, serve: Serve) -> None:
     """The same with a configuration; errors are the caller's."""
     configure(config.log)
+    open_files()
     asyncio.run(until_signalled(config, serve))
+
+
+def open_files() -> None:
+    """Take as many open files as the system gives. The soft limit, often 1,024, is for programs that use select."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # macOS says unlimited and gives less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ The only importer of prometheus_client. It knows nothing about sessions, trees o
 from __future__ import annotations
 
 from collections import Counter as Counted
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -161,6 +161,10 @@ class RouterMetrics:
         self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
         self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
         self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
+        self._connections = registry.gauge("http_connections", "HTTP connections: at_work on a whole request, or idle.",
+                                           "state")
+        self._crowded = registry.counter("http_connections_refused_total", "Connections that made room, or whose "
+                                         "request found none.", "reason").begin(("full",), ("address",), ("requests",))
         self.load(0, 0)
 
     def request(self, endpoint: str, code: int, mode: str) -> None:
@@ -207,6 +211,15 @@ class RouterMetrics:
 
     def targets(self, ready: int) -> None:
         self._ready.of().set(ready)
+
+    def connections(self, idle: Callable[[], int], at_work: Callable[[], int]) -> None:
+        """Asked when metrics are read."""
+        self._connections.of("idle").set_function(idle)
+        self._connections.of("at_work").set_function(at_work)
+
+    def connection_refused(self, reason: str) -> None:
+        """``reason``: full, address or requests."""
+        self._crowded.of(reason).inc()
 
     def target_known(self, peer: str) -> None:
         """Its series are there, whatever has become of it."""

@@ -1,24 +1,30 @@
 """``/metrics``, ``/live`` and ``/ready`` on a port of their own, so that a busy service still answers.
 
 Rules:
-1. It runs in threads: neither a full event loop nor a long step delays a probe.
-2. Nothing but these three pages is answered, to GET alone; a client that dawdles is dropped after ten seconds.
+1. It runs in a thread of its own: neither a full event loop nor a long step delays a probe.
+2. Nothing but these three pages is answered, to GET alone, one for each connection. A client that dawdles is dropped
+   after ten seconds.
+3. Beyond ``MOST`` connections, or ``MOST_EACH`` of one address, the oldest goes: whoever comes and asks is answered.
 
 It knows nothing about what is measured or what ready means.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
 
 from slipstream.base.address import host_port
 from slipstream.base.errors import ConfigError
+from slipstream.base.guests import Guests
 from slipstream.observe.metrics import Registry
 
-CLOSE_POLL_S = 0.1
+MOST, MOST_EACH = 64, 32
+PATIENCE_S = 10.0
+MAX_HEAD_BYTES = 16 << 10
 
 
 class MetricsServer:
@@ -28,42 +34,60 @@ class MetricsServer:
 
     def __init__(self, listen: str, registry: Registry, ready: Callable[[], bool]) -> None:
         host, port = host_port(listen)
-
-        class Page(BaseHTTPRequestHandler):
-            timeout = 10
-
-            def do_GET(self) -> None:
-                status, content_type, body = answer(self.path, self.headers.get("Accept", ""), registry, ready)
-                self.send_response(status)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Scrapes are not worth a line."""
-
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
+        self._registry = registry
+        self._ready = ready
+        self._guests: Guests[asyncio.StreamWriter] = Guests(MOST, MOST_EACH, lambda writer, _: writer.transport.abort())
         try:
-            self._server = Server((host, port), Page)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=2 * MOST)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(CLOSE_POLL_S,), name="metrics",
-                                        daemon=True)
-
-    @property
-    def port(self) -> int:
-        return self._server.server_port
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="metrics", daemon=True)
+        self._up = threading.Event()
 
     def start(self) -> None:
         self._thread.start()
+        self._up.wait()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._answer, sock=self._socket, limit=MAX_HEAD_BYTES)
+        self._up.set()
+        await self._stop.wait()
+        server.close()  # and whoever is still there is let go with the loop
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._guests.enter(writer, writer.get_extra_info("peername")[0])
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(whole(head.decode("latin-1"), self._registry, self._ready))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # TimeoutError is an OSError
+            writer.transport.abort()
+        finally:
+            self._guests.leave(writer)
+
+
+def whole(head: str, registry: Registry, ready: Callable[[], bool]) -> bytes:
+    """The answer to a request that begins with ``head``."""
+    line, *headers = head.split("\r\n")
+    method, _, path = line.partition(" ")
+    accept = next((value.strip() for name, _, value in (header.partition(":") for header in headers)
+                   if name.lower() == "accept"), "")
+    if method == "GET":
+        status, content_type, body = answer(path.partition(" ")[0], accept, registry, ready)
+    else:
+        status, content_type, body = 405, "text/plain", b"only GET is answered here\n"
+    return (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n").encode() + body
 
 
 def answer(path: str, accept: str, registry: Registry, ready: Callable[[], bool]) -> tuple[int, str, bytes]:

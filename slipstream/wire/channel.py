@@ -3,8 +3,10 @@
 Rules:
 1. Keepalive is set on both ends from the same rules: a peer that vanishes without a word is noticed after
    ``keepalive_s`` plus half of it (15 s), on either end.
-2. A channel takes no proxy from the environment and shares no connection with another channel.
-3. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
+2. A server has ``connections`` at most. One that has not said what it is after ``handshake_s``, or has no call for
+   ``idle_s``, is closed; a channel opens it again by itself.
+3. A channel takes no proxy from the environment and shares no connection with another channel.
+4. A Connection follows its certificates: a call keeps the channel that it began on, and one that was replaced closes
    when its last call ends. The files are looked at no more than once a second; such as cannot be read change nothing.
 
 It knows nothing about what is sent.
@@ -40,6 +42,9 @@ class ConnectionRules:
     message_bytes: int = 4 << 20  # of one message; frames are split below it
     keepalive_s: float = 10.0  # between pings; a peer silent for 1.5 times as long is lost
     backoff_max_s: float = 2.0  # longest wait before a lost peer is dialled again
+    connections: int = 1024  # of one server
+    handshake_s: float = 5.0
+    idle_s: float = 60.0
 
 
 RULES = ConnectionRules()
@@ -62,6 +67,9 @@ def server_options(rules: ConnectionRules) -> Options:
         *_common_options(rules),
         ("grpc.http2.min_ping_interval_without_data_ms", round(rules.keepalive_s * 500)),
         ("grpc.max_concurrent_streams", 1024),
+        ("grpc.max_allowed_incoming_connections", rules.connections),
+        ("grpc.server_handshake_timeout_ms", round(rules.handshake_s * 1000)),
+        ("grpc.max_connection_idle_ms", round(rules.idle_s * 1000)),
         ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share its connections
     )
 

@@ -1,0 +1,302 @@
+"""Connections are not requests: many that ask for nothing, or only half of it, take nobody's place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router_service import connection
+from router_service.connection import HttpListener, Room
+from slipstream.base.config import RouterSection, WireSection
+from slipstream.base.errors import Unavailable
+from slipstream.base.guests import Guests, network_of
+from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.chat import ChatOptions, Delta, Message
+from slipstream.wire.channel import RULES
+from slipstream.wire.client import AsyncClient
+from slipstream.wire.inference import InferenceServicer
+from slipstream.wire.server import GrpcServer
+from tests.echo import EchoTarget
+from tests.routing import COMPLETIONS, routing
+
+GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+PROBE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\n"
+MANY = 2000
+
+
+@dataclass
+class Gone:
+    """What guests were sent away, and why."""
+
+    told: list[tuple[int, str]] = field(default_factory=list)
+
+    def end(self, guest: int, why: str) -> None:
+        self.told.append((guest, why))
+
+
+def test_who_has_been_idle_longest_goes() -> None:
+    gone = Gone()
+    guests = Guests(3, 3, gone.end)
+    for guest in range(3):
+        guests.enter(guest, "1.1.1.1")
+    guests.at_work(0)
+    guests.idle(1)
+    guests.enter(3, "2.2.2.2")
+    assert gone.told == [(2, "full")]
+    guests.idle(0)
+    guests.enter(4, "2.2.2.2")
+    assert gone.told[1:] == [(1, "full")]
+
+
+def test_an_address_that_has_its_share_loses_its_own() -> None:
+    gone = Gone()
+    guests = Guests(10, 2, gone.end)
+    guests.enter(0, "1.1.1.1")
+    for guest, host in ((1, "2001:db8::1"), (2, "2001:db8::2"), (3, "2001:db8:0:0:ff::3")):
+        guests.enter(guest, host)
+    assert gone.told == [(1, "address")]
+    guests.at_work(2)
+    guests.at_work(3)
+    guests.enter(4, "2001:db8::4")
+    assert gone.told[1:] == [(4, "address")], "who is at work stays"
+    assert (guests.num_idle, guests.num_at_work) == (1, 2)
+
+
+@pytest.mark.parametrize(("host", "network"), [
+    ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::/64"), ("", ""),
+    ("2001:db8:1:2:3::4", "2001:db8:1:2::/64")])
+def test_what_counts_as_one_address(host: str, network: str) -> None:
+    assert network_of(host) == network
+
+
+def test_a_population_of_guests_is_bounded_and_nobody_at_work_goes() -> None:
+    rng, gone = random.Random(7), Gone()
+    most, each = 12, 5
+    guests, here, at_work = Guests(most, each, gone.end), dict[int, str](), set[int]()
+    for guest in range(4000):
+        host = f"10.0.0.{rng.randrange(6)}"
+        guests.enter(guest, host)
+        here[guest] = host
+        for left, _ in gone.told:
+            assert left not in at_work
+            del here[left]
+        gone.told.clear()
+        assert len(here) <= most and all(list(here.values()).count(host) <= each for host in here.values())
+        for one in rng.sample(sorted(here), min(2, len(here))):
+            match rng.randrange(3):
+                case 0:
+                    guests.at_work(one)
+                    at_work.add(one)
+                case 1:
+                    guests.idle(one)
+                    at_work.discard(one)
+                case _:
+                    guests.leave(one)
+                    del here[one]
+                    at_work.discard(one)
+        assert (guests.num_idle, guests.num_at_work) == (len(here) - len(at_work), len(at_work))
+
+
+class Slow:
+    """Answers when it may; probes at once."""
+
+    def __init__(self) -> None:
+        self.go, self.asked = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        if scope["path"] != "/live":
+            self.asked.release()
+            await self.go.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+Socket = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Door:
+    """A listener with room for 7 requests, and for 22 connections, 11 of them of one address."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.metrics = RouterMetrics("tiny")
+        self.listener = HttpListener(app, RouterSection(listen="127.0.0.1:0", max_in_flight=1), WireSection(),
+                                     self.metrics, [b"/live"])
+        self.open: list[asyncio.StreamWriter] = []
+
+    async def knock(self, sent: bytes = b"") -> Socket:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.listener.port)
+        self.open.append(writer)
+        writer.write(sent)
+        return reader, writer
+
+    def counted(self, name: str, value: str) -> float:
+        return counted(self.metrics.registry.page("")[1].decode(), name, value)
+
+
+def counted(page: str, name: str, value: str) -> float:
+    (found,) = [line for line in page.splitlines() if line.startswith(f"slipstream_http_{name}{{") and value in line]
+    return float(found.split()[-1])
+
+
+@asynccontextmanager
+async def door(monkeypatch: pytest.MonkeyPatch, app: ASGIApp) -> AsyncIterator[Door]:
+    monkeypatch.setattr(connection, "SPARE", 4)
+    found = Door(app)
+    await found.listener.start()
+    yield found
+    for writer in found.open:
+        writer.close()
+    await found.listener.close()
+
+
+async def answer(reader: asyncio.StreamReader) -> int:
+    """The status of one answer; a refusal has the API's shape."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    body = await reader.readexactly(length)
+    status = int(head.split(b" ", 2)[1])
+    if status != 200:
+        assert json.loads(body)["error"]["message"] and b"retry-after: 1" in head and b"connection: close" in head
+    return status
+
+
+async def test_the_oldest_that_is_idle_goes_and_the_newest_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Slow()
+    app.go.set()
+    async with door(monkeypatch, app) as found:
+        first, writer = await found.knock(GET)
+        assert await answer(first) == 200
+        idle = [(await found.knock())[0] for _ in range(30)]
+        assert await first.read() == b"" and await idle[0].read() == b""
+        reader, _ = await found.knock(GET)
+        assert await answer(reader) == 200
+        assert found.counted("connections_refused_total", "address") == 21
+        assert found.counted("connections", "idle") == 11
+        last, writer = idle[-1], found.open[-2]
+        writer.write(GET)
+        assert await answer(last) == 200, "the youngest stay"
+
+
+@pytest.mark.parametrize("begun", [GET[:-2], POST + b"ab"], ids=["head", "body"])
+async def test_half_a_request_makes_room_and_is_told(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    app = Slow()
+    app.go.set()
+    async with door(monkeypatch, app) as found:
+        half, writer = await found.knock()
+        writer.write(begun)
+        if begun.startswith(b"POST"):
+            reader, _ = await found.knock(PROBE)  # when it is answered, the body's beginning has been read
+            assert await answer(reader) == 200
+        for _ in range(12):
+            reader, _ = await found.knock(PROBE)
+            assert await answer(reader) == 200
+        assert await answer(half) == 503
+        assert await half.read() == b""
+
+
+async def test_a_request_that_is_here_whole_is_not_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Slow()
+    async with door(monkeypatch, app) as found:
+        asked = [(await found.knock(POST + b"abcd"))[0] for _ in range(3)]
+        for _ in asked:
+            await app.asked.acquire()
+        for _ in range(40):
+            await found.knock()
+        reader, _ = await found.knock(PROBE)
+        assert await answer(reader) == 200
+        assert found.counted("connections", "at_work") == 3
+        app.go.set()
+        assert [await answer(reader) for reader in asked] == [200] * 3
+
+
+async def test_requests_beyond_the_room_are_refused_and_probes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Slow()
+    async with door(monkeypatch, app) as found:
+        asked = [(await found.knock(GET))[0] for _ in range(7)]
+        for _ in asked:
+            await app.asked.acquire()
+        more, _ = await found.knock(GET)
+        assert await answer(more) == 429
+        probe, _ = await found.knock(PROBE)
+        assert await answer(probe) == 200
+        assert found.counted("connections_refused_total", "requests") == 1
+        app.go.set()
+        assert [await answer(reader) for reader in asked] == [200] * 7
+        again, _ = await found.knock(GET)
+        assert await answer(again) == 200
+
+
+class Lists:
+    """A Front that lists models, and nothing else."""
+
+    async def models(self) -> list[str]:
+        return ["tiny"]
+
+    def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        raise NotImplementedError
+
+    def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
+        raise NotImplementedError
+
+
+async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
+    rules = replace(RULES, connections=4, handshake_s=0.3)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(Lists())], rules=rules)
+    await server.start()
+    async with AsyncClient(f"127.0.0.1:{server.port}") as client:
+        crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]
+        assert await asyncio.gather(*[reader.read() for reader, _ in crowd[4:]]), "beyond the room they end at once"
+        models: list[str] = []
+        while not models:
+            with suppress(Unavailable):
+                models = await client.models()
+            await asyncio.sleep(0.05)
+        assert models == ["tiny"]
+    for _, writer in crowd:
+        writer.close()
+    await server.drain(0)
+
+
+def test_few_open_files_leave_room_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "descriptors", lambda: 256)
+    room = Room(128, (), RouterMetrics("tiny"))
+    assert room.requests == 48
+
+
+async def test_two_thousand_idle_connections_without_a_key_take_no_place(tiny_folder: Path, tmp_path: Path) -> None:
+    """On the router as it is configured by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MANY + 2000  # both ends are here, and what else this process has open
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"{MANY} connections need {wanted} open files; this system allows {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    try:
+        async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as router:
+            port = router.service.http_port
+            crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MANY)]
+            for path in ("/live", "/health"):
+                assert (await router.http.get(path)).status_code == 200
+            asked = await asyncio.gather(*[
+                router.http.post(COMPLETIONS, json={"model": "tiny", "prompt": "hello", "max_tokens": 4},
+                                 headers={"Authorization": "Bearer secret"}) for _ in range(16)])
+            assert [response.status_code for response in asked] == [200] * 16
+            page = await router.metrics()
+            assert counted(page, "connections_refused_total", "address") > 1000
+            for _, writer in crowd:
+                writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
