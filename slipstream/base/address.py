@@ -22,6 +22,12 @@ def host_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def reachable(listen: str) -> str:
+    """Where to dial on this machine what listens on ``listen``: all interfaces have no address of their own."""
+    host, port = host_port(listen)
+    return {"0.0.0.0": f"127.0.0.1:{port}", "::": f"[::1]:{port}"}.get(host, listen)
+
+
 def listening(value: object) -> str:
     """``value`` as an address to listen on, an IPv6 host in brackets. Raises ValueError."""
     address = str(value)

@@ -132,7 +132,7 @@ def router(config: ConfigFile = None, overrides: Overrides = None) -> None:
 @app.command()
 def chat(
     address: Annotated[str, typer.Option(help="gRPC address of a router (`router.grpc_listen`).")] = "127.0.0.1:8001",
-    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File whose first line is the key.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help="File whose first key is taken.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.7,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
@@ -145,9 +145,10 @@ def chat(
 
     `echo "Name three rivers." | slipstream chat --temperature 0`
     """
+    from slipstream.cli.host import first_key
     from slipstream.wire.client import Client
 
-    with Client(address, api_key=_key_in(api_key_file)) as client:
+    with Client(address, api_key=first_key(api_key_file) if api_key_file else "") as client:
         try:
             model = client.models()[0]
         except Unavailable as error:
@@ -364,16 +365,6 @@ def main() -> None:
 
 def _settings(config: Path | None, overrides: list[str] | None) -> Config:
     return settled(load(config, tuple(overrides or ())))
-
-
-def _key_in(file: Path | None) -> str:
-    """The API key in a file's first line; "" without a file. Raises Unavailable."""
-    if file is None:
-        return ""
-    try:
-        return file.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, ValueError) as error:
-        raise Unavailable(f"cannot read the key: {error}") from error
 
 
 def _foreground(module: str, config: Config) -> None:

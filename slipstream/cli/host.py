@@ -25,8 +25,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.base.address import reachable
 from slipstream.base.config import Config
-from slipstream.base.errors import SlipstreamError
+from slipstream.base.errors import ConfigError, SlipstreamError
 from slipstream.cli.process import Launch
 from slipstream.cli.terminal import clean, legend, plain_table, show_answer, summary
 from slipstream.models.folder import KNOWN, load_tokenizer, prepare, resolve
@@ -34,6 +35,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.wire.client import Client
 from slipstream.wire.target import TargetClient
+from slipstream.wire.tls import tls_files
 
 # An answer that repeats its prompt is where n-gram drafts, which need no second model, pay most.
 PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. The quick brown fox runs through the "
@@ -84,11 +86,34 @@ def launched(config: Config, logs: Path | None, console: Console) -> Iterator[La
         _drain(launch, console)
 
 
+def client_of(config: Config) -> Client:
+    """A client of the router that runs with ``config`` on this machine, with the first of its keys. Its gRPC has no
+    TLS, which is between the services. Raises ConfigError."""
+    keys = config.router.api_keys_file
+    return Client(reachable(config.router.grpc_listen), api_key=first_key(Path(keys)) if keys else "")
+
+
+def first_key(file: Path) -> str:
+    """Of a file of keys: one a line, each with its tenant's fields behind it. Raises ConfigError."""
+    try:
+        lines = [line.split() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read a key from {file}: {error}") from error
+    for words in lines:
+        if words and not words[0].startswith("#"):
+            return words[0]
+    raise ConfigError(f"{file} holds no key")
+
+
+def _target_of(config: Config) -> TargetClient:
+    return TargetClient(reachable(config.target.listen), tls=tls_files(config.wire.tls))
+
+
 def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int) -> None:
     """Ask the router ``prompt`` and show the answer with what it took. Raises what the answer raises."""
     console.print(Text("\n" + clean(prompt), style="bold"), soft_wrap=True)
     console.print(legend(console), "\n", sep="", soft_wrap=True)
-    with Client(launch.config.router.grpc_listen) as client:
+    with client_of(launch.config) as client:
         told = show_answer(console, client.chat(prompt, max_tokens=max_tokens, temperature=0.0))
     console.print(Text("\n" + summary(told), style="dim"), soft_wrap=True)
 
@@ -96,8 +121,9 @@ def first_answer(launch: Launch, console: Console, prompt: str, max_tokens: int)
 def show_places(launch: Launch, console: Console) -> None:
     """Where everything listens, and how to call it."""
     config = launch.config
-    with Client(config.router.grpc_listen) as client:
+    with client_of(config) as client:
         model = client.models()[0]
+    http, grpc, keys = reachable(config.router.listen), reachable(config.router.grpc_listen), config.router.api_keys_file
     process = {service.name: str(service.pid) for service in launch.services}
     rows = (
         ("router", f"http://{config.router.listen}", config.router.grpc_listen, config.router.metrics_listen),
@@ -106,15 +132,17 @@ def show_places(launch: Launch, console: Console) -> None:
     )
     console.print()
     console.print(plain_table(("service", "process", "HTTP", "gRPC", "metrics"), [
-        (name, process[name], http, grpc, metrics) for name, http, grpc, metrics in rows]))
+        (name, process[name], *listens) for name, *listens in rows]))
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    bearer = " -H 'Authorization: Bearer KEY'" if keys else ""
     for line in (
         f"\nlogs      {launch.folder}",
-        f"openai    OpenAI(base_url=\"http://{config.router.listen}/v1\", api_key=\"-\")",
-        f"curl      curl -N http://{config.router.listen}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        *([f"keys      KEY below is the first word of a line of {keys}"] if keys else []),
+        f"openai    OpenAI(base_url=\"http://{http}/v1\", api_key=\"{'KEY' if keys else '-'}\")",
+        f"curl      curl -N http://{http}/v1/chat/completions -H 'Content-Type: application/json'{bearer} \\\n"
         f"            -d '{json.dumps(body)}'",
-        f"chat      slipstream chat --address {config.router.grpc_listen}",
-        f"metrics   curl http://{config.target.metrics_listen}/metrics",
+        f"chat      slipstream chat --address {grpc}{f' --api-key-file {keys}' if keys else ''}",
+        f"metrics   curl http://{reachable(config.target.metrics_listen)}/metrics",
     ):
         console.print(Text(line), soft_wrap=True)
 
@@ -142,7 +170,7 @@ def _start(launch: Launch, console: Console) -> None:
 
 
 async def _draft_found(config: Config) -> bool:
-    target = TargetClient(config.target.listen)
+    target = _target_of(config)
     deadline_s = time.monotonic() + DRAFT_S
     try:
         while time.monotonic() < deadline_s:
@@ -159,7 +187,7 @@ async def _draft_found(config: Config) -> bool:
 
 async def pairing_problem(config: Config) -> str:
     """What the target makes of its drafter after a few questions; "" for nothing bad."""
-    target, right, deadline_s = TargetClient(config.target.listen), 0, time.monotonic() + CHECK_S
+    target, right, deadline_s = _target_of(config), 0, time.monotonic() + CHECK_S
     try:
         for prompt in _beginnings(config):
             async for piece in target.submit(Request("pairing-check", prompt, Sampling(), FIRST_TOKENS)):

@@ -34,7 +34,7 @@ from typing import Any
 
 import yaml
 
-from slipstream.base.address import host_port
+from slipstream.base.address import host_port, reachable
 from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
@@ -152,9 +152,9 @@ def joined(config: Config) -> Config:
     router's targets follow the addresses of this launch, unless they were set."""
     target, router = config.target, config.router
     if "drafts" not in target.model_fields_set:
-        target = target.model_copy(update={"drafts": (config.draft.listen,)})
+        target = target.model_copy(update={"drafts": (reachable(config.draft.listen),)})
     if "targets" not in router.model_fields_set:
-        router = router.model_copy(update={"targets": (target.listen,)})
+        router = router.model_copy(update={"targets": (reachable(target.listen),)})
     return config.model_copy(update={"target": target, "router": router}).on_one_machine()
 
 
@@ -268,7 +268,7 @@ class Launch:
         service.restart_at_s = 0.0
 
     def _is_ready(self, service: Service) -> bool:
-        service.ready = service.ready or answers(service.metrics_listen, "/ready")
+        service.ready = service.ready or answers(reachable(service.metrics_listen), "/ready")
         return service.ready
 
     def _supervise(self, service: Service, now_s: float, report: Report) -> None:
@@ -285,9 +285,9 @@ class Launch:
             report(f"the {service.name} service is back as process {service.pid}")
 
 
-def answers(listen: str, path: str) -> bool:
-    """Whether an HTTP GET of ``path`` at ``listen`` (host:port) gives 200 within a second."""
-    host, port = _split(listen)
+def answers(address: str, path: str) -> bool:
+    """Whether an HTTP GET of ``path`` at ``address`` (host:port) gives 200 within a second."""
+    host, port = _split(address)
     connection = http.client.HTTPConnection(host, port, timeout=1.0)
     try:
         connection.request("GET", path)
