@@ -253,7 +253,7 @@ class Lists:
 
 async def test_sockets_that_say_nothing_leave_grpc_to_those_that_do() -> None:
     rules = replace(RULES, connections=4, handshake_s=0.3)
-    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(Lists())], rules=rules)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: Lists())], rules=rules)
     await server.start()
     async with AsyncClient(f"127.0.0.1:{server.port}") as client:
         crowd = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(40)]

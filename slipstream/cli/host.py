@@ -123,7 +123,8 @@ def show_places(launch: Launch, console: Console) -> None:
     config = launch.config
     with client_of(config) as client:
         model = client.models()[0]
-    http, grpc, keys = reachable(config.router.listen), reachable(config.router.grpc_listen), config.router.api_keys_file
+    http, grpc = reachable(config.router.listen), reachable(config.router.grpc_listen)
+    keys = config.router.api_keys_file
     process = {service.name: str(service.pid) for service in launch.services}
     rows = (
         ("router", f"http://{config.router.listen}", config.router.grpc_listen, config.router.metrics_listen),
