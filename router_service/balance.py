@@ -9,8 +9,10 @@ Rules:
    target is never ejected.
 3. A request whose target fails or drains moves to another one. Before its first token that is a retry: at most a fifth
    of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
-   function of prompt, seed and position. That is bounded by the room of the others alone, and waits for it; but an
-   answer that fells one target after the other without getting on ends. A move away from a target that drains is free.
+   function of prompt, seed, position and the target's identity. A begun answer goes only where that is the same; where
+   it is gone, the answer ends with ModelChanged. Resuming is bounded by the room of the others alone, and waits for it;
+   but an answer that fells one target after the other without getting on ends. A move away from a target that drains
+   is free.
 4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
    first piece.
 5. Targets of a fixed list stay, whatever happens to them. Discovered ones follow the roster's rules: one that left gets
@@ -26,15 +28,16 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from router_service.admission import Limit
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, ModelChanged, SlipstreamError, Unavailable
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
 from slipstream.wire.discovery import Roster, RosterRules
 
@@ -69,6 +72,10 @@ class Target:
     drafted: bool = False  # it has a draft connected
     gone: bool = False  # it answers no polls
     awaited: set[Limit] = field(default_factory=set)  # by answers without their first piece
+
+    @property
+    def identity(self) -> Identity | None:
+        return None if self.info is None else self.info.identity
 
     @property
     def load(self) -> int:
@@ -249,14 +256,21 @@ class Balancer:
             return "has another tokenizer than this router; give both the same model"
         return ""
 
-    def pick(self, tokens: tuple[int, ...], tried: Collection[str] = (), namespace: str = "") -> Target:
-        """The target for a prompt of ``namespace``; one of ``tried`` never. Raises Draining or Unavailable."""
-        left = [t for t in self._known if t.name not in tried and not t.draining]
+    def pick(self, request: Request, tried: Collection[str] = ()) -> Target:
+        """The target for ``request``; one of ``tried`` never, and for a begun answer only one of its identity. Raises
+        Draining, ModelChanged or Unavailable."""
+        known = [t for t in self._known if t.name not in tried]
+        if request.answered and known:
+            known = [t for t in known if request.identity is not None and t.identity == request.identity]
+            if not known:
+                raise ModelChanged("the model that began this answer is no longer served; ask again for one of the "
+                                   "model that is here now")
+        left = [t for t in known if not t.draining]
         now = self._clock()
         usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
                   or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
         if usable:
-            return usable[0] if len(usable) == 1 else self._choose(usable, tokens, namespace)
+            return usable[0] if len(usable) == 1 else self._choose(usable, request)
         if self._known and all(t.draining for t in self._known):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
@@ -264,8 +278,9 @@ class Balancer:
     def _mismatched(self, target: Target) -> bool:
         return target.info is not None and bool(self._misfit(target.info))
 
-    def _choose(self, usable: list[Target], tokens: tuple[int, ...], namespace: str) -> Target:
-        prefix = namespace.encode() + np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
+    def _choose(self, usable: list[Target], request: Request) -> Target:
+        tokens = request.tokens
+        prefix = request.namespace.encode() + np.array(tokens[: self.rules.affinity_tokens], np.int32).tobytes()
         by_affinity = sorted(usable, key=lambda t: t.affinity(prefix), reverse=True)
         least = min(by_affinity, key=lambda t: t.load)
         preferred = by_affinity[0]
@@ -280,7 +295,9 @@ class Balancer:
 
     def failed(self, target: Target, error: SlipstreamError) -> None:
         """Count a failure that is the target's fault; a full or draining one does what it should."""
-        if isinstance(error, InvalidRequest | CapacityError | Draining) or target.ejected_until > self._clock():
+        if isinstance(error, InvalidRequest | ModelChanged | CapacityError | Draining):
+            return
+        if target.ejected_until > self._clock():
             return  # all answers of a target that dies fail at once, which is one failure
         target.failures += 1
         if target.failures < self.rules.failures_until_ejected and not target.ejections:
@@ -318,7 +335,7 @@ class Balancer:
 
     def _has(self, request: Request, tried: Collection[str]) -> bool:
         try:
-            self.pick(request.tokens, tried)
+            self.pick(request, tried)
         except SlipstreamError:
             return False
         return True
@@ -338,11 +355,26 @@ class Balancer:
     def moved(self, target: Target) -> None:
         self._metrics.retried(target.name)
 
-    def lost(self, target: Target, error: Unavailable, begun: bool) -> Unavailable:
-        """What the client is told of ``error``, for which no target is left: nothing of addresses inside."""
-        if not begun:
-            return Unavailable("the target did not take the request; try again soon")
+    async def renewed(self, target: Target) -> bool:
+        """Ask ``target`` again, which says that its model is another. Returns whether that was not known."""
+        before = target.identity
+        await self._ask(target)
+        return target.identity != before
+
+    def told(self, request: Request, tried: Collection[str], target: Target, error: SlipstreamError) -> SlipstreamError:
+        """What the client is told of ``error``, with which ``request`` goes nowhere: nothing of addresses inside."""
+        if not isinstance(error, Draining | ModelChanged | Unavailable):
+            return error
+        if not request.answered:
+            return (Unavailable("the target did not take the request; try again soon")
+                    if isinstance(error, Unavailable) else error)
         self._log.warning("answer lost", target=target.name, problem=str(error))
+        try:
+            self.pick(request, tried)
+        except ModelChanged as changed:
+            return changed
+        except SlipstreamError:
+            pass
         return Unavailable("the target was lost before the answer's end; ask again")
 
 
@@ -351,7 +383,7 @@ class RoutedAnswer:
 
     def __init__(self, balancer: Balancer, request: Request) -> None:
         self._balancer = balancer
-        self._request = request
+        self._request = self._asked = request
         self._tried: set[str] = set()  # targets that failed or refused since the answer last got on
         self._full: set[str] = set()  # those that had no room for it, begun
         self._target: Target | None = None
@@ -360,6 +392,7 @@ class RoutedAnswer:
         self._speculate = request.speculate
         self._begun = False  # by the present target
         self._emitted: list[int] = []
+        self._identity: Identity | None = None  # of who began it; None: it is not begun, or nobody knows
         self._finished = False
 
     def __aiter__(self) -> RoutedAnswer:
@@ -378,6 +411,7 @@ class RoutedAnswer:
                 continue
             if not self._begun:
                 self._begun = True
+                self._identity = self._asked.identity
                 self._tried.clear()  # the answer got on: who failed or refused before may be another by now
                 self._full.clear()
                 self._balancer.succeeded(target)
@@ -397,16 +431,21 @@ class RoutedAnswer:
         await self._leave()
 
     def _start(self) -> Target:
-        target = self._balancer.pick(self._request.tokens, self._tried | self._full, self._request.namespace)
+        rest = self._rest()
+        target = self._balancer.pick(rest, self._tried | self._full)
         self._target = target
         target.in_flight += 1
         self._begun = False
-        emitted = self._emitted
-        self._answer = target.backend.submit(self._request.after(emitted) if emitted else self._request)
+        self._asked = replace(rest, identity=target.identity)
+        self._answer = target.backend.submit(self._asked)
         if self._speculate != self._request.speculate:
             self._answer.set_speculation(self._speculate)
         self._pieces = aiter(self._answer)
         return target
+
+    def _rest(self) -> Request:
+        """What is left to ask."""
+        return replace(self._request.after(self._emitted), identity=self._identity)
 
     async def _first(self, target: Target) -> Piece:
         """The first piece; Unavailable when the target stops answering polls before it (rule 4)."""
@@ -427,27 +466,26 @@ class RoutedAnswer:
         await self._leave()
         if target is not None:
             self._balancer.failed(target, error)
-            if await self._may_move(target, error):
+            rest = self._rest()
+            if await self._may_move(rest, target, error):
                 self._balancer.moved(target)
                 return
-            if isinstance(error, Unavailable):
-                self._finished = True
-                raise self._balancer.lost(target, error, bool(self._emitted)) from error
+            self._finished = True
+            raise self._balancer.told(rest, self._tried, target, error) from error
         self._finished = True
         raise error
 
-    async def _may_move(self, target: Target, error: SlipstreamError) -> bool:
-        if not self._emitted:
+    async def _may_move(self, rest: Request, target: Target, error: SlipstreamError) -> bool:
+        if isinstance(error, ModelChanged) and await self._balancer.renewed(target):
+            return True
+        if not rest.answered:
             self._tried.add(target.name)
-            return self._balancer.may_retry(self._request, self._tried, error)
+            return self._balancer.may_retry(rest, self._tried, error)
         if isinstance(error, InvalidRequest):
             return False
-        if isinstance(error, CapacityError):
-            self._full.add(target.name)
-        else:
-            self._tried.add(target.name)
-        while self._balancer.may_resume(self._request, self._tried):
-            if not await self._balancer.room(self._request, self._tried | self._full):
+        (self._full if isinstance(error, CapacityError) else self._tried).add(target.name)
+        while self._balancer.may_resume(rest, self._tried):
+            if not await self._balancer.room(rest, self._tried | self._full):
                 return True
             self._full.clear()
         return False

@@ -35,6 +35,7 @@ from slipstream.base.errors import (
     DeadlineExceeded,
     Draining,
     InvalidRequest,
+    ModelChanged,
     SlipstreamError,
     Unavailable,
     status_of,
@@ -439,7 +440,7 @@ def problem_of(error: BaseException) -> Problem:
     code = kind
     if isinstance(error, CapacityError):
         headers, code = (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),), "server_overloaded"
-    elif isinstance(error, Draining | Unavailable):
+    elif isinstance(error, Draining | ModelChanged | Unavailable):
         headers = (("retry-after", "1"),)
     elif isinstance(error, DeadlineExceeded):
         headers, code = (("x-should-retry", "false"),), "request_timeout"

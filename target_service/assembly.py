@@ -16,12 +16,12 @@ from slipstream.base.config import Config, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.loading import graphed, load_model
+from slipstream.engine.loading import graphed, identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import Memory, ModelRunner, default_slots
-from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -73,15 +73,17 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
         if isinstance(model, NativeDecoder):
             # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
             torch.set_num_threads(1)
-        return assemble(config, model, name, tokenizer_hash(folder), loop, drafts)
+        return assemble(config, model, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder))
     ranked = ranked_model(folder, section)
     watch = RankWatch(ranked, loop)
-    return replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts), ranks=watch)
+    return replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder)),
+                   ranks=watch)
 
 
 def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,
-             drafts: Callable[[], Sequence[DraftStatus]]) -> Target:
-    """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer."""
+             drafts: Callable[[], Sequence[DraftStatus]], weights: str = "") -> Target:
+    """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer; ``weights``: that of
+    its weights, "" where it has none."""
     shape = model.config
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
     runner = _runner(config.target, model, max_context)
@@ -91,13 +93,14 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     worker = TargetWorker(runner, config.target, costs, metrics, LoopDispatch(loop), trace=trace,
                           spans=spans_of(config.log, "target"))
     lossy = _warn_if_lossy(config.target)
-    served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, lossy)
+    identity = identity_of(model, config.model, weights)
+    served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, identity, lossy)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         max_context)
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
                           kernels="native" if isinstance(model, NativeDecoder) else "torch",
                           threads=model.threads if isinstance(model, NativeDecoder) else torch.get_num_threads(),
-                          slots=served.num_slots, max_context=max_context,
+                          weights=identity.weights[:16], slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
     return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
 

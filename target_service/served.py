@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import InvalidRequest, ModelChanged
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Request
 
 MAX_WAITING = 256  # requests that wait for room: a router with another target does better than to queue here
@@ -24,10 +25,13 @@ class Served:
     max_context: int
     tokenizer_hash: str
     num_slots: int
+    identity: Identity
     lossy: bool = False
 
     def check(self, request: Request, room: int) -> None:
-        """Raises InvalidRequest. ``room``: tokens that one answer has at most, its prompt included."""
+        """Raises InvalidRequest or ModelChanged. ``room``: tokens that one answer has at most, its prompt included."""
+        if request.identity not in (None, self.identity):
+            raise ModelChanged("this target serves another model than the one that is asked for")
         tokens = request.tokens
         whole = len(tokens) - request.answered + request.max_tokens
         bias_ids = [token for token, _ in request.sampling.logit_bias]

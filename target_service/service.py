@@ -100,7 +100,7 @@ class TargetService:
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
                           self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
-                          served.lossy)
+                          served.lossy, identity=served.identity)
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back. Returns

@@ -295,7 +295,8 @@ class VllmService:
         served, all_, most = self._running.served, len(self._answers), self._config.max_sessions
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           min(all_, most), max(0, all_ - most), served.num_slots, self._free, self._draining,
-                          self._drafts, engine=f"vllm {self._running.version}", without=self._without)
+                          self._drafts, engine=f"vllm {self._running.version}", without=self._without,
+                          identity=served.identity)
 
     @property
     def _without(self) -> tuple[Without, ...]:

@@ -11,8 +11,9 @@ It knows nothing about answers.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -21,15 +22,18 @@ from typing import Any
 
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, ModelError
-from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
+from slipstream.protocol.identity import Identity
 from target_service.rounds import Rounds
 from target_service.served import Served
 from target_service.vllm import Fill, Running, VllmService
 
 EXTENSION = "slipstream_vllm.worker.Drafted"
+# Arguments that only say how much fits: answers are the same with any.
+ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
 OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
     "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
     "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
@@ -129,13 +133,28 @@ def start(config: Config) -> Running:
         raise ModelError(f"vLLM {version} did not start: {error}") from error
     shape, cache = engine.vllm_config.model_config, engine.vllm_config.cache_config
     slots = (cache.num_gpu_blocks or 0) * cache.block_size
-    served = Served(name, shape.get_vocab_size(), shape.max_model_len, tokenizer_hash(folder), slots)
+    served = Served(name, shape.get_vocab_size(), shape.max_model_len, tokenizer_hash(folder), slots,
+                    _identity(engine.vllm_config, folder, version, config.target.vllm or {}))
     logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(shape.dtype), slots=slots,
                           max_context=served.max_context, drafts=drafts(config))
     options = wanted.get("additional_config", {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
     return Running(engine, version, partial(SamplingParams, output_kind=RequestOutputKind.DELTA, detokenize=False),
                    (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds)
+
+
+def _identity(running: Any, folder: Path, version: str, given: Mapping[str, Any]) -> Identity:
+    """``running``: vLLM's configuration. ``given``: its arguments that somebody wrote."""
+    import torch
+    from vllm.platforms import current_platform
+
+    model, told = running.model_config, {name: given[name] for name in sorted(given) if name not in ROOM}
+    kernels = (f"vllm {version}, torch {torch.__version__}, {current_platform.get_device_name()}, "
+               f"ranks {running.parallel_config.world_size}")
+    if told:
+        kernels += f", arguments {hashlib.sha256(repr(told).encode()).hexdigest()[:16]}"
+    return Identity(weights_hash(folder), str(model.dtype).removeprefix("torch."), str(model.quantization or "none"),
+                    kernels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, ModelChanged, SlipstreamError
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob
 
 VOCAB, EOS, CONTEXT = 260, 257, 512
@@ -38,6 +39,7 @@ class EchoTarget:
         self.draining = False
         self.deaf = False
         self.lossy = False
+        self.identity: Identity | None = Identity(model, "float32", "none", "echo")
         self.requests: list[Request] = []
         self.running: set[EchoAnswer] = set()
         self.waiting = 0
@@ -51,7 +53,8 @@ class EchoTarget:
         if self.deaf:
             await asyncio.Event().wait()
         return TargetInfo(self.model, VOCAB, CONTEXT, "", len(self.running), self.waiting, 4096, 4096, self.draining,
-                          (DraftStatus("draft:1", True, "echo"),), self.lossy)
+                          (DraftStatus("draft:1", True, "echo"),), self.lossy,
+                          identity=self.identity)
 
 
 class EchoAnswer:
@@ -74,6 +77,8 @@ class EchoAnswer:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         target, request = self.target, self.request
+        if request.identity not in (None, target.identity):
+            raise ModelChanged("another model")
         if target.draining:
             raise Draining("going away")
         if len(request.tokens) >= CONTEXT:

@@ -19,10 +19,10 @@ from slipstream.base.config import ModelSection, PolicySection, TargetSection, W
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting import Drafter
-from slipstream.engine.loading import load_model
+from slipstream.engine.loading import identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
-from slipstream.models.folder import tokenizer_hash
+from slipstream.models.folder import tokenizer_hash, weights_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -129,15 +129,16 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
                  prefix_cache: bool = True, **settings: object) -> AsyncIterator[Rig]:
     """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
     config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "prompt_lookup": False} | settings)
-    model = around(load_model(folder, ModelSection(
-        dtype=dtype, engine=engine, kernels="native" if exact else "auto", quantize=quantize)))
+    section = ModelSection(dtype=dtype, engine=engine, kernels="native" if exact else "auto", quantize=quantize)
+    model = around(load_model(folder, section))
     runner = ModelRunner(model, slots)
     costs = StepCosts({1: 1e-3, 64: 2e-3})
     metrics = TargetMetrics("tiny")
     worker = TargetWorker(runner, config, costs, metrics, LoopDispatch(asyncio.get_running_loop()), limits=limits,
                           prefix_cache=prefix_cache)
     digest, shape = tokenizer_hash(folder), model.config
-    served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots)
+    served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots,
+                    identity_of(model, section, weights_hash(folder)))
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
                         shape.max_context)
     worker.start()

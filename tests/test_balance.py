@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,7 @@ async def test_spreads_by_load_and_releases() -> None:
         await answer.aclose()
         await answer.aclose()
     assert [len(t.running) for t in targets] == [0, 0, 0]
-    assert len({b.pick((i,)).load for i in range(20)} | {0}) == 1
+    assert len({b.pick(request((i,))).load for i in range(20)} | {0}) == 1
 
 
 async def test_reported_load_counts() -> None:
@@ -60,17 +61,17 @@ async def test_reported_load_counts() -> None:
     busy.waiting = 50
     b = balancer(busy, idle)
     await b.poll()
-    assert {b.pick((i,) * 100).name for i in range(20)} == {"t1"}
+    assert {b.pick(request((i,) * 100)).name for i in range(20)} == {"t1"}
 
 
 async def test_prefix_affinity_until_markedly_more_loaded() -> None:
     targets = [EchoTarget(stall_after=1) for _ in range(4)]
     b = balancer(*targets)
     await b.poll()
-    homes = {prefix: b.pick((prefix,) * 80).name for prefix in range(40)}
-    assert homes == {prefix: b.pick((prefix,) * 80 + (9, 9)).name for prefix in range(40)}
+    homes = {prefix: b.pick(request((prefix,) * 80)).name for prefix in range(40)}
+    assert homes == {prefix: b.pick(request((prefix,) * 80 + (9, 9))).name for prefix in range(40)}
     assert min(Counter(homes.values()).values()) >= 2, homes
-    others = {prefix: b.pick((prefix,) * 80, namespace="another").name for prefix in range(40)}
+    others = {prefix: b.pick(replace(request((prefix,) * 80), namespace="another")).name for prefix in range(40)}
     assert others != homes, "what a target has seen of one namespace helps no other"
     answers = [b.submit(request()) for _ in range(5)]
     for answer in answers:
@@ -234,7 +235,7 @@ async def test_cancelling_a_reader_frees_the_target() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reading
     await answer.aclose()
-    assert not target.running and b.pick(LONG).load == 0
+    assert not target.running and b.pick(request()).load == 0
 
 
 async def test_nothing_known_is_unavailable() -> None:

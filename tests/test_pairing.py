@@ -15,6 +15,7 @@ from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSec
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
 from slipstream.drafting import Drafter, create
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.protocol.requests import DraftStatus, Request
@@ -25,6 +26,7 @@ from target_service.service import TargetService
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.pair import STUBBORN, WIRE, drafting, local_link, target
 
+IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 TEXT = b"one two three one two three one two three one"
 GROWTH = GrowthSection(num_steps=3, topk=2, num_draft_tokens=6)
 
@@ -104,7 +106,8 @@ async def test_a_launch_asks_until_the_target_has_judged(kind: str, head: Path, 
     name, model = ("eagle3", head) if kind == "head" else ("standalone", tiny_draft_folder)
     async with (target(tiny_folder, STUBBORN) as rig, drafting(drafter(name, tiny_folder, model)) as peers,
                 local_link(rig, peers) as link):
-        served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048)
+        served = Served("tiny", rig.hello.vocab_size, rig.hello.max_context, rig.hello.tokenizer_hash, 2048,
+                        IDENTITY)
         service = TargetService(rig.worker, served, TargetSection(), lambda: [DraftStatus(link.address, True)])
         server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(service)])
         listen = f"127.0.0.1:{await server.start()}"

@@ -23,6 +23,7 @@ from slipstream.base.errors import CapacityError, ConfigError, Draining, Invalid
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TokenLogprob
 from slipstream.wire.server import GrpcServer
@@ -36,6 +37,7 @@ from tests.test_following import chosen, plain
 from tests.test_vllm import OPTIONS, Runner, play
 from tests.test_vllm import drafted as following
 
+IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
              "tensor_parallel_size", "speculative_config", "additional_config", "worker_extension_cls",
@@ -147,7 +149,8 @@ def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, coun
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False,
                  **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
-    running = Running(engine, "0.32.0", dict, (Refused,), Served("function", 260, 512, "", 1024), drafted, keyed,
+    served = Served("function", 260, 512, "", 1024, IDENTITY)
+    running = Running(engine, "0.32.0", dict, (Refused,), served, drafted, keyed,
                       Fill(0.25), engine.rounds)
     service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), NoSpans())
     with engine.rounds.heard():

@@ -53,6 +53,10 @@ class Unavailable(SlipstreamError):
     """No backend can take the request now."""
 
 
+class ModelChanged(SlipstreamError):
+    """The model that began an answer is gone; who asks again is answered by the one that is here now."""
+
+
 class RanksLost(Unavailable):
     """Processes that compute one model together are out of step, or one is gone. The service has to start again."""
 
@@ -98,6 +102,7 @@ STATUS: tuple[tuple[type[SlipstreamError], str, int, str], ...] = (
     (CapacityError, "RESOURCE_EXHAUSTED", 429, "overloaded_error"),
     (Draining, "UNAVAILABLE", 503, "service_unavailable"),
     (Unavailable, "UNAVAILABLE", 503, "service_unavailable"),
+    (ModelChanged, "ABORTED", 503, "model_changed"),
     (DeadlineExceeded, "DEADLINE_EXCEEDED", 504, "timeout_error"),
     (DrafterLost, "UNAVAILABLE", 503, "service_unavailable"),
     (PairingError, "FAILED_PRECONDITION", 500, "server_error"),

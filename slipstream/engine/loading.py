@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream import __version__
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder, rows_batch
@@ -29,11 +30,13 @@ from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig, Tensors, device_of, dtype_of, load_tensors
 from slipstream.engine.native import native_or
+from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.observe.log import logger
+from slipstream.protocol.identity import Identity
 
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
 
@@ -70,6 +73,20 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
     model = native_or(choice, dtype, device, "model", native,
                       partial(_torch_decoder, config, tensors, dtype, device, section, compile_layers))
     return check_exact(model) if insisted else model
+
+
+def identity_of(model: CausalModel, section: ModelSection, weights: str) -> Identity:
+    """Of a model that was loaded as ``section`` says from files of the hash ``weights``. Kernels that round alike bear
+    one name: those of one kind, for one kind of device, of one release of ours and torch's."""
+    if model.device.type == "cuda":
+        device = f"cuda {'.'.join(map(str, torch.cuda.get_device_capability(model.device)))}"
+    else:
+        device = f"{model.device.type} {torch.backends.cpu.get_cpu_capability()}"
+    how = (" ".join(("native", *kernels().flags)) if isinstance(model, NativeDecoder)
+           else f"{section.kernels} {type(getattr(model, 'attention', model)).__name__}")
+    return Identity(weights, str(model.dtype).removeprefix("torch."), section.quantize,
+                    f"slipstream {__version__}, torch {torch.__version__}, {section.engine}, {how}, {device}, "
+                    f"ranks {section.tensor_parallel}")
 
 
 def graphed(model: CausalModel) -> CausalModel:

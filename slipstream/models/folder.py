@@ -24,6 +24,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ from slipstream.base.errors import ConfigError, ModelError
 
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
+# Of a model folder: what its answers depend on. Pickles are read by other engines alone.
+ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +240,27 @@ def tokenizer_hash(folder: Path) -> str:
         text = token.encode()
         digest.update(i.to_bytes(4, "little") + len(text).to_bytes(4, "little") + text)
     return digest.hexdigest()
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 over what an answer depends on in a model folder: its configuration, and every file of weights, whole.
+
+    A file's name counts as well, so a model that is cut into other shards is another one. It takes less than a second
+    for each GB and core, of pages that were just read. Raises ModelError."""
+    folder = Path(folder)
+    files = sorted(path for pattern in ANSWERING for path in folder.glob(pattern))
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            digests = list(threads.map(_digest, files))
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be read: {error}") from error
+    return hashlib.sha256(repr([(path.name, digest) for path, digest in zip(files, digests, strict=True)]).encode()
+                          ).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

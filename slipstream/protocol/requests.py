@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 
 Finish = Literal["", "stop", "length"]
@@ -33,7 +34,9 @@ class Request:
     it. They count into ``max_tokens``, and the answer goes on as if it had never stopped.
 
     ``namespace``: only answers of one namespace share what is cached of their prompts. A tag that tells nothing of its
-    owner; "" is shared by all who have none."""
+    owner; "" is shared by all who have none.
+
+    ``identity``: whose answer it is to be; a target of another one refuses it with ModelChanged. None: anybody's."""
 
     request_id: str
     tokens: tuple[int, ...] = field(repr=False)
@@ -44,6 +47,7 @@ class Request:
     answered: int = 0
     trace: str = ""  # the traceparent of whoever asks; "": nobody follows
     namespace: str = ""
+    identity: Identity | None = None
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left to ask when ``tokens`` of the answer are there."""
@@ -101,6 +105,7 @@ class TargetInfo:
     lossy: bool = False  # accept thresholds below 1: sampled answers are not the model's own
     engine: str = ""  # whose engine answers, with its version; "": the target's own
     without: tuple[Without, ...] = ()  # what an answer does without here
+    identity: Identity | None = None  # None: it does not say
 
 
 class Answer(Protocol):
@@ -118,7 +123,8 @@ class Answer(Protocol):
 
 
 class Backend(Protocol):
-    """A target. ``submit`` raises InvalidRequest, CapacityError, Draining or Unavailable (maybe only on iteration)."""
+    """A target. ``submit`` raises InvalidRequest, ModelChanged, CapacityError, Draining or Unavailable (maybe only on
+    iteration)."""
 
     def submit(self, request: Request) -> Answer: ...
 

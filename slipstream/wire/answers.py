@@ -23,7 +23,9 @@ from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, St
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     INT32_MAX,
+    decode_identity,
     decode_sampling,
+    encode_identity,
     encode_sampling,
     few_int_bytes,
     few_ints_of,
@@ -107,8 +109,9 @@ def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) ->
 
 def _start(request: Request) -> target_pb2.GenerateStart:
     return target_pb2.GenerateStart(
-        **shared(request, "tokens", "sampling", "speculate", "trace"), tokens=few_int_bytes(request.tokens),
-        sampling=encode_sampling(request.sampling), mode=_mode_of(request.speculate))
+        **shared(request, "tokens", "sampling", "speculate", "trace", "identity"),
+        tokens=few_int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
+        mode=_mode_of(request.speculate), identity=encode_identity(request.identity))
 
 
 def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
@@ -128,12 +131,13 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
                 "must leave a prompt, and a token to answer with")
         require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
                 "must be at most 64 characters of A-Z a-z 0-9 _ -")
+        identity = decode_identity(wire.identity) if wire.HasField("identity") else None
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
     sampling = decode_sampling(wire.sampling, vocab_size)
     return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
-                trace=trace)
+                trace=trace, identity=identity)
 
 
 def _speculates(mode: int) -> bool:
@@ -212,7 +216,8 @@ def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
 
 def encode_info(info: TargetInfo) -> bytes:
     drafts = [target_pb2.DraftInfo(**shared(draft)) for draft in info.drafts]
-    return target_pb2.GetInfoResponse(**shared(info, "drafts"), drafts=drafts).SerializeToString()
+    return target_pb2.GetInfoResponse(**shared(info, "drafts", "identity"), drafts=drafts,
+                                      identity=encode_identity(info.identity)).SerializeToString()
 
 
 def decode_info(data: bytes) -> TargetInfo:
@@ -221,7 +226,8 @@ def decode_info(data: bytes) -> TargetInfo:
     parse(wire, data, "info")
     require(wire.vocab_size >= 1 and wire.max_context >= 1, "info", "names no vocabulary or context")
     return made(TargetInfo, wire, drafts=tuple(made(DraftStatus, draft) for draft in wire.drafts),
-                without=tuple(wire.without))
+                without=tuple(wire.without),
+                identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
 
 
 def joined(items: Sequence[bytes], max_bytes: int) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import FEATURE_DTYPES, Sampling
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
@@ -119,6 +120,18 @@ def require_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 def name_of(field: str, text: str) -> str:
     require(len(text) <= MAX_NAME, field, f"longer than {MAX_NAME} characters")
     return text
+
+
+def encode_identity(identity: Identity | None) -> common_pb2.Identity | None:
+    return None if identity is None else common_pb2.Identity(**shared(identity))
+
+
+def decode_identity(wire: common_pb2.Identity) -> Identity:
+    """Raises RemoteProtocolError naming the field."""
+    found = made(Identity, wire)
+    for name, value in shared(found).items():
+        name_of(f"identity.{name}", value)
+    return found
 
 
 def dtype_of(number: int) -> str:

@@ -25,6 +25,7 @@ from slipstream.base.errors import (
     CapacityError,
     Draining,
     InvalidRequest,
+    ModelChanged,
     NotFound,
     PairingError,
     RemoteProtocolError,
@@ -41,7 +42,8 @@ METADATA = "slipstream-error-bin"
 MAX_RETRY_S = 3600.0
 CODES = {code.name: code for code in grpc.StatusCode}
 KINDS: dict[str, type[SlipstreamError]] = {kind.__name__: kind for kind in (
-    InvalidRequest, NotFound, PairingError, RemoteProtocolError, CapacityError, Draining, Unavailable)}
+    InvalidRequest, NotFound, PairingError, RemoteProtocolError, CapacityError, Draining, ModelChanged,
+    Unavailable)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,204 @@
+"""An answer has an identity: it is wholly one model's, or a beginning of it and then an error that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from slipstream.base.errors import ModelChanged, Unavailable
+from slipstream.models.folder import weights_hash
+from slipstream.protocol.identity import Identity
+from slipstream.wire.answers import decode_asked, decode_info, encode_asked, encode_info
+from slipstream.wire.client import AsyncClient
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetClient, TargetServicer
+from tests.echo import EchoTarget, answer_bytes
+from tests.pair import WIRE, Rig, target
+from tests.routing import COMPLETIONS, HELLO, Routing, routing, until
+from tests.test_moving import balanced, echo_request, read
+from tests.tiny import write_tiny_model
+
+OTHER = Identity("other", "float32", "none", "echo")
+TOKENS = 120
+
+
+@dataclass
+class Serving:
+    """A target of a tiny model behind its own server."""
+
+    rig: Rig
+    server: GrpcServer
+    client: TargetClient
+
+
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Serving]:
+    async with target(folder, dtype="float32", slots=4096) as rig:
+        server = GrpcServer("127.0.0.1:0", WIRE, [TargetServicer(rig.service)])
+        client = TargetClient(f"127.0.0.1:{await server.start()}")
+        try:
+            yield Serving(rig, server, client)
+        finally:
+            await client.aclose()
+            await server.drain(0.0)
+
+
+@dataclass
+class Stream:
+    """What a client has read of one answer."""
+
+    text: str = ""
+    error: dict[str, str] = field(default_factory=dict)
+    finished: bool = False
+
+    async def read(self, r: Routing, prompt: str, seen: Callable[[], None]) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "stream": True,
+                "ignore_eos": True}
+        async with r.http.stream("POST", COMPLETIONS, json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                self.error = event.get("error", self.error)
+                for choice in event.get("choices", ()):
+                    self.text += choice["text"]
+                    self.finished = self.finished or bool(choice["finish_reason"])
+                seen()
+
+
+async def texts(folder: Path, prompts: list[str], client: TargetClient) -> list[str]:
+    """What one model alone answers."""
+    async with routing(folder, client) as r:
+        answers = await asyncio.gather(*(r.post(COMPLETIONS, prompt=prompt, max_tokens=TOKENS, temperature=0,
+                                                ignore_eos=True) for prompt in prompts))
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+
+async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_path: Path) -> None:
+    prompts = [f"Story {number} begins" for number in range(8)]
+    async with AsyncExitStack() as stack:
+        old = await stack.enter_async_context(serving(tiny_folder))
+        new = await stack.enter_async_context(serving(write_tiny_model(tmp_path / "new", seed=1)))
+        of_old, of_new = [await texts(tiny_folder, prompts, one.client) for one in (old, new)]
+        assert not set(of_old) & set(of_new)
+        r = await stack.enter_async_context(routing(tiny_folder, old.client, new.client))
+        streams, count = [Stream() for _ in prompts], 0
+
+        def seen() -> None:
+            nonlocal count
+            count += 1
+
+        reading = [asyncio.create_task(stream.read(r, prompt, seen))
+                   for stream, prompt in zip(streams, prompts, strict=True)]
+        await until(lambda: count >= 3 * len(prompts), asyncio.sleep)
+        assert old.rig.worker.num_running and new.rig.worker.num_running, "nothing is at stake"
+        await old.server.drain(0.0)
+        await asyncio.gather(*reading)
+    ended = 0
+    for stream, old_text, new_text in zip(streams, of_old, of_new, strict=True):
+        if stream.finished:
+            assert stream.text in (old_text, new_text) and not stream.error
+        else:
+            ended += 1
+            assert stream.text and old_text.startswith(stream.text), "a beginning of its own model's"
+            assert stream.error["type"] == stream.error["code"] == "model_changed"
+            assert "no longer served" in stream.error["message"]
+    assert ended, "nobody was in the middle of an answer"
+
+
+async def test_a_begun_answer_goes_past_targets_of_another_identity() -> None:
+    whole = answer_bytes(echo_request())[:30]
+    dying, other, same = EchoTarget(fail_after=2, error=Unavailable("gone")), EchoTarget(), EchoTarget()
+    other.identity, same.waiting, other.waiting = OTHER, 20, 10
+    balancer = await balanced(dying, other, same)
+    assert await read(balancer.submit(echo_request())) == whole
+    assert (len(other.requests), len(same.requests)) == (0, 1)
+
+
+async def test_before_its_first_token_an_answer_may_go_anywhere() -> None:
+    dying, other = EchoTarget(fail_after=0, error=Unavailable("gone")), EchoTarget()
+    other.identity, other.waiting = OTHER, 10
+    balancer = await balanced(dying, other)
+    assert await read(balancer.submit(echo_request())) == answer_bytes(echo_request())[:30]
+
+
+async def test_who_does_not_say_what_it_serves_finishes_nobody_s_answer() -> None:
+    dying, silent = EchoTarget(fail_after=2, error=Unavailable("gone")), EchoTarget()
+    dying.identity = silent.identity = None
+    silent.waiting = 10
+    balancer = await balanced(dying, silent)
+    with pytest.raises(ModelChanged):
+        await read(balancer.submit(echo_request()))
+    assert not silent.requests
+
+
+async def test_a_model_that_was_exchanged_since_the_last_poll_refuses_a_begun_answer() -> None:
+    """Its address is the same, and the router does not know yet."""
+    dying, exchanged = EchoTarget(fail_after=2, error=Unavailable("gone")), EchoTarget()
+    exchanged.waiting = 10
+    balancer = await balanced(dying, exchanged)
+    exchanged.identity = OTHER
+    with pytest.raises(ModelChanged):
+        await read(balancer.submit(echo_request()))
+    assert [request.answered > 0 for request in exchanged.requests] == [True] and not exchanged.running
+
+
+async def test_a_model_that_was_exchanged_since_the_last_poll_takes_new_answers() -> None:
+    only = EchoTarget()
+    balancer = await balanced(only)
+    only.identity = OTHER
+    assert await read(balancer.submit(echo_request())) == answer_bytes(echo_request())[:30]
+    assert [request.identity for request in only.requests] == [EchoTarget().identity, OTHER]
+
+
+async def test_the_error_has_a_name_on_both_surfaces(tiny_folder: Path) -> None:
+    dying, other = EchoTarget(fail_after=2, error=Unavailable("gone")), EchoTarget()
+    other.identity, other.waiting = OTHER, 10
+    async with routing(tiny_folder, dying, other) as r:
+        whole = await r.post("/v1/chat/completions", messages=HELLO)
+        assert whole.status_code == 503 and whole.headers["retry-after"] == "1"
+        assert whole.json()["error"]["type"] == "model_changed"
+        async with AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
+            with pytest.raises(ModelChanged, match="no longer served"):
+                _ = [delta async for delta in client.chat("hello")]
+
+
+def test_whatever_changes_an_answer_changes_the_hash(tiny_folder: Path, tmp_path: Path) -> None:
+    def folder(name: str) -> Path:
+        return Path(shutil.copytree(tiny_folder, tmp_path / name))
+
+    copy, weights, config = folder("copy"), folder("weights"), folder("config")
+    tensors = load_file(weights / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-6
+    save_file(tensors, weights / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 2e-5}))
+    hashes = [weights_hash(place) for place in (tiny_folder, copy, weights, config)]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+async def test_kinds_of_numbers_are_told_apart(tiny_folder: Path) -> None:
+    found = []
+    for dtype in ("float32", "float32", "float64"):
+        async with target(tiny_folder, dtype=dtype) as rig:
+            found.append((await rig.service.info()).identity)
+    assert found[0] == found[1] and found[0] is not None and found[2] == replace(found[0], dtype="float64")
+
+
+async def test_an_identity_travels(tiny_folder: Path) -> None:
+    info = replace(await EchoTarget().info(), identity=OTHER)
+    assert decode_info(encode_info(info)) == info
+    request = replace(echo_request(), identity=OTHER)
+    assert list(decode_asked(encode_asked(7, request), 1000, 4096)) == [(7, request)]
+    refused = replace(request, identity=replace(OTHER, kernels="x" * 300))
+    [(_, error)] = decode_asked(encode_asked(7, refused), 1000, 4096)
+    assert "identity.kernels" in str(error)
