@@ -184,7 +184,7 @@ async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
     port = await server.start()
     link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following, check_pair)
     running = asyncio.create_task(link.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not link.status().connected:
             await asyncio.sleep(0.005)
     try:

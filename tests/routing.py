@@ -25,7 +25,7 @@ class Routing:
     def __init__(self, service: RouterService) -> None:
         self.service = service
         self.base = f"http://127.0.0.1:{service.http_port}"
-        self.http = httpx.AsyncClient(base_url=self.base, timeout=20.0)
+        self.http = httpx.AsyncClient(base_url=self.base, timeout=60)
         self.openai = AsyncOpenAI(base_url=f"{self.base}/v1", api_key="none", max_retries=0)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:

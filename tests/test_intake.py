@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service import connection
-from router_service.connection import MAX_HEADER_BYTES, MAX_WAITING, HttpListener, connection_of
+from router_service.connection import HEAD_S, MAX_HEADER_BYTES, MAX_WAITING, HttpListener, connection_of
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
+from tests.loop import settled, still
 
 HOST = b"Host: x\r\n"
 GET = b"GET /a HTTP/1.1\r\n" + HOST
@@ -205,41 +205,46 @@ async def test_a_client_that_is_refused_while_it_sends_hears_why() -> None:
 
 
 @pytest.mark.parametrize("head, status", [(GET, 408), (b"", None)])
-async def test_a_slow_head_is_refused(monkeypatch: pytest.MonkeyPatch, head: bytes, status: int | None) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.05)
+async def test_a_slow_head_is_refused(head: bytes, status: int | None) -> None:
     async with served(App()) as (reader, writer):
-        writer.write(GET + b"\r\n")
-        await reader.readuntil(b"0\r\n\r\n")
-        writer.write(head)
-        if status is None:
-            reader, _ = await asyncio.open_connection(*writer.get_extra_info("peername"))
-            assert await reader.read(-1) == b"", "who says nothing is told nothing"
-        else:
-            assert await refusal(reader) == status
+        with still() as passes:
+            writer.write(GET + b"\r\n")
+            await reader.readuntil(b"0\r\n\r\n")
+            writer.write(head)
+            if status is None:
+                reader, _ = await asyncio.open_connection(*writer.get_extra_info("peername"))
+            await settled()
+            passes(HEAD_S)
+            if status is None:
+                assert await reader.read(-1) == b"", "who says nothing is told nothing"
+            else:
+                assert await refusal(reader) == status
 
 
-async def test_a_slow_answer_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.02)
+async def test_a_slow_answer_is_not_a_slow_head() -> None:
     app = App()
     app.go.clear()
     async with served(app) as (reader, writer):
-        writer.write(POST + b"Content-Length: 2\r\n\r\na")
-        await asyncio.sleep(0.05)
-        writer.write(b"b")
-        await asyncio.sleep(0.05)
+        with still() as passes:
+            for sent in (POST + b"Content-Length: 2\r\n\r\na", b"b"):
+                writer.write(sent)
+                await settled()
+                passes(2 * HEAD_S)
+                await settled()
         app.go.set()
         assert told(await reader.readuntil(b"0\r\n\r\n")) == ["POST /a 1.1 b'ab'"]
 
 
-async def test_a_head_behind_a_body_that_nobody_waited_for_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.6)
+async def test_a_head_behind_a_body_that_nobody_waited_for_has_its_own_time() -> None:
     async with served(App()) as (reader, writer):
-        writer.write(POST.replace(b"/a", b"/early") + b"Content-Length: 3\r\n\r\na")
-        await reader.readuntil(b"0\r\n\r\n")
-        writer.write(b"b")
-        await asyncio.sleep(0.4)
-        writer.write(b"c" + GET)
-        await asyncio.sleep(0.4)
+        with still() as passes:
+            writer.write(POST.replace(b"/a", b"/early") + b"Content-Length: 3\r\n\r\na")
+            await reader.readuntil(b"0\r\n\r\n")
+            for sent in (b"b", b"c" + GET):
+                writer.write(sent)
+                await settled()
+                passes(0.7 * HEAD_S)
+                await settled()
         writer.write(b"\r\n")
         assert told(await reader.readuntil(b"0\r\n\r\n")) == ["GET /a 1.1 b''"]
 
@@ -247,9 +252,9 @@ async def test_a_head_behind_a_body_that_nobody_waited_for_has_its_own_time(monk
 @pytest.mark.parametrize("num_bytes", [2, 100_000])
 async def test_a_client_that_leaves_after_its_body_is_noticed(num_bytes: int) -> None:
     app = Listener()
-    async with served(app) as (_, writer), asyncio.timeout(5.0):
+    async with served(app) as (_, writer), asyncio.timeout(60):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % num_bytes)
-        await asyncio.sleep(0.02)
+        await settled()
         writer.write(b"y" * num_bytes)
         await app.heard.wait()
         writer.transport.abort()
@@ -261,7 +266,7 @@ async def test_requests_that_wait_are_answered_in_turn_up_to_a_bound() -> None:
     app.go.clear()
     async with served(app) as (reader, writer):
         writer.write(b"".join(b"GET /%d HTTP/1.1\r\n" % i + HOST + b"\r\n" for i in range(4 * MAX_WAITING)))
-        await asyncio.sleep(0.05)
+        await settled()
         assert app.asked == 1
         app.go.set()
         answers = await reader.read(-1)
@@ -275,7 +280,7 @@ async def test_what_comes_behind_a_request_does_not_break_its_answer(behind: byt
     app.go.clear()
     async with served(app) as (reader, writer):
         writer.write(GET + b"\r\n" + behind)
-        await asyncio.sleep(0.05)
+        await settled()
         app.go.set()
         answers = await reader.read(-1)
         assert answers.startswith(b"HTTP/1.1 200") and answers.endswith(b"\r\n0\r\n\r\n")
@@ -289,7 +294,7 @@ async def test_a_broken_body_behind_requests_does_not_break_their_answers(num_be
     async with served(app) as (reader, writer):
         before = b"".join(b"GET /%d HTTP/1.1\r\n" % i + HOST + b"\r\n" for i in range(num_before))
         writer.write(before + CHUNKED + b"\r\n2\r\nab\r\nzz\r\n" + LAST)
-        await asyncio.sleep(0.05)
+        await settled()
         assert app.asked == 1
         app.go.set()
         answers = await reader.read(-1)
@@ -301,7 +306,7 @@ async def test_a_body_that_breaks_off_frees_who_waits_for_it() -> None:
     app = App()
     async with served(app) as (reader, writer):
         writer.write(CHUNKED + b"\r\n2\r\nab\r\n")
-        await asyncio.sleep(0.05)
+        await settled()
         writer.write(b"zz\r\n")
         assert await refusal(reader) == 400
         await app.left.wait()
@@ -317,7 +322,7 @@ async def test_who_asks_whether_to_go_on_is_told() -> None:
 
 async def test_who_is_refused_is_not_told_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
     app = App()
-    async with served(app) as (reader, writer), asyncio.timeout(5.0):
+    async with served(app) as (reader, writer), asyncio.timeout(60):
         writer.write(CHUNKED + b"Expect: 100-continue\r\n\r\nzz\r\n")
         assert await refusal(reader) == 400
         await app.left.wait()

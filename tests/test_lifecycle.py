@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -86,7 +87,7 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     link.send([Open(1, np.array([5, 6, 7, 5, 6], np.int32), 5, Sampling(), 4)])
     await until(lambda: bool(told.items))
     stop.set()
-    await asyncio.wait_for(serving, 20)
+    await asyncio.wait_for(serving, 60)
     await until(lambda: bool(told.downs))
     assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
     linking.cancel()
@@ -97,7 +98,7 @@ class Cluster:
 
     def __init__(self, folder: Path, scratch: Path, api: StandIn) -> None:
         self.api = api
-        self.http = free_port()
+        self.http, self.metrics = free_port(), free_port()
         self._base: dict[str, Any] = {
             "model": {"path": str(folder), "dtype": "float32", "threads": 1}, "log": {"level": "warning"},
             "target": {"policy": STUBBORN.model_dump()},  # the router's
@@ -128,7 +129,8 @@ class Cluster:
 
     async def start_router(self) -> None:
         await self.start("router", "router", serve_router, listen=f"127.0.0.1:{self.http}",
-                         grpc_listen="127.0.0.1:0", targets=["kubernetes:///target.ns:grpc"], model_name="tiny")
+                         grpc_listen="127.0.0.1:0", metrics_listen=f"127.0.0.1:{self.metrics}",
+                         targets=["kubernetes:///target.ns:grpc"], model_name="tiny")
 
     async def stop(self, name: str) -> None:
         """As Kubernetes does it: out of the slices and SIGTERM at the same time."""
@@ -183,7 +185,7 @@ class Asker:
 
 
 async def test_everything_is_replaced_under_load_and_nothing_fails(tiny_folder: Path, tmp_path: Path) -> None:
-    async with cluster(tiny_folder, tmp_path) as c, httpx.AsyncClient(timeout=30) as http:
+    async with cluster(tiny_folder, tmp_path) as c, httpx.AsyncClient(timeout=60) as http:
         await c.start_target("t1")
         await c.start_draft("d1")
         await c.start_router()
@@ -200,7 +202,7 @@ async def test_everything_is_replaced_under_load_and_nothing_fails(tiny_folder: 
         await c.api.start()
         for old, new in (("t1", "t2"), ("t2", "t3")):
             await c.start_target(new)
-            await asyncio.sleep(1.5)  # the router asks targets every second
+            await until_found(http, c.metrics, 2)
             await c.stop(old)
             await asker.more(lambda accepted: accepted > 0)
         asker.stop()
@@ -209,6 +211,14 @@ async def test_everything_is_replaced_under_load_and_nothing_fails(tiny_folder: 
 
 
 async def until_ready(http: httpx.AsyncClient, port: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await http.get(f"http://127.0.0.1:{port}/health")).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+async def until_found(http: httpx.AsyncClient, port: int, targets: int) -> None:
+    """Wait until the router knows so many targets that are ready."""
+    async with asyncio.timeout(60):
+        while not re.search(rf"^slipstream_targets_ready\S* {targets}\.0$",
+                            (await http.get(f"http://127.0.0.1:{port}/metrics")).text, re.MULTILINE):
             await asyncio.sleep(0.05)

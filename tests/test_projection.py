@@ -290,7 +290,7 @@ async def test_the_target_serves_plain_beside_a_hostile_draft(tiny_folder: Path,
     async with target(tiny_folder) as rig:
         server, link = await hostile_draft(rig, messages, ends)
         running = asyncio.create_task(link.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while problem not in link.status().problem:
                 await asyncio.sleep(0.005)
         assert not link.status().connected

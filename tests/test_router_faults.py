@@ -137,11 +137,11 @@ async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
 
 
 async def test_a_router_that_leaves_moves_its_clients_and_fails_none(tiny_folder: Path) -> None:
-    async with routing(tiny_folder, EchoTarget(pause_s=0.002)) as r, httpx.AsyncClient(timeout=10) as late:
+    async with routing(tiny_folder, EchoTarget(pause_s=0.002)) as r, httpx.AsyncClient(timeout=60) as late:
         codes, closed = [], asyncio.Event()
 
         async def ask() -> None:
-            async with httpx.AsyncClient(timeout=10) as http:
+            async with httpx.AsyncClient(timeout=60) as http:
                 while not closed.is_set():
                     answer = await http.post(f"{r.base}{CHAT}", json={"model": "tiny", "messages": HELLO})
                     codes.append(answer.status_code)
@@ -151,14 +151,14 @@ async def test_a_router_that_leaves_moves_its_clients_and_fails_none(tiny_folder
         await late.get(f"{r.base}/live")
         asking = [asyncio.create_task(ask()) for _ in range(3)]
         await until(lambda: len(codes) > 6, asyncio.sleep)
-        draining = asyncio.create_task(r.service.drain(20))
-        await asyncio.wait_for(asyncio.gather(*asking), 20)
+        draining = asyncio.create_task(r.service.drain(60))
+        await asyncio.wait_for(asyncio.gather(*asking), 60)
         answer = await late.post(f"{r.base}{CHAT}", json={"model": "tiny", "messages": HELLO})
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         async with httpx.AsyncClient() as new:
             with pytest.raises(httpx.ConnectError):
                 await new.get(f"{r.base}/live")
-        await asyncio.wait_for(draining, 20)
+        await asyncio.wait_for(draining, 60)
         assert set(codes) == {200}, codes
 
 
@@ -194,7 +194,7 @@ async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, caps
     await asyncio.gather(following, return_exceptions=True)
     said = capsys.readouterr()
     assert "-key" not in (said.out + said.err).replace("api-keys", "") and "keys read again" in said.out + said.err
-    await asyncio.wait_for(ApiKeys.load("").follow(), 5)
+    await asyncio.wait_for(ApiKeys.load("").follow(), 60)
 
 
 class BrokenGateway:

@@ -84,13 +84,13 @@ async def test_a_request_is_followed_to_its_drafts(tiny_folder: Path, tiny_draft
                    "targets": [f"127.0.0.1:{target}"], "model_name": "tiny"}})
     body = {"model": "tiny", "prompt": "the cat sat on the mat. the cat sat", "max_tokens": 40, "ignore_eos": True}
     async with (serving(serve_draft, config), serving(serve_target, config), serving(serve_router, config),
-                aclosing(TargetClient(f"127.0.0.1:{target}")) as asked, httpx.AsyncClient(timeout=30) as client):
+                aclosing(TargetClient(f"127.0.0.1:{target}")) as asked, httpx.AsyncClient(timeout=60) as client):
         await joined(asked, tmp_path)
         await until_ready(client, http)
         for headers in ({"traceparent": UNFOLLOWED}, {"traceparent": SHOWN}):
             answer = await client.post(f"http://127.0.0.1:{http}/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(found) < 3:
             await asyncio.sleep(0.05)
     server.stop(None)

@@ -24,7 +24,7 @@ class Stack:
     router: Routing
 
     async def slots_come_back(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (info := await self.rig.service.info()).sessions_running or info.sessions_waiting:
                 await asyncio.sleep(0.01)
         await self.rig.check()

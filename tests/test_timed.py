@@ -112,7 +112,7 @@ async def test_a_target_around_it_answers_by_the_law() -> None:
 def test_the_relay_delays_both_ways() -> None:
     loop = exact_loop()
     try:
-        loop.run_until_complete(asyncio.wait_for(converse(), 20))
+        loop.run_until_complete(asyncio.wait_for(converse(), 60))
     finally:
         loop.close()
 

@@ -183,7 +183,7 @@ async def test_the_end_of_a_certificate_is_told_again_when_it_is_replaced(tmp_pa
     assert told[1] - told[0] == pytest.approx(7 * 86400, abs=120)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await asyncio.wait_for(export_end(None, told.append), 5)
+    await asyncio.wait_for(export_end(None, told.append), 60)
 
 
 def test_ends(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def commit(base: int = 5, session: int = 1) -> Commit:
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.005)
 
@@ -220,7 +220,7 @@ async def test_reconnects_after_the_draft_restarts() -> None:
 
 async def test_drain_of_the_draft_ends_the_stream_without_waiting() -> None:
     rig = await (await Rig.start()).up()
-    await asyncio.wait_for(rig.server.drain(60), 20)
+    await asyncio.wait_for(rig.server.drain(3600), 60)
     await eventually(lambda: len(rig.target.downs) == 1)
     assert rig.echo.down == rig.echo.up
     await rig.stop()
@@ -307,7 +307,7 @@ async def test_a_draft_that_does_not_read_makes_the_outbox_overflow() -> None:
     task = asyncio.create_task(link.run())
     await eventually(lambda: link.status().connected)
     rows = bytes(1000 * HIDDEN * 4)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not target.downs:
             link.send([Features(1, 0, rows, 1000, "float32")])
             await asyncio.sleep(0.001)
@@ -325,7 +325,7 @@ async def test_a_target_that_does_not_read_is_ended() -> None:
         call = channel.stream_stream("/slipstream.v1.DraftService/Exchange")()
         await call.write(encode_target_hello(HELLO))
         await eventually(lambda: len(echo.up) == 1)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not echo.down:
                 echo.up[0].send([Drop(session, "x" * 200) for session in range(500)])
                 await asyncio.sleep(0.001)
@@ -570,7 +570,7 @@ async def test_leaving_an_answer_frees_it(how: str) -> None:
                 break
 
     task = asyncio.create_task(read())
-    await asyncio.wait_for(seen.wait(), 20)
+    await asyncio.wait_for(seen.wait(), 60)
     if how == "aclose":
         await answer.aclose()
     elif how == "cancel":
@@ -587,7 +587,7 @@ async def test_speculation_is_switched_in_mid_answer() -> None:
     machine = Machine(Counting(1 << 30, pause_s=0.001))
     server, client = await serve_target(machine)
     answer = client.submit(REQUEST)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for piece in answer:
             if piece.tokens == (2,):
                 answer.set_speculation(False)
@@ -623,7 +623,7 @@ async def test_a_draining_target_refuses_and_finishes_what_runs() -> None:
     async for piece in running:
         pieces.append(piece)
         if len(pieces) == 3:
-            drain = asyncio.create_task(server.drain(20))
+            drain = asyncio.create_task(server.drain(60))
             await asyncio.sleep(0)
     await drain
     assert len(pieces) == 50
