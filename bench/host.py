@@ -169,6 +169,9 @@ class Caller:
     def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None:
         self.came.set()
 
+    def full(self, link: Link) -> bool:
+        return False
+
 
 async def exchanges(repeats: int) -> list[float]:
     """Microseconds from a commit to its growth, after a tenth that does not count. Raises Unavailable."""

@@ -3,12 +3,13 @@
 Rules of the worker:
 1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
    thread and touches nothing that changes).
-2. A round: take everything that waits in the inbox, tell the drafter (batch-first), grow, answer each peer with one
-   frame.
+2. A round: take what waits, of each peer a bounded part (``Intake``), tell the drafter (batch-first), grow, answer each
+   peer with one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
    and growing pays (``Drafted``); others get one growth a commit.
-5. Nothing that a peer sends stops the thread: a fault closes one session and is counted.
+5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
+6. Where all places are taken, a peer that has two more than another gives one up for it.
 
 Drafted: all that the draft service holds of one session, and whether growing on pays while its target verifies.
 
@@ -29,18 +30,20 @@ import itertools
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 
-from slipstream.base.errors import SlipstreamError
+from draft_service.intake import Intake, Said
+from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import NoSpans, Span, Spans, Unfollowed
 from slipstream.observe.trace import Trace, commit_key, growth_key
+from slipstream.protocol.conduct import FaultRate
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Commit,
@@ -189,6 +192,9 @@ class DraftWorker:
         self._spans = spans or NoSpans()
         self._log = logger("draft")
         self._inbox: queue.SimpleQueue[Callable[[Round], None] | None] = queue.SimpleQueue()
+        self._intake = Intake(clock)
+        self._faults: dict[Peer, FaultRate] = {}
+        self._nonsense: dict[Peer, set[str]] = {}  # fields that were wrong
         self._sessions: dict[tuple[Peer, int], Drafted] = {}
         self._by_number: dict[int, Drafted] = {}
         self._numbers = itertools.count(1)
@@ -220,15 +226,21 @@ class DraftWorker:
         return answer
 
     def peer_down(self, peer: Peer) -> None:
+        self._intake.close(peer)
         self._inbox.put(lambda round_: self._forget_peer(peer, round_))
 
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
-        self._inbox.put(lambda round_: self._take(peer, items, faults, round_))
+        fill = self._intake.came(peer, items, faults)
+        self._inbox.put(lambda _: fill())
+
+    def full(self, peer: Peer) -> bool:
+        return self._intake.full(peer)
 
     @property
-    def hungry(self) -> bool:
-        """Whether it would grow on if nothing came."""
-        return any(drafted.hungry for drafted in self._sessions.values())
+    def rests_s(self) -> float | None:
+        """Seconds until it would go on if nothing came; None: it would not."""
+        hungry = any(drafted.hungry for drafted in self._sessions.values())
+        return 0.0 if hungry else self._intake.rests_s()
 
     def _run(self) -> None:
         while self.turn():
@@ -239,14 +251,15 @@ class DraftWorker:
         Returns False when told to stop."""
         events: list[Callable[[Round], None]] = []
         wait_s = max(0.0, self._next_sweep_s - self._clock())
-        hungry = wait_s > 0 and self.hungry
+        rests_s = self.rests_s if wait_s > 0 else None
+        goes_on = rests_s == 0.0
         try:
-            event = self._inbox.get(block and not hungry, wait_s)
+            event = self._inbox.get(block and not goes_on, wait_s if rests_s is None else min(wait_s, rests_s))
             while event is not None:
                 events.append(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
-            if events or hungry:
+            if events or goes_on:
                 self._round(events)
             else:
                 self.sweep()
@@ -257,8 +270,12 @@ class DraftWorker:
         round_ = Round()
         for event in events:
             event(round_)
+        for peer, said in self._intake.take(len({peer for peer, _ in self._sessions})):
+            self._hear(peer, said, round_)
         try:
+            began_s = self._clock()
             self._tell(round_)
+            self._intake.told(self._clock() - began_s)
             self._grow(round_)
         except SlipstreamError as error:
             # The drafter is at fault, not a peer: targets go on alone and open their sessions again.
@@ -281,15 +298,24 @@ class DraftWorker:
         self._drafter.close(round_.closes)
         round_.send()
 
-    def _take(self, peer: Peer, items: Sequence[DraftBound], faults: Faults, round_: Round) -> None:
-        for session, error in faults:
-            self._metrics.invalid_item()
-            self._log.warning("invalid message", peer=peer.name, session=session, field=error.field)
-            drafted = self._sessions.get((peer, session))
-            if drafted is not None:
-                self._drop(drafted, DraftEvent.CLOSE, "invalid", round_)
-        for item in items:
-            self._route(peer, item, round_)
+    def _hear(self, peer: Peer, said: Sequence[Said], round_: Round) -> None:
+        for item in said:
+            if isinstance(item, tuple):
+                self._refuse(peer, *item, round_)
+            else:
+                self._route(peer, item, round_)
+
+    def _refuse(self, peer: Peer, session: int, error: RemoteProtocolError, round_: Round) -> None:
+        self._metrics.invalid_item()
+        known = self._nonsense.setdefault(peer, set())
+        (self._log.debug if error.field in known else self._log.warning)(
+            "invalid message", peer=peer.name, session=session, field=error.field)
+        known.add(error.field)
+        if self._faults.setdefault(peer, FaultRate()).fault(self._clock()):
+            peer.refuse(error.field)
+        drafted = self._sessions.get((peer, session))
+        if drafted is not None:
+            self._drop(drafted, DraftEvent.CLOSE, "invalid", round_)
 
     def _route(self, peer: Peer, item: DraftBound, round_: Round) -> None:
         drafted = self._sessions.get((peer, item.session))
@@ -323,7 +349,7 @@ class DraftWorker:
                 self._forget(drafted, round_)
 
     def _begin(self, peer: Peer, item: Open, round_: Round) -> Drafted | None:
-        if self._draining or len(self._sessions) >= self._drafter.max_sessions:
+        if self._draining or (len(self._sessions) >= self._drafter.max_sessions and not self._yields(peer, round_)):
             round_.answers[peer].append(Drop(item.session, "draining" if self._draining else "capacity"))
             return None
         drafted = Drafted(next(self._numbers), peer, DraftSide(item.session),
@@ -331,6 +357,16 @@ class DraftWorker:
         self._sessions[(peer, item.session)] = drafted
         self._by_number[drafted.number] = drafted
         return drafted
+
+    def _yields(self, peer: Peer, round_: Round) -> bool:
+        """Whether a peer with more sessions gave the oldest of them up for one of ``peer``'s."""
+        held = Counter(holder for holder, _ in self._sessions)
+        most = max(held, key=lambda holder: held[holder])
+        if held[most] < held[peer] + 2:
+            return False
+        oldest = next(one for one in self._sessions.values() if one.peer == most)
+        self._drop(oldest, DraftEvent.CLOSE, "capacity", round_)
+        return True
 
     def _tell(self, round_: Round) -> None:
         if round_.closes:
@@ -406,6 +442,8 @@ class DraftWorker:
             drafted.side.apply(DraftEvent.LOST)
             self._forget(drafted, round_)
         round_.answers.pop(peer, None)
+        self._faults.pop(peer, None)
+        self._nonsense.pop(peer, None)
 
     def _begin_drain(self, round_: Round) -> None:
         self._draining = True

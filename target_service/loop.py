@@ -76,6 +76,7 @@ class Telling:
 
 
 HAND_OVER_S = 5e-5
+SLICE_S = 0.005  # of a turn for what came, where so much comes: the others' next step is due
 Committed = list[tuple[Outcome, Verified, RoundRecord]]
 
 
@@ -183,7 +184,7 @@ class TargetWorker:
     def _run(self) -> None:
         wait_s: float | None = None
         try:
-            while self.following.inbox.drain(wait_s):
+            while self.following.inbox.drain(wait_s, for_s=SLICE_S):
                 wait_s = self.turn()
             self._telling.deliver()
         except Exception as error:

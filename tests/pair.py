@@ -78,6 +78,9 @@ class FaultyEvents:
     def link_down(self, link: Link, reason: str) -> None:
         self.events.link_down(link, reason)
 
+    def full(self, link: Link) -> bool:
+        return self.events.full(link)
+
     def received(self, link: Link, items: list[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
         bases = {(item.session, item.base) for item in items if isinstance(item, Growth)}

@@ -247,9 +247,15 @@ def test_bad_growth_costs_its_session_only(item: Growth | Drop, field: str) -> N
 
 
 def test_a_frame_of_a_draft_holds_no_more_than_could_be_asked_for() -> None:
-    (frame,), _ = encode_draft_frames(INCARNATION, [Growth.empty(1, 5)] * 4097, MAX_BYTES)
-    with pytest.raises(RemoteProtocolError, match="4096"):
-        decode_draft_frame(frame, INCARNATION, LIMITS)
+    (frame,), _ = encode_draft_frames(INCARNATION, [Growth.empty(1, 5)] * 33, MAX_BYTES)
+    assert len(decode_draft_frame(frame, INCARNATION, LIMITS, 33)[0]) == 33
+    with pytest.raises(RemoteProtocolError, match="33 in a frame where 32 may be"):
+        decode_draft_frame(frame, INCARNATION, LIMITS, 32)
+
+
+def test_many_items_leave_in_several_frames() -> None:
+    frames, left = encode_draft_frames(INCARNATION, [Growth.empty(1, 5)] * 4097, MAX_BYTES)
+    assert not left and sum(len(decode_draft_frame(frame, INCARNATION, LIMITS)[0]) for frame in frames) == 4097
 
 
 def test_scores_just_above_zero_become_zero() -> None:

@@ -150,7 +150,7 @@ class Overheard:
 
     def __init__(self, peers: PeerEvents) -> None:
         self.peers, self.frames = peers, list[list[DraftBound]]()
-        self.peer_up, self.peer_down = peers.peer_up, peers.peer_down
+        self.peer_up, self.peer_down, self.full = peers.peer_up, peers.peer_down, peers.full
 
     def received(self, peer: Peer, items: list[DraftBound], faults: Faults) -> None:
         self.frames.append(items)

@@ -84,6 +84,9 @@ class Target:
     def link_down(self, link: object, reason: str) -> None:
         self.downs.append(reason)
 
+    def full(self, link: object) -> bool:
+        return False
+
     def received(self, link: object, items: list, faults: list) -> None:
         self.items += items
         self.faults += [(session, fault.field) for session, fault in faults]
@@ -108,6 +111,9 @@ class Echo:
 
     def peer_down(self, peer: object) -> None:
         self.down.append(peer)
+
+    def full(self, peer: object) -> bool:
+        return False
 
     def received(self, peer, items: list, faults: list) -> None:
         self.items += items

@@ -51,6 +51,9 @@ class BadDraft:
     def peer_down(self, peer: Peer) -> None:
         self._bases.clear()
 
+    def full(self, peer: Peer) -> bool:
+        return False
+
     def received(self, peer: Peer, items: Sequence[DraftBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
         for item in items:

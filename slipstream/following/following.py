@@ -28,11 +28,12 @@ from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Decision, Mode, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.following.inbox import Inbox
+from slipstream.following.inbox import Inbox, Lane
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
+from slipstream.protocol.conduct import FaultRate
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     Close,
@@ -184,8 +185,8 @@ LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 class Followed:
     """One session. Made by ``Following.open``."""
 
-    __slots__ = ("_limit", "_lookup", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun", "decision",
-                 "link", "policy", "reads", "session", "side", "waiting")
+    __slots__ = ("_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun",
+                 "decision", "link", "policy", "reads", "session", "side", "waiting")
 
     def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
         """limit: tokens that the session has at most, its prompt included."""
@@ -202,6 +203,7 @@ class Followed:
         self._limit = limit
         self._lookup: PromptLookup | None = None
         self._retry_at_s = 0.0  # no drafter is looked for before
+        self._opened_s = -RETRY_S  # when the newest drafter was told of it
         self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
 
     @property
@@ -324,6 +326,8 @@ class Followed:
             self._shared.pool.set_leaving(link, True)
         elif reason in ("capacity", "failed", "invalid"):
             self._retry_at_s = now_s + RETRY_S
+        else:  # whoever drops what it was just given must not have the whole text again for each token
+            self._retry_at_s = max(self._retry_at_s, self._opened_s + RETRY_S)
         self.lost(now_s, "draft_unavailable", moves=reason == "draining", had=link)
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
@@ -389,6 +393,7 @@ class Followed:
         if hello is None:
             return
         self.reads, self._runs_ahead = hello.features, hello.run_ahead > 0
+        self._opened_s = now_s
         # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
         message = self.side.attach(self.decision.want, self.decision.ahead)
         self._shared.pool.say(self.link, message)
@@ -450,14 +455,19 @@ class Following:
         self._log = logger("target")
         self.sessions: dict[int, Followed] = {}
         self._nonsense: dict[str, set[str]] = {}  # by address: fields that were wrong
+        self._lanes: dict[Link, Lane] = {}  # of links that are up
+        self._faults: dict[Link, FaultRate] = {}
         self._told: list[RoundRecord] = []
         self._step: Step | None = None
 
     # From any thread.
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
+        self._lanes[link] = Lane(self.inbox)
+
         def event() -> None:
             self.pool.link_up(link, hello)
+            self._faults[link] = FaultRate()
             self._nonsense.pop(link.address, None)
             for followed in self.sessions.values():
                 followed.policy.drafter_ready(self._clock())
@@ -465,8 +475,11 @@ class Following:
         self.inbox.post(event)
 
     def link_down(self, link: Link, reason: str) -> None:
+        self._lanes.pop(link, None)
+
         def event() -> None:
             self.pool.link_down(link, reason)
+            self._faults.pop(link, None)
             for followed in self.sessions.values():
                 if followed.link is link:
                     followed.lost(self._clock(), "draft_unavailable", moves=True)
@@ -479,12 +492,19 @@ class Following:
 
     def received(self, link: Link, items: Sequence[TargetBound],
                  faults: Sequence[tuple[int, RemoteProtocolError]]) -> None:
+        lane = self._lanes.get(link)
+        if lane is None:
+            return
         came_s = self._clock()  # now: a step may be on the device until this is looked at
-        for at in range(0, max(1, len(items)), AT_ONCE):
-            if self.inbox.full:  # a flood: what is lost is late at worst
-                self._metrics.stale_growth()
+        for at in range(0, max(1, len(items), len(faults)), AT_ONCE):
+            upto = at + AT_ONCE
+            if not lane.post(partial(self._receive, link, items[at:upto], faults[at:upto], came_s)):
+                self._metrics.stale_growth()  # what is lost is late at worst
                 return
-            self.inbox.post(partial(self._receive, link, items[at : at + AT_ONCE], () if at else faults, came_s))
+
+    def full(self, link: Link) -> bool:
+        lane = self._lanes.get(link)
+        return lane is not None and lane.full
 
     # From the engine thread.
 
@@ -568,7 +588,7 @@ class Following:
     def _receive(self, link: Link, items: Sequence[TargetBound], faults: Sequence[tuple[int, RemoteProtocolError]],
                  came_s: float) -> None:
         for session, error in faults:
-            self._refuse(self._of(session, link), error)
+            self._refuse(link, self._of(session, link), error)
         for item in items:
             followed = self._of(item.session, link)
             if followed is None:
@@ -579,17 +599,19 @@ class Following:
             try:
                 followed.receive(item, came_s)
             except RemoteProtocolError as error:
-                self._refuse(followed, error)
+                self._refuse(link, followed, error)
 
     def _of(self, session: int, link: Link) -> Followed | None:
         followed = self.sessions.get(session)
         return followed if followed is not None and followed.link is link else None
 
-    def _refuse(self, followed: Followed | None, error: RemoteProtocolError) -> None:
+    def _refuse(self, link: Link, followed: Followed | None, error: RemoteProtocolError) -> None:
         self._metrics.invalid_growth()
+        faults = self._faults.get(link)
+        if faults is not None and faults.fault(self._clock()):
+            link.refuse(error.field)
         if followed is not None:
-            link = followed.link
-            self._refused(followed.session, link.address if link is not None else "", error.field)
+            self._refused(followed.session, link.address, error.field)
             followed.detach()
             followed.lost(self._clock(), "incompatible", had=link)
 

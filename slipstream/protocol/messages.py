@@ -231,6 +231,10 @@ class Link(Protocol):
 
     def send(self, items: Sequence[DraftBound]) -> None: ...
 
+    def refuse(self, field: str) -> None:
+        """It sends too much that is wrong, of late in ``field``: end the stream. From any thread."""
+        ...
+
 
 class LinkEvents(Protocol):
     """Who hears of a link, from any thread; must not block, so it only puts things into a queue."""
@@ -241,6 +245,10 @@ class LinkEvents(Protocol):
 
     def received(self, link: Link, items: Sequence[TargetBound], faults: Faults) -> None: ...
 
+    def full(self, link: Link) -> bool:
+        """Whether so much of it waits that nothing more should be read of it for now."""
+        ...
+
 
 class Peer(Protocol):
     """One connected target as the draft sees it. ``send`` may be called from any thread and never blocks."""
@@ -249,6 +257,10 @@ class Peer(Protocol):
     def name(self) -> str: ...
 
     def send(self, items: Sequence[TargetBound]) -> None: ...
+
+    def refuse(self, field: str) -> None:
+        """As ``Link.refuse``."""
+        ...
 
 
 class PeerEvents(Protocol):
@@ -261,3 +273,7 @@ class PeerEvents(Protocol):
     def peer_down(self, peer: Peer) -> None: ...
 
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None: ...
+
+    def full(self, peer: Peer) -> bool:
+        """As ``LinkEvents.full``."""
+        ...

@@ -148,6 +148,9 @@ class Line:
         self._draft.actor.hear(self._target.actor.now_s + self._delay_s,
                                lambda: self._draft.worker.received(peer, items, []))
 
+    def refuse(self, field: str) -> None:
+        raise AssertionError(f"nobody simulated sends what is wrong: {field}")
+
     def answer(self, items: Sequence[TargetBound]) -> None:
         self._target.actor.hear(self._draft.actor.now_s + self._delay_s,
                                 lambda: self._target.worker.following.received(self, items, []))
@@ -166,6 +169,9 @@ class Answers:
     def send(self, items: Sequence[TargetBound]) -> None:
         self.line.answer(items)
 
+    def refuse(self, field: str) -> None:
+        self.line.refuse(field)
+
 
 class Draft:
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
@@ -176,7 +182,8 @@ class Draft:
 
     def _act(self) -> float | None:
         self.worker.turn(block=False)
-        return self.actor.now_s if self.worker.hungry else None
+        rests_s = self.worker.rests_s
+        return None if rests_s is None else self.actor.now_s + rests_s
 
 
 class Target:

@@ -5,7 +5,9 @@ Rules:
 2. A bad item costs its session: decoding a frame gives the good items and one fault for each bad one.
 3. A frame that is not one, or that belongs to another stream (its incarnation), raises RemoteProtocolError; the field
    is ``incarnation`` for a stale frame.
-4. Encoding never makes a message above ``max_bytes``: frames are split between items and features between rows.
+4. Encoding never makes a message above ``max_bytes`` or ``FRAME_ITEMS``: frames are split between items and features
+   between rows.
+5. A frame is bounded before it is parsed and counted before its items are made: by what its sender may say now.
 
 A commit and a growth come every round of every session, when caches are cold: their checks are written out, plain
 Python over few numbers instead of calls and small arrays, and messages are made on failure only.
@@ -74,7 +76,9 @@ MAX_TAPS = 64  # layers that one drafter reads
 MAX_PROJECTION_BYTES = 512 << 20  # five times that of the largest known head
 ROOM = 64  # bytes of a chunk's message beside its weights
 FIELD = "features.projection"
-MOST_GROWTHS = 4096  # in a frame: what a full target could ask for, several times over
+FRAME_ITEMS = 1024  # in a frame: a step of the largest target says less
+ITEM_ROOM = 128  # bytes of a growth beside its nodes, and of a drop with its reason
+NODE_BYTES = 16  # id, parent, token, score
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
 
 
@@ -107,14 +111,20 @@ def encode_draft_frames(incarnation: int, items: Sequence[TargetBound],
     return _encoded(draft_pb2.ExchangeResponse, incarnation, items, max_bytes)
 
 
-def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[DraftBound], Faults]:
-    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream."""
-    return _decoded(draft_pb2.ExchangeRequest(), data, incarnation, limits)
+def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits,
+                        most: int = FRAME_ITEMS) -> tuple[list[DraftBound], Faults]:
+    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream, or one of
+    more than ``most`` items."""
+    return _decoded(draft_pb2.ExchangeRequest(), data, incarnation, limits, most)
 
 
-def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits) -> tuple[list[TargetBound], Faults]:
-    """The same of what a draft has sent."""
-    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits, MOST_GROWTHS)
+def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits,
+                       most: int = FRAME_ITEMS) -> tuple[list[TargetBound], Faults]:
+    """The same of what a draft has sent, which is not parsed where it is longer than ``most`` items can be."""
+    most = min(most, FRAME_ITEMS)
+    require(len(data) <= ITEM_ROOM + most * (ITEM_ROOM + NODE_BYTES * limits.max_nodes), "frame",
+            f"{len(data)} bytes are more than {most} items take")
+    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits, most)
 
 
 def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
@@ -123,11 +133,12 @@ def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
     message = kind()
     frame = message.frame
     frame.incarnation = incarnation
-    for item in items:
-        _write(frame.items.add(), item)
-    data = message.SerializeToString()
-    if len(data) <= max_bytes:
-        return [data], []
+    if len(items) <= FRAME_ITEMS:
+        for item in items:
+            _write(frame.items.add(), item)
+        data = message.SerializeToString()
+        if len(data) <= max_bytes:
+            return [data], []
     first, second = _halves(items)
     if not second:
         return [], list(items)
@@ -182,14 +193,14 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
 
 
 def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits,
-             most: int | None = None) -> tuple[list[Any], Faults]:
+             most: int) -> tuple[list[Any], Faults]:
     parse(message, data, "frame")
     if message.WhichOneof("content") != "frame":
         raise RemoteProtocolError("frame", "a message that is not a frame")
     if message.frame.incarnation != incarnation:
         raise RemoteProtocolError("incarnation", "the frame belongs to another stream")
-    if most is not None and len(message.frame.items) > most:
-        raise RemoteProtocolError("items", f"more than {most} in a frame")
+    if len(message.frame.items) > most:
+        raise RemoteProtocolError("items", f"{len(message.frame.items)} in a frame where {most} may be")
     items: list[Any] = []
     faults: list[tuple[int, RemoteProtocolError]] = []
     for wire in message.frame.items:

@@ -4,7 +4,8 @@ Rules of a link:
 1. ``send`` may be called from any thread, never blocks, and does nothing while the link is down.
 2. Every stream has a new random incarnation; a frame that carries another one is dropped and counted.
 3. ``link_up`` and ``link_down`` come in pairs. After ``link_up`` the draft knows nothing: sessions are opened anew.
-4. Reconnects wait a random time below an exponential bound; a draft that does not fit is asked again every 10 s.
+4. Reconnects wait a random time below an exponential bound; a draft that does not fit is asked again every 10 s, one
+   that broke the protocol is left alone for longer each time (``conduct``).
 5. Nothing waits without an end: the handshake has a deadline, keepalive ends a silent stream.
 
 A draft stream while it runs, the same at both of its ends: items that wait to go out, and frames both ways.
@@ -15,7 +16,9 @@ Rules of a stream:
 3. What waits is bounded. Beyond the bound all of it is dropped and the stream ends with CapacityError: a gap cannot be
    repaired item by item.
 4. A frame of another stream is dropped and counted, a bad item is a fault of its session, and anything else that is no
-   frame ends the stream with RemoteProtocolError.
+   frame, or more than may be said, ends the stream with RemoteProtocolError.
+5. A peer is read at its pace, and not at all while too much of it waits (``full``): what is held back is held back at
+   that peer, by its connection's flow control.
 
 The draft's side of draft streams: one peer for each target that is connected.
 
@@ -23,6 +26,7 @@ Rules of a peer:
 1. The first message must be the hello, within a deadline; a target that does not fit is refused with the field named.
 2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
 3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
+4. From where the protocol was broken no new stream is taken for a while, longer each time (``conduct``).
 
 It knows nothing about sessions, trees or what items mean.
 """
@@ -36,9 +40,9 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc
 import structlog
@@ -52,6 +56,8 @@ from slipstream.base.errors import (
     SlipstreamError,
     Unavailable,
 )
+from slipstream.base.pace import Pace
+from slipstream.protocol.conduct import Absence, Allowance
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,
@@ -67,6 +73,7 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.requests import DraftStatus
 from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules, open_channel
 from slipstream.wire.codec import (
+    FRAME_ITEMS,
     FrameLimits,
     ProjectionReader,
     decode_draft_frame,
@@ -79,13 +86,14 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.pace import Pace
 from slipstream.wire.status import Context, abort, error_of
 from slipstream.wire.tls import TlsFiles
 
 Item = TypeVar("Item")
 Heard = TypeVar("Heard")
 
+SHARE = 0.25  # of a thread's time, to read one peer: answers for 256 requests every 20 ms take that
+LOOK_S = 0.005  # between two looks whether a peer may be read again
 MAX_BATCHES = 1024
 MAX_BYTES = 256 << 20
 EXPORT_S = 0.5
@@ -208,7 +216,7 @@ class Pumps(Generic[Item, Heard]):
     items that fit no frame."""
 
     encode: Callable[[int, Sequence[Item], int], tuple[list[bytes], list[Item]]]
-    decode: Callable[[bytes, int, FrameLimits], tuple[list[Heard], Faults]]
+    decode: Callable[[bytes, int, FrameLimits, int], tuple[list[Heard], Faults]]
     incarnation: int
     limits: FrameLimits
     max_bytes: int  # of a frame
@@ -216,35 +224,49 @@ class Pumps(Generic[Item, Heard]):
     outbox: Outbox[Item]
     received: Callable[[list[Heard], Faults], None]
     oversized: Callable[[list[Item]], None] = lambda items: None
-    pace: Pace | None = None  # None: as fast as it comes
+    full: Callable[[], bool] = lambda: False
+    allowance: Allowance | None = None  # None: it speaks unasked
+    pace: Pace = field(default_factory=partial(Pace, SHARE))
+    refusals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     async def run(self, line: Line, *until: Coroutine[Any, Any, None], opening: Iterable[bytes] = ()) -> None:
         """Until the peer ends the stream or one of ``until`` ends; ``opening`` goes out before all items. Raises
         CapacityError, RemoteProtocolError and what ``line`` raises."""
-        await first_end(self._read(line), self._write(line, opening), self.outbox.overflowed(), *until)
+        await first_end(self._read(line), self._write(line, opening), self.outbox.overflowed(), self._refused(), *until)
+
+    def refuse(self, field: str) -> None:
+        """The peer sends too much that is wrong. On the loop."""
+        self.refusals.put_nowait(field)
+
+    async def _refused(self) -> None:
+        raise RemoteProtocolError(await self.refusals.get(), "wrong too often")
 
     async def _read(self, line: Line) -> None:
         pace = self.pace
         while isinstance(data := await line.read(), bytes):
-            if pace is None:
-                self._hear(data)
-                continue
             pace.begin()
             self._hear(data)
             if (rest_s := pace.end()) > 0.0:
                 await asyncio.sleep(rest_s)
+            while self.full():
+                await asyncio.sleep(LOOK_S)
 
     def _hear(self, data: bytes) -> None:
-        counts = self.counts
+        counts, allowance, most = self.counts, self.allowance, FRAME_ITEMS
         counts.frames_in += 1
         counts.bytes_in += len(data)
+        if allowance is not None:
+            allowance.said(1)
+            most = allowance.left
         try:
-            items, faults = self.decode(data, self.incarnation, self.limits)
+            items, faults = self.decode(data, self.incarnation, self.limits, most)
         except RemoteProtocolError as error:
             if error.field != "incarnation":
                 raise
             counts.stale_frames += 1
             return
+        if allowance is not None:
+            allowance.said(len(items) + len(faults))
         counts.invalid_items += len(faults)
         self.received(items, faults)
 
@@ -253,7 +275,10 @@ class Pumps(Generic[Item, Heard]):
             await line.write(message)
         while True:
             await self.outbox.filled.wait()
-            frames, left = self.encode(self.incarnation, self.outbox.take(self.max_bytes), self.max_bytes)
+            items = self.outbox.take(self.max_bytes)
+            if self.allowance is not None:
+                self.allowance.asked(cast(Sequence[DraftBound], items))
+            frames, left = self.encode(self.incarnation, items, self.max_bytes)
             for frame in frames:
                 await line.write(frame)
                 self.counts.bytes_out += len(frame)
@@ -278,18 +303,31 @@ async def first_end(*coroutines: Coroutine[Any, Any, None]) -> None:
 
 HANDSHAKE_S = 5.0
 MAX_PEERS = 64
+HOSTS = 256  # that are remembered for having broken the protocol
 FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
 
 
+def host_of(context: Context) -> str:
+    """Where a stream comes from, without the port."""
+    return context.peer().rpartition(":")[0]
+
+
 class StreamPeer:
-    """A peer over one gRPC stream."""
+    """A peer over one gRPC stream. Made on the loop that serves it."""
 
     def __init__(self, name: str, outbox: Outbox[TargetBound]) -> None:
         self.name = name
         self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
+        self.pumps: Pumps[TargetBound, DraftBound] | None = None
 
     def send(self, items: Sequence[TargetBound]) -> None:
         self._outbox.put(items)
+
+    def refuse(self, field: str) -> None:
+        if self.pumps is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
+                self._loop.call_soon_threadsafe(self.pumps.refuse, field)
 
 
 class DraftServicer:
@@ -310,6 +348,7 @@ class DraftServicer:
         self._num_peers = 0
         self._num_connected = 0
         self._connected = connected
+        self._absent: dict[str, tuple[Absence, float]] = {}  # by host: those that broke the protocol, and until when
         self._draining = asyncio.Event()
         self._log = structlog.get_logger(part="wire")
 
@@ -329,6 +368,8 @@ class DraftServicer:
             await abort(context, RemoteProtocolError("hello", f"none within {self._handshake_s:g} s"))
         except SlipstreamError as error:
             self._log.warning("target stream ended", target=context.peer(), problem=str(error))
+            if isinstance(error, RemoteProtocolError) and not isinstance(error, PairingError):
+                self._leave_alone(host_of(context))
             await abort(context, error)
         finally:
             self._num_peers -= 1
@@ -336,6 +377,9 @@ class DraftServicer:
     async def _serve(self, context: Context) -> None:
         if self._draining.is_set():
             raise Draining("this draft service is shutting down")
+        _, until_s = self._absent.get(host_of(context), (None, 0.0))
+        if (left_s := until_s - asyncio.get_running_loop().time()) > 0.0:
+            raise CapacityError("a stream from there broke the protocol", retry_after_s=left_s)
         if self._num_peers > self._max_peers:
             raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
         async with asyncio.timeout(self._handshake_s):
@@ -351,7 +395,9 @@ class DraftServicer:
             await context.write(encode_draft_hello(hello))
             self._log.info("target connected", target=peer.name, model=target.model_id)
             pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
-                          self._max_bytes, self.counts, outbox, partial(self._events.received, peer))
+                          self._max_bytes, self.counts, outbox, partial(self._events.received, peer),
+                          full=partial(self._events.full, peer))
+            peer.pumps = pumps
             projection = hello.features.projection if hello.features is not None else None
             weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
             await pumps.run(context, self._drained(), opening=weights)
@@ -360,6 +406,15 @@ class DraftServicer:
             self._log.info("target gone", target=peer.name)
             self._count(-1)
             self._events.peer_down(peer)
+
+    def _leave_alone(self, host: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        absence, _ = self._absent.pop(host, (Absence(), 0.0))
+        if len(self._absent) >= HOSTS:
+            del self._absent[next(iter(self._absent))]
+        pause_s = absence.broke(now_s)
+        self._absent[host] = absence, now_s + pause_s
+        self._log.warning("target left alone", target=host, seconds=pause_s)
 
     def _count(self, change: int) -> None:
         self._num_connected += change
@@ -385,7 +440,7 @@ class DraftLink:
     def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: Check, *,
                  tls: TlsFiles | None = None, rules: ConnectionRules = RULES, max_batches: int = MAX_BATCHES,
                  handshake_s: float = HANDSHAKE_S, refused_retry_s: float = REFUSED_RETRY_S,
-                 counts: WireCounts | None = None, share: float = 1.0) -> None:
+                 counts: WireCounts | None = None, share: float = SHARE) -> None:
         """share: of its thread's time that reading may take (``Pace``)."""
         self.address = address
         self.counts = counts or WireCounts()
@@ -399,6 +454,8 @@ class DraftLink:
         self._handshake_s = handshake_s
         self._refused_retry_s = refused_retry_s
         self._outbox: Outbox[DraftBound] | None = None
+        self._refusal: Callable[[str], object] | None = None  # of the stream that runs, from any thread
+        self._absence = Absence()
         self._drafter = ""
         self._known = False  # whether it has been up before
         self._problem = "not connected yet"
@@ -408,6 +465,12 @@ class DraftLink:
         outbox = self._outbox
         if outbox is not None:
             outbox.put(items)
+
+    def refuse(self, field: str) -> None:
+        refusal = self._refusal
+        if refusal is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: so is the stream
+                refusal(field)
 
     def status(self) -> DraftStatus:
         return DraftStatus(self.address, self._outbox is not None, self._drafter, self._problem)
@@ -424,12 +487,21 @@ class DraftLink:
                 self._report("draft refused: it does not fit this target", error)
                 await asyncio.sleep(self._refused_retry_s)
                 continue
+            except RemoteProtocolError as error:
+                await self._leave_alone(error)
+                continue
             except SlipstreamError as error:
                 self._report("draft not reachable", error)
             lasted = loop.time() - began > self._rules.backoff_max_s
             attempt = 0 if lasted else min(attempt + 1, 16)
             bound = min(FIRST_BACKOFF_S * 2.0**attempt, self._rules.backoff_max_s)
             await asyncio.sleep(random.uniform(0, bound))
+
+    async def _leave_alone(self, error: RemoteProtocolError) -> None:
+        pause_s = self._absence.broke(asyncio.get_running_loop().time())
+        self._problem = f"it broke the protocol: {error}"
+        self._log.warning("draft left alone", problem=str(error), seconds=pause_s)
+        await asyncio.sleep(pause_s)
 
     def _report(self, event: str, error: SlipstreamError) -> None:
         # Once for each new problem: a draft may be away for hours.
@@ -488,7 +560,9 @@ class DraftLink:
         outbox: Outbox[DraftBound] = Outbox(self._max_batches)
         pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
-                      self._give_up, Pace(self._share) if self._share < 1.0 else None)
+                      self._give_up, partial(self._events.full, self), Allowance(), Pace(self._share))
+        loop = asyncio.get_running_loop()
+        self._refusal = lambda field: loop.call_soon_threadsafe(pumps.refuse, field)
         self._outbox, self._drafter, self._problem = outbox, draft.drafter, ""
         self._log.info("draft link up", drafter=draft.drafter)
         reason = "stopped"
@@ -505,7 +579,7 @@ class DraftLink:
             reason = self._reason(error)
             raise
         finally:
-            self._outbox, self._problem = None, reason
+            self._outbox, self._refusal, self._problem = None, None, reason
             outbox.close()
             self._log.info("draft link down", reason=reason)
             self._events.link_down(self, reason)

@@ -45,6 +45,9 @@ class LocalPeer:
     def send(self, items: Sequence[TargetBound]) -> None:
         self.link.answer(self, items)
 
+    def refuse(self, field: str) -> None:
+        """They stay joined: one is as trusted as the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalStream:
@@ -129,6 +132,9 @@ class LocalLink:
         if oversized:
             self.counts.oversized_items += len(oversized)
             self._events.received(self, [Drop(item.session, "capacity") for item in oversized], [])
+
+    def refuse(self, field: str) -> None:
+        """They stay joined: one is as trusted as the other."""
 
     def answer(self, peer: LocalPeer, items: Sequence[TargetBound]) -> None:
         """What the draft sends; dropped and counted when ``peer`` belongs to a stream that is no more."""

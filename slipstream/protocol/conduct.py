@@ -1,0 +1,80 @@
+"""Conduct: what a peer may say, and for how long one that says more is left alone.
+
+Rules:
+1. A draft speaks when it is asked. An opening or a commit allows a growth and a drop, and the growths of further levels
+   where the drafter may run ahead; a frame counts as one item more. Who says more breaks the protocol.
+2. What was not said may be said later, up to ``MOST``: a draft that slept may wake up.
+3. A wrong item costs its session. More than ``FAULTS`` of them within ``FAULTS_S`` cost the stream.
+4. Who broke the protocol is left alone for ``FIRST_S``, twice as long each further time, and is forgiven after
+   ``FORGIVEN_S`` without another breach. It comes back by itself.
+
+It knows nothing about clocks, sockets or what items mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from slipstream.base.errors import RemoteProtocolError
+from slipstream.protocol.messages import Close, DraftBound, Features
+
+GROWTHS = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
+AT_LEAST = 16  # the farewells of sessions that are no more
+MOST = 4096
+FAULTS, FAULTS_S = 16, 10.0
+FIRST_S, LONGEST_S, FORGIVEN_S = 1.0, 64.0, 300.0
+
+
+class Allowance:
+    """What a draft may say on one stream, counted in items."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = AT_LEAST
+
+    def asked(self, items: Iterable[DraftBound]) -> None:
+        """These go to the draft."""
+        more = 0
+        for item in items:
+            if not isinstance(item, Features | Close):
+                more += 2 * (GROWTHS + 1) if item.ahead else 4  # each may come in a frame of its own
+        self.left = min(MOST, self.left + more)
+
+    def said(self, items: int) -> None:
+        """So many came from it. Raises RemoteProtocolError."""
+        if items > self.left:
+            raise RemoteProtocolError("items", "more was said than was asked for")
+        self.left -= items
+
+
+class FaultRate:
+    """Of one stream."""
+
+    __slots__ = ("_at_s", "_faults")
+
+    def __init__(self) -> None:
+        self._faults = self._at_s = 0.0
+
+    def fault(self, now_s: float) -> bool:
+        """One more. Whether it is one too many."""
+        self._faults = max(0.0, self._faults - (now_s - self._at_s) * FAULTS / FAULTS_S) + 1.0
+        self._at_s = now_s
+        return self._faults > FAULTS
+
+
+class Absence:
+    """Of one peer, over all its streams."""
+
+    __slots__ = ("_breaches", "_broke_s")
+
+    def __init__(self) -> None:
+        self._breaches, self._broke_s = 0, 0.0
+
+    def broke(self, now_s: float) -> float:
+        """It broke the protocol. Returns for how many seconds it is left alone."""
+        if now_s - self._broke_s > FORGIVEN_S:
+            self._breaches = 0
+        pause_s = min(FIRST_S * 2.0**self._breaches, LONGEST_S)
+        self._breaches, self._broke_s = min(self._breaches + 1, 16), now_s + pause_s
+        return pause_s
