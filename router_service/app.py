@@ -4,7 +4,8 @@ Rules:
 1. Every path but ``/live`` and ``/health`` needs a key where keys are set, also paths that do not exist.
 2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-4. A body is capped before it is read, and read before anything is done for it.
+4. A body is capped before it is read, and read before anything is done for it. The collector rests meanwhile: it would
+   go through a million small lists again and again.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
 
@@ -13,11 +14,13 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
+import gc
 import re
 import secrets
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -29,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
 from router_service.connection import DONE, EventStream, Presence, connection_of, event, framed
-from router_service.gateway import Gateway, Job, Run
+from router_service.gateway import Asked, Gateway, Run
 from router_service.openai import (
     Body,
     ChatBody,
@@ -49,9 +52,9 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
+from slipstream.protocol.chat import MAX_BODY_BYTES
 
 BODY_S = 30.0  # a body that takes longer is refused
-MAX_BODY_BYTES = 2 << 20  # a larger one is refused: the longest context is a few hundred thousand tokens of text
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions"}
 ADVICE = {
@@ -109,13 +112,13 @@ class Surface:
 
     async def chat(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
-        job = await self._gateway.plan_chat(body)
-        return await self._answer(request, job, ChatReply, body)
+        asked = self._gateway.plan_chat(body)
+        return await self._answer(request, asked, ChatReply, body)
 
     async def complete(self, request: Request) -> Response:
         body = await self._read(request, CompletionBody)
-        job = await self._gateway.plan_completion(body)
-        return await self._answer(request, job, TextReply, body)
+        asked = self._gateway.plan_completion(body)
+        return await self._answer(request, asked, TextReply, body)
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -168,23 +171,24 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
-        try:
-            raw = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
-        return parse(kind, raw)
+        with _uncollected():
+            try:
+                raw = orjson.loads(data)
+            except orjson.JSONDecodeError as error:
+                raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
+            return parse(kind, raw)
 
-    async def _answer(self, request: Request, job: Job, kind: type[ChatReply | TextReply],
+    async def _answer(self, request: Request, asked: Asked, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody) -> Response:
         client = Presence(connection_of(request.scope))
         try:
             with client:
                 trace = well_formed(request.headers.get(HEADER, ""))
-                run = await self._gateway.start(job, request.scope[TENANT], trace)
+                run = await self._gateway.start(asked, request.scope[TENANT], trace)
         except BaseException:
             client.close()
             raise
-        reply = kind(run.id, run.created, job.model, self._gateway.codec, job.options.top_logprobs is not None)
+        reply = kind(run.id, run.created, asked.model, self._gateway.codec, asked.options.top_logprobs is not None)
         headers = {"x-slipstream-mode": run.mode}
         if body.stream:
             events = self._events(run, reply, body.include_usage, request.scope[REQUEST_ID])
@@ -221,6 +225,18 @@ class Surface:
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
                 "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _late_body() -> InvalidRequest:

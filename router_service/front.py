@@ -9,11 +9,11 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
 from typing import Any
 
-from router_service.gateway import Gateway, Job
+from router_service.gateway import Asked, Gateway
 from router_service.openai import ChatBody, CompletionBody, parse
 from router_service.tenants import Tenant
 from router_service.tokens import TextDelta
@@ -30,21 +30,21 @@ class GatewayFront:
 
     def chat(self, model: str, messages: tuple[Message, ...], options: ChatOptions) -> AsyncGenerator[Delta, None]:
         """Its iteration raises errors of slipstream.base.errors, like all here."""
-        async def plan() -> Job:
+        def plan() -> Asked:
             raw = self._raw(model, options)
             raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
             if options.top_logprobs is not None:
                 raw["logprobs"] = True
-            return await self._gateway.plan_chat(parse(ChatBody, raw))
+            return self._gateway.plan_chat(parse(ChatBody, raw))
 
         return self._run("chat", plan)
 
     def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
-        async def plan() -> Job:
+        def plan() -> Asked:
             raw = self._raw(model, options)
             raw["prompt"] = prompt
             raw["logprobs"] = raw.pop("top_logprobs", None)
-            return await self._gateway.plan_completion(parse(CompletionBody, raw))
+            return self._gateway.plan_completion(parse(CompletionBody, raw))
 
         return self._run("completions", plan)
 
@@ -58,9 +58,9 @@ class GatewayFront:
         raw["model"] = model or self._gateway.model
         return {name: value for name, value in raw.items() if value is not None}
 
-    async def _run(self, endpoint: str, plan: Callable[[], Awaitable[Job]]) -> AsyncGenerator[Delta, None]:
+    async def _run(self, endpoint: str, plan: Callable[[], Asked]) -> AsyncGenerator[Delta, None]:
         try:
-            run = await self._gateway.start(await plan(), self._tenant)
+            run = await self._gateway.start(plan(), self._tenant)
             try:
                 async for _, delta in run:
                     if delta.text or delta.tokens or delta.finish:

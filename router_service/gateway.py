@@ -1,7 +1,8 @@
 """The gateway: from a checked body to running answers, for whoever asks (HTTP or gRPC).
 
 Rules:
-1. Everything is checked against the model (context, vocabulary, name) before a request waits or takes anything.
+1. What costs nothing to check (the model's name, counts) is checked before a request waits. It has room before its text
+   is rendered and tokenized, beside the event loop, and is checked against the model's context before it takes more.
 2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
 3. No run outlives ``request_timeout_s``.
 4. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
@@ -14,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from functools import partial
 
 from router_service.admission import Admission, Limit, PoolFallback
 from router_service.balance import Balancer
+from router_service.lanes import Lanes
 from router_service.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.tenants import Tenant
-from router_service.tokens import Completion, Numbered, TextCodec, merged
+from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.observe.metrics import RouterMetrics
@@ -31,7 +33,26 @@ from slipstream.protocol.chat import Usage
 from slipstream.protocol.requests import Request, TargetInfo
 
 MAX_N = 8  # answers that one request may ask for
-LONG_TEXT = 16_384  # characters that are tokenized in a thread, so that others are not held up
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as far as it could be checked at no cost. Of ``messages`` and ``prompts`` one is empty."""
+
+    endpoint: str
+    model: str
+    options: Options
+    messages: Sequence[Mapping[str, str]] = field(default=(), repr=False)
+    prompts: Sequence[str | Sequence[int]] = field(default=(), repr=False)
+
+    @property
+    def num_answers(self) -> int:
+        return max(1, len(self.prompts)) * self.options.n
+
+    @property
+    def num_chars(self) -> int:
+        return (sum(len(message["content"]) for message in self.messages)
+                + sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,7 @@ class Gateway:
         self._balancer = balancer
         self._fallback = fallback
         self._section = section
+        self._lanes = Lanes()
 
     @property
     def ready(self) -> bool:
@@ -95,33 +117,31 @@ class Gateway:
         """Take no new request; running ones go on."""
         self.admission.close()
 
-    async def plan_chat(self, body: ChatBody) -> Job:
+    def close(self) -> None:
+        """Nothing runs any more."""
+        self._lanes.close()
+
+    def plan_chat(self, body: ChatBody) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
-        tokens = await _in_time(sum(len(m.content) for m in body.messages), self.codec.chat, messages)
-        return self._job("chat", body.model, "messages", [tokens], body.options())
+        return self._checked(Asked("chat", body.model, body.options(), messages=messages))
 
-    async def plan_completion(self, body: CompletionBody) -> Job:
+    def plan_completion(self, body: CompletionBody) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        options = body.options()
-        prompts = []
-        for prompt in body.prompt:
-            if isinstance(prompt, str):
-                prompts.append(await _in_time(len(prompt), self.codec.encode, prompt))
-            else:
-                prompts.append(prompt)
-        return self._job("completions", body.model, "prompt", prompts, options)
+        return self._checked(Asked("completions", body.model, body.options(), prompts=body.prompt))
 
-    async def start(self, job: Job, tenant: Tenant, trace: str = "") -> Run:
+    async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         arrived_s = time.monotonic()
-        await self.admission.enter(job.num_answers)
-        self.metrics.admitted(time.monotonic() - arrived_s, sum(map(len, job.prompts)) * job.options.n)
+        await self.admission.enter(asked.num_answers)
+        waited_s = time.monotonic() - arrived_s
         try:
+            job = await self._tokenized(asked)
+            self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             run = Run(self, job, tenant, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
-            self.admission.leave(job.num_answers)
+            self.admission.leave(asked.num_answers)
             raise
         try:
             await run.begin()
@@ -148,29 +168,36 @@ class Gateway:
         self.metrics.failed("cancelled" if isinstance(error, asyncio.CancelledError) else kind)
         self.metrics.request(endpoint, code, "none")
 
-    def _job(self, endpoint: str, model: str, param: str, prompts: Sequence[Sequence[int]], options: Options) -> Job:
+    def _checked(self, asked: Asked) -> Asked:
         info = self._info()
-        if model != self.model:
-            raise NotFound("model", f"no model {model!r} here; GET /v1/models lists what there is", "model_not_found")
-        if options.n > MAX_N:
+        if asked.model != self.model:
+            raise NotFound("model", f"no model {asked.model!r} here; GET /v1/models lists what there is",
+                           "model_not_found")
+        if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
-        if any(token >= info.vocab_size for token, _ in options.sampling.logit_bias):
+        if any(token >= info.vocab_size for token, _ in asked.options.sampling.logit_bias):
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
-        limits = tuple(_room(param, prompt, options.max_tokens, info) for prompt in prompts)
-        return Job(endpoint, model, tuple(tuple(prompt) for prompt in prompts), limits, options, info.vocab_size)
+        return asked
+
+    async def _tokenized(self, asked: Asked) -> Job:
+        info, param = self._info(), "messages" if asked.messages else "prompt"
+        texts = asked.messages or any(isinstance(prompt, str) for prompt in asked.prompts)
+        work = partial(self._tokens, asked, info.max_context)
+        prompts = await self._lanes.run(asked.num_chars, work) if texts else work()
+        limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
+        return Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
+                   info.vocab_size)
+
+    def _tokens(self, asked: Asked, room: int) -> list[Sequence[int]]:
+        if asked.messages:
+            return [self.codec.chat(asked.messages, room=room)]
+        return [self.codec.encode(prompt, room) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
 
     def _info(self) -> TargetInfo:
         info = self._balancer.info
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
         return info
-
-
-T = TypeVar("T")
-
-
-async def _in_time(num_chars: int, encode: Callable[[T], list[int]], text: T) -> list[int]:
-    return await asyncio.to_thread(encode, text) if num_chars > LONG_TEXT else encode(text)
 
 
 def _too_long() -> DeadlineExceeded:
@@ -181,9 +208,11 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
         raise InvalidRequest(param, "is empty")
+    left = info.max_context - len(prompt)
+    if left < 0:
+        raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
-    left = info.max_context - len(prompt)
     if left < 1 or (max_tokens is not None and max_tokens > left):
         raise InvalidRequest(
             param if left < 1 else "max_tokens",

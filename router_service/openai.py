@@ -4,8 +4,9 @@ Rules:
 1. A field is either honoured or refused with 400 and its name; nothing that would change the answer is ignored.
 2. A field that is refused is accepted with the value that asks for nothing (``best_of: 1``, ``tools: []``, null),
    because clients send their defaults.
-3. An unknown key is refused and the nearest known one named.
-4. Both surfaces, HTTP and gRPC, come through here, so that limits and messages are the same.
+3. An unknown key is refused and the nearest known one named. The first one ends the check: there may be any number.
+4. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
+   and messages are the same.
 5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
    The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
 6. A chunk that would say nothing is not made (None).
@@ -21,7 +22,7 @@ from __future__ import annotations
 import difflib
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
@@ -40,12 +41,11 @@ from slipstream.base.errors import (
     Unavailable,
     status_of,
 )
-from slipstream.protocol.chat import Usage
+from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS, Usage
 from slipstream.protocol.messages import Sampling
 
-MAX_STOPS, MAX_STOP_CHARS = 4, 64
+MAX_STOP_CHARS = 64
 MAX_TOP_LOGPROBS = 20
-MAX_MESSAGES = 4096
 COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
 SEEDS = 1 << 64
 SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
@@ -115,7 +115,7 @@ class Generation(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=300)
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
     min_tokens: int | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: list[str] | None = Field(None, max_length=MAX_STOPS)
@@ -129,10 +129,16 @@ class Generation(Strict):
     @classmethod
     def _stops(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value
-        for i, stop in enumerate(stops if isinstance(stops, list) else ()):
+        for i, stop in enumerate(stops[:MAX_STOPS] if isinstance(stops, list) else ()):
             if isinstance(stop, str) and not 1 <= len(stop) <= MAX_STOP_CHARS:
                 raise InvalidRequest(f"stop[{i}]", f"must have 1 to {MAX_STOP_CHARS} characters")
         return stops
+
+    @field_validator("stream_options", mode="before")
+    @classmethod
+    def _options_known(cls, value: Any) -> Any:
+        known = StreamOptions.model_fields
+        return _known(value, {}, known, "stream_options.") if isinstance(value, dict) else value
 
     @property
     def include_usage(self) -> bool:
@@ -154,7 +160,7 @@ class Message(Strict):
 
 
 class ChatBody(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -164,6 +170,8 @@ class ChatBody(Generation):
     def _plain_messages(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
+        _at_most("messages", len(value), "items")
+        _at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
         return [_plain_message(f"messages[{i}]", message) for i, message in enumerate(value)]
 
     def options(self) -> Options:
@@ -183,6 +191,8 @@ class CompletionBody(Generation):
         """A string, a list of strings, a list of token ids or a list of those: always a list of prompts."""
         if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
             value = [value]
+        if isinstance(value, list):
+            _at_most("prompt", len(value), "prompts")
         texts = isinstance(value, list) and all(isinstance(prompt, str) for prompt in value)
         ids = isinstance(value, list) and all(
             isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in value)
@@ -201,30 +211,45 @@ def parse(kind: type[Body], raw: object) -> Body:
     """``raw`` (what the JSON said) as a ``kind``. Raises InvalidRequest naming the first field that is wrong."""
     if not isinstance(raw, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    known = kind.model_fields.keys()
-    asked = {k: v for k, v in _without(raw, UNSUPPORTED, known, "").items() if k not in INERT or k in known}
+    asked = _known(raw, UNSUPPORTED, kind.model_fields, "")
     try:
         return kind.model_validate(asked)
     except ValidationError as error:
-        raise _refusal(error, tuple(known)) from None
+        raise _refusal(error) from None
 
 
-def _without(raw: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], known: Any, at: str) -> dict[str, Any]:
-    """``raw`` less the unsupported fields that ask for nothing (rule 2)."""
+def _known(raw: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], known: Collection[str],
+           at: str) -> dict[str, Any]:
+    """``raw`` less what asks for nothing (rule 2). Raises InvalidRequest for the first field that is not ``known``."""
     kept = {}
     for key, value in raw.items():
-        if key not in unsupported or key in known:
+        if key in known:
             kept[key] = value
-        elif value is not None and not any(type(value) is type(v) and value == v for v in unsupported[key]):
-            raise InvalidRequest(at + key, "is not supported by this server; leave it out", "unsupported_parameter")
+        elif key in unsupported:
+            if value is not None and not any(type(value) is type(v) and value == v for v in unsupported[key]):
+                raise InvalidRequest(at + key, "is not supported by this server; leave it out", "unsupported_parameter")
+        elif at or key not in INERT:
+            near = difflib.get_close_matches(key[:64], known, n=1, cutoff=0.6)
+            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
+            raise InvalidRequest((at + key)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
     return kept
+
+
+def _at_most(field: str, count: int, items: str) -> None:
+    if count > MAX_ITEMS:
+        raise InvalidRequest(field, f"must have at most {MAX_ITEMS} {items}")
+
+
+def _num_parts(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, list) else 0
 
 
 def _plain_message(at: str, message: Any) -> Any:
     """One message with text parts joined and the name that newer clients use for the system role replaced."""
     if not isinstance(message, dict):
         return message
-    plain = _without(message, MESSAGE_UNSUPPORTED, (), f"{at}.")
+    plain = _known(message, MESSAGE_UNSUPPORTED, Message.model_fields, f"{at}.")
     if plain.get("role") in ("tool", "function"):
         raise InvalidRequest(f"{at}.role", "tools are not supported by this server", "unsupported_parameter")
     if plain.get("role") == "developer":
@@ -248,14 +273,10 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _refusal(error: ValidationError, known: tuple[str, ...]) -> InvalidRequest:
+def _refusal(error: ValidationError) -> InvalidRequest:
     problem = error.errors(include_url=False, include_input=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     where = where[:200] or "body"
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where, known, n=1, cutoff=0.6)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        return InvalidRequest(where, f"is not a known field{hint}", "unknown_parameter")
     if problem["type"] == "missing":
         return InvalidRequest(where, "is required", "missing_required_parameter")
     words = TOLD.get(problem["type"])

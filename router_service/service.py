@@ -104,6 +104,7 @@ class RouterService:
         calls.cancel()
         await self._grpc.drain(1.0)
         await self._http.close()
+        self.gateway.close()
         await asyncio.to_thread(self._metrics.close)
         self._log.info("stopped", left=self.gateway.admission.in_flight)
 

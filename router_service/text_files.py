@@ -1,4 +1,5 @@
-"""What the files of a model folder say about text: what ends an answer, special tokens as plain text, chat templates.
+"""What the files of a model folder say about text: what ends an answer, special tokens as plain text, how much a token
+can say, where the chat template is.
 
 All of it is read once, when a router starts. Files: tokenizer_config.json, chat_template.jinja, generation_config.json,
 config.json. It knows nothing about requests.
@@ -6,32 +7,21 @@ config.json. It knows nothing about requests.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from slipstream.base.errors import ModelError
 from slipstream.models.folder import read_json
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class GenerationTag(Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's words for training; here it only prints them."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+# Steps of a tokenizer that drop no character: a text of n characters has n / ``longest_token`` tokens at least.
+KEEPING = {"Sequence", "Prepend", "Replace", "NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "Digits", "Metaspace", "Split",
+           "Punctuation", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
+COMPOSED = 4  # characters that Unicode may write as one
 
 
 def template_source(folder: Path) -> tuple[str, dict[str, str]] | None:
@@ -59,29 +49,6 @@ def _token_text(entry: object) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def compiled(source: str) -> Template:
-    """In a sandbox that offers what transformers' does: ``raise_exception``, ``strftime_now``, ``tojson``, loop
-    controls and the ``generation`` tag. Raises ModelError when ``source`` is not a template."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[loopcontrols, GenerationTag])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except (TemplateSyntaxError, RecursionError) as error:
-        raise ModelError(f"chat_template: not a template: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
 def literals(tokenizer: Tokenizer, specials: Iterable[str]) -> dict[str, list[int]]:
     """The tokens that spell each special token as ordinary text."""
     tokenizer.encode_special_tokens = True
@@ -102,3 +69,27 @@ def stop_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     text = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
     token = None if text is None else tokenizer.token_to_id(text)
     return () if token is None else (token,)
+
+
+def longest_token(written: Mapping[str, Any], vocab: Iterable[str]) -> int | None:
+    """The characters that one token stands for at most; None where a text may have any length for its tokens, as the
+    tokenizer drops some of it or writes unknown characters as one. ``written``: tokenizer.json."""
+    model, added, spelt = written["model"], written.get("added_tokens") or (), set(vocab)
+    if model["type"] == "BPE" and model.get("byte_fallback"):
+        complete = spelt.issuperset(f"<0x{byte:02X}>" for byte in range(256))
+    else:
+        complete = model["type"] == "BPE" and spelt.issuperset(ByteLevel.alphabet())
+    steps = list(_steps([written.get("normalizer"), written.get("pre_tokenizer")]))
+    kinds = {step["type"] for step in steps} | {step["behavior"] for step in steps if "behavior" in step}
+    shortened = any(step["type"] == "Replace" and len(step["content"]) < len(step["pattern"].get("String", "x" * 99))
+                    for step in steps)
+    if not complete or shortened or not kinds <= KEEPING or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    return max(map(len, spelt)) * (COMPOSED if kinds & {"NFC", "NFKC"} else 1)
+
+
+def _steps(parts: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    for part in parts:
+        if part is not None:
+            yield part
+            yield from _steps(part.get("normalizers") or part.get("pretokenizers") or ())

@@ -4,21 +4,19 @@ Rules:
 1. The pieces of ``Detokenizer`` joined are the decoded answer: never half a character, special tokens left out. (Where
    a model writes bytes that are no UTF-8, byte-fallback tokenizers decode a run of them to other counts of U+FFFD.)
 2. A raw prompt is its author's in full: special tokens in it are tokens.
-3. Only the chat template of the model folder is ever rendered, in a sandbox, with a cap on what it may write. A request
-   brings none.
-4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
-   would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
-   literal segment of its own. Messages without such text give exactly the prompt that transformers gives.
-5. The text, the tokens and the usage of an answer do not depend on how its tokens came in commits: tokens are taken one
+3. What a text costs is bounded before it is paid: no token stands for more than so many characters, so a text that is
+   longer than the room times as many is refused unread. Encoding leaves the interpreter to other threads meanwhile.
+4. The text, the tokens and the usage of an answer do not depend on how its tokens came in commits: tokens are taken one
    by one, and what a commit holds beyond a stop string is no part of the answer.
-6. The texts of an answer's tokens joined are its text; only an unfinished character at the very end has no token. While
+5. The texts of an answer's tokens joined are its text; only an unfinished character at the very end has no token. While
    a stop string may be growing, tokens are held back; where it is complete, the last token is cut.
-7. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
+6. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
    longest one if several end there. Nothing from its start on comes out.
-8. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
+7. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
 
 Tokens and deltas are named tuples: one of each is made for every token, and a frozen dataclass takes four times as
-long. It knows nothing about files (``text_files`` reads them), HTTP, models, torch or who asked.
+long. It knows nothing about files (``text_files`` reads them), how templates are rendered (``template``), HTTP, models,
+torch or who asked.
 """
 
 from __future__ import annotations
@@ -26,26 +24,20 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
-from tokenizers import Tokenizer
-
-from router_service.text_files import compiled, literals, stop_token_ids, template_source
+from router_service.template import ChatTemplate
+from router_service.text_files import literals, longest_token, stop_token_ids, template_source
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.requests import Answer, Finish, Piece, Request, State, TokenLogprob
 
-MAX_RENDERED = 4 << 20  # characters
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 SPACE = "\u2581"  # how SentencePiece writes a space
-PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 PENDING = 4  # deltas of one completion that may wait for a slow reader
 
 
@@ -56,38 +48,45 @@ class TextCodec:
     tokenizer's, which may be below the model's.
     """
 
-    __slots__ = ("_bytes", "_literals", "_specials", "_spell", "_template", "_texts", "_tokenizer", "starts_with_space",
-                 "stop_token_ids", "vocab_size")
+    __slots__ = ("_bytes", "_literals", "_longest", "_specials", "_spell", "_template", "_texts", "_tokenizer",
+                 "starts_with_space", "stop_token_ids", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
         folder = Path(folder)
         self._tokenizer = load_tokenizer(folder)
-        self.vocab_size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self._specials: dict[int, str] = {i: token.content for i, token in added.items() if token.special}
         self._literals = literals(self._tokenizer, self._specials.values())
-        self._spell, self.starts_with_space = _spelling(self._tokenizer)
+        written = json.loads(self._tokenizer.to_str())
+        self._spell, self.starts_with_space = _spelling(written.get("decoder") or {"type": "none"})
+        self._longest = longest_token(written, vocab)
         self._bytes: dict[int, bytes] = {}  # of ordinary tokens that were asked for
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
         source = template_source(folder)
         self._template = None if source is None else ChatTemplate(*source, self._specials.values())
         self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a raw prompt, begun as the tokenizer begins texts (BOS where the model has one)."""
-        return self._encode(text, "prompt", add_special_tokens=True)
+    def encode(self, text: str, room: int | None = None) -> list[int]:
+        """The tokens of a raw prompt, begun as the tokenizer begins texts (BOS where the model has one). Raises
+        InvalidRequest("prompt"), also for more tokens than there is ``room`` for."""
+        return self._encode([text], "prompt", True, room)[0]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+             room: int | None = None) -> list[int]:
         """The tokens of a conversation, ready for the assistant's turn. Raises InvalidRequest("messages")."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt to /v1/completions")
+        segments = self._template.render(messages, add_generation_prompt)
+        spelt = sum(len(self._literals[segment.text]) for segment in segments if segment.literal)
+        if room is not None and spelt > room:
+            raise too_long("messages", room, f"{spelt} tokens in its marks")
+        plain = iter(self._encode([s.text for s in segments if not s.literal], "messages", False, room))
         tokens: list[int] = []
-        for segment in self._template.render(messages, add_generation_prompt):
-            if segment.literal:
-                tokens += self._literals[segment.text]
-            else:
-                tokens += self._encode(segment.text, "messages", add_special_tokens=False)
+        for segment in segments:
+            tokens += self._literals[segment.text] if segment.literal else next(plain)
         return tokens
 
     def is_special(self, token: int) -> bool:
@@ -119,13 +118,26 @@ class TextCodec:
         """``token_bytes`` as text, with U+FFFD for what is no whole character."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
-    def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(field, f"not Unicode text: a lone surrogate at character {error.start}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+    def _encode(self, texts: Sequence[str], field: str, add_special_tokens: bool, room: int | None) -> list[list[int]]:
+        num_chars = sum(map(len, texts))
+        if room is not None and self._longest is not None and num_chars > room * self._longest:
+            raise too_long(field, room, f"{num_chars} characters, which are more tokens")
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(field, f"not Unicode text: a lone surrogate at character {error.start}") from error
+        # ``encode`` would keep the interpreter until it is done, seconds for a long text.
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        if room is not None and (num_tokens := sum(map(len, found))) > room:
+            raise too_long(field, room, f"{num_tokens} tokens")
+        return [encoding.ids for encoding in found]
+
+
+def too_long(field: str, room: int, length: str) -> InvalidRequest:
+    """A prompt that cannot fit, whatever the answer may have."""
+    return InvalidRequest(field, f"the context holds {room} tokens, but the prompt has {length}; shorten it",
+                          "context_length_exceeded")
 
 
 class Detokenizer:
@@ -160,105 +172,6 @@ class Detokenizer:
         return text
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A stretch of the prompt. A literal one is the text of a special token that must not become the token."""
-
-    text: str
-    literal: bool = False
-
-
-class ChatTemplate:
-    """The compiled template of one model."""
-
-    __slots__ = ("_named", "_specials", "_template")
-
-    def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str]) -> None:
-        """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
-
-        Raises ModelError when ``source`` is not a template.
-        """
-        self._named = dict(named)
-        longest_first = sorted((text for text in specials if text), key=len, reverse=True)
-        self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._template = compiled(source)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[Segment]:
-        """The prompt in order. Raises InvalidRequest("messages") for messages that the template refuses."""
-        guards = _Guards.find(messages, self._specials)
-        if guards is not None:
-            messages = guards.put_into(messages)
-        text = self._text(messages, add_generation_prompt)
-        return [Segment(text)] if guards is None else guards.split(text)
-
-    def _text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        names = {**self._named, "messages": messages, "tools": None, "documents": None,
-                 "add_generation_prompt": add_generation_prompt}
-        written, chunks = 0, []
-        try:
-            for chunk in self._template.generate(names):
-                chunks.append(chunk)
-                written += len(chunk)
-                if written > MAX_RENDERED:
-                    raise InvalidRequest("messages", f"longer than {MAX_RENDERED} characters when rendered")
-        except SecurityError as error:
-            raise ModelError(f"chat_template: does what the sandbox forbids: {error}") from error
-        except TemplateError as error:
-            raise InvalidRequest("messages", f"the model's chat template refuses: {str(error)[:200]}") from error
-        except (TypeError, ValueError, KeyError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequest("messages", "the model's chat template cannot render them "
-                                 f"({type(error).__name__}); give every message a role and a text content") from error
-        return "".join(chunks)
-
-
-class _Guards:
-    """Stand-ins for the special tokens' texts while the template works on the messages."""
-
-    __slots__ = ("_close", "_found", "_open", "_specials")
-
-    def __init__(self, specials: re.Pattern[str], found: list[str], marks: tuple[str, str]) -> None:
-        self._specials = specials
-        self._found = found
-        self._open, self._close = marks
-
-    @staticmethod
-    def find(messages: Sequence[Mapping[str, Any]], specials: re.Pattern[str]) -> _Guards | None:
-        """None, the usual case, when no message holds the text of a special token."""
-        texts: list[str] = []
-        _map_texts(messages, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
-        found = sorted({match for text in texts for match in specials.findall(text)})
-        if not found:
-            return None
-        used = set().union(*texts)
-        for code in PRIVATE_USE:
-            if chr(code) not in used and chr(code + 1) not in used:
-                return _Guards(specials, found, (chr(code), chr(code + 1)))
-        raise InvalidRequest("messages", "hold special tokens and every private-use character")
-
-    def put_into(self, messages: Sequence[Mapping[str, Any]]) -> Any:
-        index = {text: i for i, text in enumerate(self._found)}
-        return _map_texts(messages, lambda text: self._specials.sub(
-            lambda match: f"{self._open}{index[match[0]]}{self._close}", text))
-
-    def split(self, text: str) -> list[Segment]:
-        """``text`` with the stand-ins as literal segments; a neighbour that is empty is left out."""
-        pieces = re.split(f"{self._open}([0-9]+){self._close}", text)  # plain, index, plain, index, …, plain
-        segments = [Segment(self._found[int(piece)], literal=True) if i % 2 else Segment(piece)
-                    for i, piece in enumerate(pieces)]
-        return [segment for segment in segments if segment.text]
-
-
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of messages with every text in them changed, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map_texts(item, change) for item in value]
-    return value
-
-
 def _decoded(data: bytes) -> str | None:
     try:
         return data.decode()
@@ -266,9 +179,8 @@ def _decoded(data: bytes) -> str | None:
         return None
 
 
-def _spelling(tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+def _spelling(decoder: dict[str, Any]) -> tuple[Callable[[str], bytes], bool]:
     """How a token is written in the vocabulary, and whether the first space of a text is not part of it."""
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds and kinds <= {"ByteLevel", "Fuse"}:

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from router_service.app import MAX_BODY_BYTES
 from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_BODY_BYTES
 from slipstream.wire.client import AsyncClient
 from tests.echo import CONTEXT, EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing

@@ -12,7 +12,7 @@ import pytest
 
 from router_service.admission import WAITING
 from router_service.app import create_app
-from router_service.gateway import Job
+from router_service.gateway import Asked
 from router_service.openai import ChatBody
 from router_service.tenants import ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
@@ -206,7 +206,7 @@ class BrokenGateway:
     def ready(self) -> bool:
         raise RuntimeError("a secret")
 
-    async def plan_chat(self, body: ChatBody) -> Job:
+    def plan_chat(self, body: ChatBody) -> Asked:
         raise RuntimeError("a secret")
 
 

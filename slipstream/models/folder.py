@@ -269,9 +269,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not path.is_file():
         raise ModelError(f"{path}: missing; a model folder needs its fast tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ModelError(f"{path}: cannot be read: {error}") from error
+    tokenizer.no_truncation()  # some files keep what their training cut texts to
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def read_json(path: Path) -> dict[str, Any]:

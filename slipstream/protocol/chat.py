@@ -4,6 +4,7 @@ Rules:
 1. An option that is None takes the server's default.
 2. An answer is a stream of deltas; the last one carries ``finish`` and ``usage``. Tokens and deltas are named tuples:
    one of each is made for every token.
+3. What one request may hold is bounded by the constants here, the same on both surfaces, before anything is made of it.
 
 It knows nothing about HTTP, gRPC, tokenizers or engines.
 """
@@ -13,6 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
+MAX_ITEMS = 4096  # messages, all text parts of them, prompts
+MAX_STOPS = 4
+MAX_BIASES = 300
 
 @dataclass(frozen=True, slots=True)
 class Message:

@@ -4,23 +4,33 @@ Rules:
 1. Errors cross the wire as the class that was raised.
 2. A client that goes away ends its answer: the generator is closed.
 3. Who may ask is known by "authorization: Bearer <key>", as over HTTP; keys are never logged.
-4. Only the shape of what is asked is checked here; what an option may be is the business of who answers. An absent
-   option stays absent, so that the server's default counts.
+4. Only the shape and the amount of what is asked are checked here, before anything is made of it; what an option may be
+   is the business of who answers. An absent option stays absent, so that the server's default counts.
 
 It knows nothing about tokenizers, models or balancing. Format: ``proto/slipstream/v1/inference.proto``.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sized
 from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Protocol
 
 import grpc
 
-from slipstream.base.errors import InvalidRequest, RemoteProtocolError
-from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge
+from slipstream.protocol.chat import (
+    MAX_BIASES,
+    MAX_BODY_BYTES,
+    MAX_ITEMS,
+    MAX_STOPS,
+    ChatOptions,
+    Delta,
+    Message,
+    TextToken,
+    Usage,
+)
 from slipstream.v1 import inference_pb2
 from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.fields import made, parse, shared
@@ -40,6 +50,7 @@ def decode_chat(data: bytes) -> tuple[str, tuple[Message, ...], ChatOptions]:
     """Raises InvalidRequest."""
     wire = inference_pb2.ChatRequest()
     _parse_request(wire, data)
+    _at_most("messages", wire.messages, MAX_ITEMS)
     return wire.model, tuple(Message(turn.role, turn.content) for turn in wire.messages), _options_of(wire.options)
 
 
@@ -57,10 +68,17 @@ def decode_complete(data: bytes) -> tuple[str, str, ChatOptions]:
 
 
 def _parse_request(wire: inference_pb2.ChatRequest | inference_pb2.CompleteRequest, data: bytes) -> None:
+    if len(data) > MAX_BODY_BYTES:
+        raise TooLarge("request", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
     try:
         parse(wire, data, "request")
     except RemoteProtocolError as error:
         raise InvalidRequest(error.field, error.message) from error
+
+
+def _at_most(field: str, items: Sized, most: int) -> None:
+    if len(items) > most:
+        raise InvalidRequest(field, f"must have at most {most} items")
 
 
 def _options(options: ChatOptions) -> inference_pb2.Options:
@@ -82,6 +100,8 @@ def _set(wire: inference_pb2.Options, name: str, value: Any) -> None:
 
 
 def _options_of(wire: inference_pb2.Options) -> ChatOptions:
+    _at_most("stop", wire.stop, MAX_STOPS)
+    _at_most("logit_bias", wire.logit_bias, MAX_BIASES)
     values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
     bias = tuple(sorted(wire.logit_bias.items()))
     return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop))

@@ -1,0 +1,62 @@
+"""Lanes: threads in which texts become tokens, so that the event loop and the answers on it go on.
+
+Rules:
+1. Long texts have a lane of their own: a short one never waits for a long one.
+2. Each lane works on one text at a time, whatever its clients do: who goes away frees his place in the lane when the
+   work that was begun is done.
+3. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused, and told to come back when they will
+   have been served at the pace of the latest one.
+
+It knows nothing about what a text is turned into. The work has to leave the interpreter to others by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from slipstream.base.errors import CapacityError
+
+LONG_TEXT = 16_384  # characters
+MAX_WAITING = 8  # long texts: a body of 2 MiB takes one to three seconds
+Made = TypeVar("Made")
+
+
+class Lanes:
+    """Two threads. Make it anywhere, use it on one event loop."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(1, "short-texts")
+        self._long = ThreadPoolExecutor(1, "long-texts")
+        self._num_long = 0  # in the long lane, the one that is worked on included
+        self._took_s = 1.0  # the latest long text
+
+    async def run(self, num_chars: int, work: Callable[[], Made]) -> Made:
+        """What ``work`` returns or raises, done beside the loop. Raises CapacityError."""
+        loop = asyncio.get_running_loop()
+        if num_chars <= LONG_TEXT:
+            return await loop.run_in_executor(self._short, work)
+        if self._num_long > MAX_WAITING:
+            raise CapacityError("too many long prompts wait to be read; try again later", self._num_long * self._took_s)
+        self._num_long += 1
+        future = self._long.submit(self._timed, work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Nobody waits any more; work that has begun ends by itself."""
+        for lane in (self._short, self._long):
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, work: Callable[[], Made]) -> Made:
+        began_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._took_s = time.monotonic() - began_s
+
+    def _left(self) -> None:
+        self._num_long -= 1

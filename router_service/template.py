@@ -1,0 +1,314 @@
+"""The chat template of a model, in a process of its own: conversations in, prompts out.
+
+A template is a program that comes with the model, and what it costs depends on what it is given. Nothing inside a
+process ends a program in the midst of ``'a' * 10 ** 9``, so it has a process that may be ended.
+
+Rules:
+1. Only the template of the model folder is ever rendered, in jinja2's sandbox. A request brings none.
+2. One rendering has ``cpu_s`` of the processor, ``MEMORY`` and ``MAX_RENDERED`` characters. The first ends the process;
+   the next rendering starts another one.
+3. A template is tried on small conversations when it is loaded. One that is none, leaves the sandbox or exceeds a limit
+   is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own.
+4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
+   would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
+   literal segment of its own. Messages without such text give exactly the prompt that transformers gives.
+5. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
+
+It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+
+MAX_RENDERED = 4 << 20  # characters
+MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
+CPU_S = 3.0  # of one rendering: thousands of messages take a tenth of it
+PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
+TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of the prompt. A literal one is the text of a special token that must not become the token."""
+
+    text: str
+    literal: bool = False
+
+
+class ChatTemplate:
+    """The template of one model. Threads may share it; they render one after the other."""
+
+    __slots__ = ("_cpu_s", "_lock", "_opening", "_process")
+
+    def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str], cpu_s: float = CPU_S) -> None:
+        """``named`` are the template's bos_token and its like, ``specials`` the texts of all special tokens.
+
+        Raises ModelError when ``source`` is not a template, or does in a trial what it must not.
+        """
+        self._cpu_s = cpu_s
+        self._opening = {"source": source, "named": dict(named), "specials": list(specials), "cpu_s": cpu_s}
+        self._lock = threading.Lock()
+        self._process = self._started()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[Segment]:
+        """The prompt in order. Raises InvalidRequest("messages") for messages that the template refuses, or that take
+        more than the limits; blocks meanwhile."""
+        asked = json.dumps([messages, add_generation_prompt]).encode()
+        with self._lock:
+            if self._process.ended:
+                self._process = self._started()
+            reply = self._process.ask(asked)
+        if reply is None:
+            if self._process.out_of_time:
+                raise InvalidRequest("messages", "the model's chat template does not end with them within "
+                                     f"{self._cpu_s:g} s of the processor")
+            raise Unavailable("the chat template's process has ended; try again")
+        if "parts" not in reply:
+            problem, words = reply["problem"], reply["words"]
+            raise ModelError(f"chat_template: {words}") if problem == BROKEN else InvalidRequest("messages", words)
+        return [Segment(part, literal=i % 2 == 1) for i, part in enumerate(reply["parts"]) if part]
+
+    @property
+    def pid(self) -> int:
+        """Of the process that renders; it changes where one has ended."""
+        return self._process.pid
+
+    def _started(self) -> _Process:
+        process = _Process()
+        reply = process.ask(json.dumps(self._opening).encode())
+        if reply is None:
+            late = f"does not end within {self._cpu_s:g} s of the processor"
+            raise ModelError(f"chat_template: {late if process.out_of_time else 'ends its process'}")
+        if "problem" in reply:
+            raise ModelError(f"chat_template: {reply['words']}")
+        return process
+
+
+class _Process:
+    """The other end of a process that renders."""
+
+    def __init__(self) -> None:
+        self._popen = popen = subprocess.Popen([sys.executable, "-P", "-m", "router_service.template"],
+                                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.pid = popen.pid
+        weakref.finalize(self, _end, popen)
+
+    @property
+    def ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    @property
+    def out_of_time(self) -> bool:
+        return self._popen.poll() == -signal.SIGPROF
+
+    def ask(self, line: bytes) -> Any:
+        """What it answers; None when it ends instead."""
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        with suppress(BrokenPipeError):
+            self._popen.stdin.write(line + b"\n")
+            self._popen.stdin.flush()
+        reply = self._popen.stdout.readline()
+        if reply.endswith(b"\n"):
+            return json.loads(reply)
+        _end(self._popen)
+        return None
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    with suppress(BrokenPipeError):
+        popen.communicate()
+
+
+class Renderer:
+    """What runs in the process."""
+
+    def __init__(self, source: str, named: Mapping[str, str], specials: Iterable[str]) -> None:
+        self._named = dict(named)
+        longest_first = sorted((text for text in specials if text), key=len, reverse=True)
+        self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._template = compiled(source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[str]:
+        """Plain text, a literal, plain text, and so on. Raises Problem."""
+        guards = _Guards.find(messages, self._specials)
+        text = self._text(messages if guards is None else guards.put_into(messages), add_generation_prompt)
+        return [text] if guards is None else guards.split(text)
+
+    def _text(self, messages: Any, add_generation_prompt: bool) -> str:
+        names = {**self._named, "messages": messages, "tools": None, "documents": None,
+                 "add_generation_prompt": add_generation_prompt}
+        written, chunks = 0, []
+        try:
+            for chunk in self._template.generate(names):
+                chunks.append(chunk)
+                written += len(chunk)
+                if written > MAX_RENDERED:
+                    raise Problem(COSTLY, f"longer than {MAX_RENDERED} characters when rendered")
+        except (Problem, MemoryError):
+            raise
+        except SecurityError as error:
+            raise Problem(BROKEN, f"does what the sandbox forbids: {error}") from error
+        except TemplateError as error:
+            raise Problem(REFUSED, f"the model's chat template refuses: {str(error)[:200]}") from error
+        except Exception as error:
+            raise Problem(REFUSED, f"the model's chat template cannot render them ({type(error).__name__}); give every "
+                          "message a role and a text content") from error
+        return "".join(chunks)
+
+
+class Problem(Exception):
+    """Why there is no prompt: one of the kinds above, and words for whoever asked."""
+
+    def __init__(self, kind: str, words: str) -> None:
+        super().__init__(kind, words)
+        self.kind = kind
+        self.words = words
+
+
+class GenerationTag(Extension):
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's words for training; here it only prints them."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def compiled(source: str) -> Template:
+    """In a sandbox that offers what transformers' does: ``raise_exception``, ``strftime_now``, ``tojson``, loop
+    controls and the ``generation`` tag. Raises Problem when ``source`` is not a template."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[loopcontrols, GenerationTag])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # jinja2's own, and what Python says of the program that jinja2 has made of it
+        raise Problem(BROKEN, f"not a template: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+class _Guards:
+    """Stand-ins for the special tokens' texts while the template works on the messages."""
+
+    __slots__ = ("_close", "_found", "_open", "_specials")
+
+    def __init__(self, specials: re.Pattern[str], found: list[str], marks: tuple[str, str]) -> None:
+        self._specials = specials
+        self._found = found
+        self._open, self._close = marks
+
+    @staticmethod
+    def find(messages: Sequence[Mapping[str, Any]], specials: re.Pattern[str]) -> _Guards | None:
+        """None, the usual case, when no message holds the text of a special token."""
+        texts: list[str] = []
+        _map_texts(messages, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+        found = sorted({match for text in texts for match in specials.findall(text)})
+        if not found:
+            return None
+        used = set().union(*texts)
+        for code in PRIVATE_USE:
+            if chr(code) not in used and chr(code + 1) not in used:
+                return _Guards(specials, found, (chr(code), chr(code + 1)))
+        raise Problem(REFUSED, "hold special tokens and every private-use character")
+
+    def put_into(self, messages: Sequence[Mapping[str, Any]]) -> Any:
+        index = {text: i for i, text in enumerate(self._found)}
+        return _map_texts(messages, lambda text: self._specials.sub(
+            lambda match: f"{self._open}{index[match[0]]}{self._close}", text))
+
+    def split(self, text: str) -> list[str]:
+        """``text`` as plain text, a literal in place of its stand-in, plain text, and so on."""
+        pieces = re.split(f"{self._open}([0-9]+){self._close}", text)
+        return [self._found[int(piece)] if i % 2 else piece for i, piece in enumerate(pieces)]
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of messages with every text in them changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_texts(item, change) for item in value]
+    return value
+
+
+def trial(renderer: Renderer) -> None:
+    """Raises Problem if any of the small conversations shows a fault of the template."""
+    for roles in TRIALS:
+        try:
+            renderer.render([{"role": role, "content": "Hello"} for role in roles], True)
+        except Problem as problem:
+            if problem.kind != REFUSED:
+                raise
+
+
+def main() -> None:
+    """Answer line by line: first what ``ChatTemplate`` opens with, then conversations."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this ends it
+    for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)):
+        with suppress(ValueError, OSError):  # not every system has all of them
+            resource.setrlimit(limit, (most, most))
+    renderer: Renderer | None = None
+    cpu_s = CPU_S
+    for line in sys.stdin.buffer:
+        asked = json.loads(line)
+        cpu_s = cpu_s if renderer else asked.pop("cpu_s")
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that is doing
+        try:
+            if renderer is None:
+                renderer = Renderer(**asked)
+                trial(renderer)
+                reply: Any = {}
+            else:
+                reply = {"parts": renderer.render(*asked)}
+            written = json.dumps(reply)
+        except Problem as problem:
+            written = json.dumps({"problem": problem.kind, "words": problem.words})
+        except MemoryError:
+            written = json.dumps({"problem": COSTLY, "words": f"takes more than {MEMORY >> 20} MiB when rendered"})
+        except Exception as error:
+            written = json.dumps({"problem": REFUSED, "words": f"cannot be rendered ({type(error).__name__})"})
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(written + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What a request costs is bounded before it is paid, and what it costs is paid beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
+from router_service.openai import ChatBody, CompletionBody, parse
+from router_service.text_files import longest_token
+from router_service.tokens import TextCodec
+from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
+from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, ChatOptions, Message
+from slipstream.v1 import inference_pb2
+from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
+from tests.echo import CONTEXT, EchoTarget
+from tests.routing import CHAT, COMPLETIONS, HELLO, routing, until
+from tests.test_tokens import byte_fallback, byte_level, write_folder
+
+LONG = "a long text, " * (LONG_TEXT // 4)
+
+
+class WatchedCodec(TextCodec):
+    """Remembers which threads it worked in."""
+
+    __slots__ = ("threads",)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.threads: list[int] = []
+
+    def encode(self, text: str, room: int | None = None) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return super().encode(text, room)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+             room: int | None = None) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return super().chat(messages, add_generation_prompt, room)
+
+
+async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target, max_in_flight=1) as r:
+        gateway = r.service.gateway
+        codec = gateway.codec = WatchedCodec(tiny_folder)
+        await gateway.admission.enter(1)
+        waiting = [asyncio.create_task(r.post(CHAT, messages=HELLO)),
+                   asyncio.create_task(r.post(COMPLETIONS, prompt="x"))]
+        await until(lambda: gateway.admission.queued == 2, asyncio.sleep)
+        for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
+            assert (await r.post(path, **asked)).status_code == 429
+        assert (await r.post(COMPLETIONS, prompt=["x", "x"])).json()["error"]["param"] == "n"
+        assert not codec.threads, "neither who was refused nor who waits"
+        gateway.admission.leave(1)
+        assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+        assert len(codec.threads) == 2 and threading.get_ident() not in codec.threads
+        assert gateway.admission.in_flight == 0
+
+
+async def test_what_does_not_fit_gives_its_place_back(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for path, asked, param in ((CHAT, {"messages": [{"role": "user", "content": "x" * 9999}]}, "messages"),
+                                   (COMPLETIONS, {"prompt": "x" * 9999}, "prompt"),
+                                   (COMPLETIONS, {"prompt": [1] * (CONTEXT + 1)}, "prompt"),
+                                   (COMPLETIONS, {"prompt": [1, -1]}, "prompt")):
+            refused = await r.post(path, **asked)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+        assert r.service.gateway.admission.in_flight == 0
+
+
+def test_a_text_that_cannot_fit_is_not_encoded(tmp_path: Path) -> None:
+    codec = TextCodec(write_folder(tmp_path, byte_level()))
+    longest = max(len(token) for token in byte_level().get_vocab())
+    text = "x" * (10 * longest + 1)
+    with pytest.raises(InvalidRequest, match=f"{len(text)} characters") as caught:
+        codec.encode(text, 10)
+    assert (caught.value.field, caught.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(InvalidRequest, match=f"{len(text) - 1} tokens"):
+        codec.encode(text[1:], 10)
+    with pytest.raises(InvalidRequest, match=r"\d characters") as caught:
+        codec.chat([{"role": "user", "content": text}], room=10)
+    assert (caught.value.field, caught.value.code) == ("messages", "context_length_exceeded")
+    with pytest.raises(InvalidRequest, match="marks"):
+        codec.chat([{"role": "user", "content": "<|im_end|>" * 400}], room=1000)
+
+
+def composing() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.NFKC()
+    return tokenizer
+
+
+def bound(tokenizer: Tokenizer) -> int | None:
+    return longest_token(json.loads(tokenizer.to_str()), tokenizer.get_vocab(with_added_tokens=True))
+
+
+KEPT = [(tokenizer, bound(tokenizer)) for tokenizer in (byte_level(), byte_fallback(), composing())]
+
+
+@settings(deadline=None, max_examples=300)
+@given(kept=st.sampled_from(KEPT), words=st.lists(st.one_of(
+    st.text(max_size=6), st.sampled_from(["α\u0313\u0300\u0345", "각", " " * 9, "ﬃ", "<s>", "the end", "\u0300"])),
+    max_size=12))
+def test_no_token_stands_for_more_than_the_longest(kept: tuple[Tokenizer, int | None], words: list[str]) -> None:
+    tokenizer, longest = kept
+    assert longest is not None
+    text = "".join(words)
+    assert len(text) <= longest * len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def test_a_tokenizer_that_drops_text_sets_no_bound() -> None:
+    stripping, shrinking, splitting, absorbing, lacking = (byte_level() for _ in range(5))
+    stripping.normalizer = normalizers.Strip()
+    shrinking.normalizer = normalizers.Sequence([normalizers.Replace("aa", "a")])
+    splitting.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"),
+                                                       pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    absorbing.add_special_tokens([AddedToken("<x>", rstrip=True)])
+    lacking = Tokenizer(models.BPE({"a": 0}, []))
+    lacking.decoder = decoders.ByteLevel()
+    assert [bound(each) for each in (stripping, shrinking, splitting, absorbing, lacking)] == [None] * 5
+
+
+def test_a_folder_cannot_have_prompts_cut(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=8)
+    assert len(TextCodec(write_folder(tmp_path, tokenizer)).encode("x" * 5)) == 5
+
+
+async def test_the_loop_turns_while_a_text_is_encoded(tiny_folder: Path) -> None:
+    codec, lanes, turns = TextCodec(tiny_folder), Lanes(), 0
+    text = "what the tokenizer reads for a while " * 30_000
+
+    def encode() -> tuple[int, int]:
+        begun = turns
+        return len(codec.encode(text)), turns - begun
+
+    encoding = asyncio.create_task(lanes.run(len(text), encode))
+    while not encoding.done():
+        turns += 1
+        await asyncio.sleep(0)
+    num_tokens, turned = await encoding
+    assert num_tokens > 30_000
+    assert turned > 15_000, "it kept the interpreter"  # a tenth of it otherwise
+    lanes.close()
+
+
+async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
+    lanes, begun, held = Lanes(), list[str](), threading.Event()
+
+    def work(name: str) -> str:
+        begun.append(name)
+        if name != "short":
+            assert held.wait(60)
+        return name
+
+    first = asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("first")))
+    await until(lambda: begun == ["first"], asyncio.sleep)
+    first.cancel()  # its client goes away: the thread works on
+    waiting = [asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("later"))) for _ in range(MAX_WAITING)]
+    assert await lanes.run(LONG_TEXT, lambda: work("short")) == "short", "it does not wait for long ones"
+    with pytest.raises(CapacityError, match="long prompts") as caught:
+        await lanes.run(LONG_TEXT + 1, lambda: work("too many"))
+    assert caught.value.retry_after_s >= MAX_WAITING
+    waiting.pop().cancel()  # one that waits goes: there is room for another
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("last"))))
+    held.set()
+    assert await asyncio.gather(*waiting) == ["later"] * (MAX_WAITING - 1) + ["last"]
+    assert begun.count("later") == MAX_WAITING - 1, "who went away was left out"
+    with pytest.raises(ZeroDivisionError):
+        await lanes.run(1, lambda: 1 // 0)
+    lanes.close()
+
+
+PART = {"type": "text", "text": ""}
+TOO_MUCH: list[tuple[Any, dict[str, Any], str]] = [
+    (CompletionBody, {"prompt": [""] * (MAX_ITEMS + 1)}, "prompt"),
+    (CompletionBody, {"prompt": [[1]] * (MAX_ITEMS + 1)}, "prompt"),
+    (CompletionBody, {"prompt": [None] * (MAX_ITEMS + 1)}, "prompt"),
+    (ChatBody, {"messages": [None] * (MAX_ITEMS + 1)}, "messages"),
+    (ChatBody, {"messages": [{"role": "user", "content": [PART] * (MAX_ITEMS + 1)}]}, "messages"),
+    (ChatBody, {"messages": [{"role": "user", "content": [PART] * (MAX_ITEMS // 2 + 1)}] * 2}, "messages"),
+    (ChatBody, {"messages": [{"rôle": "user"}] * MAX_ITEMS}, "messages[0].rôle"),
+    (ChatBody, {"messages": HELLO, "stream_options": {"a": 1, "b": 2}}, "stream_options.a"),
+    (ChatBody, {"messages": HELLO, "stop": [1] * 100}, "stop"),
+    (ChatBody, {"messages": HELLO, "logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}}, "logit_bias"),
+]
+
+
+@pytest.mark.parametrize(("kind", "extra", "field"), TOO_MUCH)
+def test_amounts_are_refused_by_name(kind: Any, extra: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(kind, {"model": "m", **extra})
+    assert caught.value.field == field
+
+
+def test_the_first_unknown_key_ends_the_check() -> None:
+    class Keys(dict[str, Any]):
+        seen = 0
+
+        def items(self) -> Any:
+            for item in super().items():
+                Keys.seen += 1
+                yield item
+
+    with pytest.raises(InvalidRequest, match="did you mean 'temperature'") as caught:
+        parse(ChatBody, Keys({"model": "m", "temperatur": 1, **{f"k{i}": 1 for i in range(1000)}}))
+    assert caught.value.field == "temperatur" and Keys.seen == 2
+    long = "k" * 100_000
+    with pytest.raises(InvalidRequest) as caught:
+        parse(ChatBody, {long: 1})
+    assert caught.value.field == "k" * 200
+
+
+def test_grpc_has_the_same_bounds() -> None:
+    many = encode_chat("m", (Message("", ""),) * (MAX_ITEMS + 1), ChatOptions())
+    with pytest.raises(InvalidRequest, match="at most") as caught:
+        decode_chat(many)
+    assert caught.value.field == "messages"
+    for field, options in (("stop", ChatOptions(stop=("",) * 5)),
+                           ("logit_bias", ChatOptions(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1))))):
+        with pytest.raises(InvalidRequest, match="at most") as caught:
+            decode_chat(encode_chat("m", (), options))
+        assert caught.value.field == field
+    large = inference_pb2.CompleteRequest(prompt="x" * MAX_BODY_BYTES).SerializeToString()
+    for decode in (decode_chat, decode_complete):
+        with pytest.raises(TooLarge):
+            decode(large)

@@ -1,0 +1,128 @@
+"""Chat templates are programs of others: whatever they try, it ends, with an error that says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from router_service.template import MAX_RENDERED, ChatTemplate, Segment
+from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+
+CPU_S = 0.25
+USER: Any = [{"role": "user", "content": "x"}]
+BILLION = "10 ** 9"
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+                    "{% endfor %}{% endfor %}",
+    "a power": "{% set n = 9 ** (9 ** 9) %}",
+    "a power of what is given": "{% set n = (messages | length + 8) ** (10 ** 9) %}",
+    "rounding": "{{ 1.5 | round(10 ** 8, 'ceil') }}",
+    "slices": "{{ messages | slice(10 ** 10) | list | length }}",
+    "slices one by one": "{% for s in messages | slice(10 ** 12) %}{% endfor %}",
+    "batches": "{{ messages | batch(10 ** 10, 1) | list | length }}",
+    "dummy text": "{{ lipsum(n=10 ** 7) | length }}",
+    "calls of calls": "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    "sums": "{% set ns = namespace(n=3) %}{% for i in range(64) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "a long repeat": f"{{{{ 'a' * {BILLION} * 10 }}}}",
+    "a repeat of what is given": f"{{% set x = messages[0].content * {BILLION} %}}",
+    "a list": f"{{% set x = messages * {BILLION} %}}",
+    "padding": "{{ 'a'.ljust(10 ** 11) }}",
+    "centred": "{{ 'a' | center(10 ** 10) }}",
+    "indented": "{{ messages | tojson(indent=10 ** 10) }}",
+    "printf": "{{ '%099999999999d' % 1 }}",
+    "printf filter": "{{ '%*d' | format(10 ** 9, 1) }}",
+    "format": "{{ '{:>99999999999}'.format(1) }}",
+    "tabs": "{{ ('\t' * 9999).expandtabs(10 ** 8) }}",
+    "growing text": "{% set ns = namespace(x='ab') %}{% for i in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "growing lists": "{% set ns = namespace(x=[1]) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "a tree printed": "{% set ns = namespace(x=[1, 1]) %}{% for i in range(64) %}{% set ns.x = [ns.x, ns.x] %}"
+                      "{% endfor %}{{ ns.x }}",
+    "a tree as JSON": "{% set ns = namespace(x=[1, 1]) %}{% for i in range(64) %}{% set ns.x = [ns.x, ns.x] %}"
+                      "{% endfor %}{{ ns.x | tojson }}",
+    "trees compared": "{% set a = namespace(x=1) %}{% set b = namespace(x=1) %}{% for i in range(64) %}"
+                      "{% set a.x = [a.x, a.x] %}{% set b.x = [b.x, b.x] %}{% endfor %}{{ a.x == b.x }}",
+    "replacing": "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = ns.x.replace('', 'abc') %}"
+                 "{% endfor %}",
+    "joining": "{{ range(99999) | map('string') | join('x' * 10 ** 8) }}",
+    "bytes": "{{ (1).to_bytes(10 ** 11, 'big') }}",
+    "blocks of blocks": "{% set x = 'ab' %}" + ("{% set x %}" + "{{ x }}" * 9 + "{% endset %}") * 30,
+    "output": "{% for i in range(99999) %}" + "x" * 5000 + "{% endfor %}",
+}
+BROKEN = {
+    "syntax": "{% for %}",
+    "no end": "{% if true %}",
+    "unknown tag": "{% include_all %}",
+    "unknown filter": "{{ messages | shell }}",
+    "another file": "{% include '/etc/passwd' %}",
+    "another template": "{% extends 'x' %}",
+    "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "deep blocks": "{% if 1 %}" * 2000 + "{% endif %}" * 2000,
+    "outside of a loop": "{% break %}",
+    "a loop within itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "the sandbox": "{{ ''.__class__.__mro__ }}",
+    "the sandbox, by a filter": "{{ '' | attr('__class__') | attr('__mro__') }}",
+    "the sandbox, by format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "changed messages": "{{ messages.append(1) }}",
+    "a null": "\x00{% \x00",
+}
+
+
+def rendered(template: ChatTemplate, messages: Sequence[Any] = USER) -> str:
+    return "".join(segment.text for segment in template.render(messages))
+
+
+@pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
+def test_a_template_that_takes_too_much_is_not_loaded(source: str) -> None:
+    with pytest.raises(ModelError, match=r"does not end within|takes more|longer than|ends its process") as caught:
+        ChatTemplate(source, {}, [], CPU_S)
+    assert str(caught.value).startswith("chat_template: ")
+
+
+@pytest.mark.parametrize("source", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_template_says_so_by_name(source: str) -> None:
+    """When it is loaded, or, where only the messages show it, to the client, with the field's name."""
+    try:
+        ChatTemplate(source, {}, [], CPU_S).render(USER)
+    except ModelError as error:
+        assert str(error).startswith("chat_template: ")
+    except InvalidRequest as error:
+        assert error.field == "messages"
+
+
+@pytest.mark.parametrize("trigger", [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ n ** (n ** n) }}"])
+def test_a_template_that_waits_for_its_messages_costs_one_request(trigger: str) -> None:
+    source = "{% set n = 9 + messages | length %}{% if 'now' in messages[0].content %}" + trigger + "{% endif %}fine"
+    template = ChatTemplate(source, {}, [], CPU_S)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="does not end") as caught:
+            template.render([{"role": "user", "content": "now"}])
+        assert caught.value.field == "messages"
+        assert rendered(template) == "fine"
+
+
+def test_memory_and_length_are_bounded_for_every_request() -> None:
+    template = ChatTemplate("{{ messages[0].content * (messages[0].factor or 1) }}", {}, [], CPU_S)
+    for factor in (MAX_RENDERED + 1, 1 << 40):
+        with pytest.raises(InvalidRequest, match=r"takes more than|longer than"):
+            template.render([{"role": "user", "content": "x", "factor": factor}])
+    assert rendered(template) == "x"
+
+
+def test_a_process_that_is_killed_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {}, ["<s>"])
+    asked = [{"role": "user", "content": "a<s>\ud800"}]
+    assert template.render(asked) == [Segment("a"), Segment("<s>", literal=True), Segment("\ud800")]
+    os.kill(template.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, template.pid, os.WEXITED | os.WNOWAIT)
+    assert template.render(asked)[1] == Segment("<s>", literal=True)
+    os.kill(template.pid, signal.SIGKILL)  # maybe with the question in its hands
+    try:
+        assert rendered(template) == "x"
+    except Unavailable:
+        assert rendered(template) == "x"
