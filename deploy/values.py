@@ -140,7 +140,8 @@ class AutoscalingValues(Section):
 
 class TargetValues(PodValues):
     replicas: int = Field(1, ge=0)
-    resources: Blob = Field({"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "4Gi"}})
+    # What it may come to: 1.2 GB at start, 1.7 GB of KV slots that are not touched before they are used, and a step.
+    resources: Blob = Field({"requests": {"cpu": "1", "memory": "3584Mi"}, "limits": {"memory": "4Gi"}})
     strategy: StrategyValues = StrategyValues()
     budget: BudgetValues = BudgetValues()
     terminationGracePeriodSeconds: int = Field(75, ge=1, description="above preStopSeconds + config.target.drain_s + 5")

@@ -113,6 +113,7 @@ class TargetWorker:
         self._queues = Queues()
         self._costs = costs
         self._thread = threading.Thread(target=self._run, name="target-worker", daemon=True)
+        self._show_slots()
 
     # From any thread.
 
@@ -215,8 +216,11 @@ class TargetWorker:
         if done is not None:
             self._send(done.step, self._commit(done))
         self._metrics.sessions(len(self._queues.running), len(self._queues.waiting))
-        self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free)
+        self._show_slots()
         return 0.0
+
+    def _show_slots(self) -> None:
+        self._metrics.slots(self._runner.slots.num_slots, self._runner.slots.num_free, self._kv.num_cached)
 
     def _held_s(self, plan: Schedule, waiting: list[Sequence]) -> float | None:
         """Seconds to hold the step for those whose growth should be here soon; 0: go. With nothing to do: until the

@@ -120,7 +120,12 @@ class KV:
     @property
     def num_free(self) -> int:
         """Slots that a new answer could have: free ones and those that the prefix cache would give up."""
-        return self._runner.slots.num_free + (self._cache.num_evictable if self._cache else 0)
+        return self._runner.slots.num_free + self.num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Of those: that the prefix cache would give up."""
+        return self._cache.num_evictable if self._cache else 0
 
     def admit(self, one: Sequence) -> None:
         """Give it a row of slots, filled as far as the prefix cache has them."""

@@ -334,7 +334,7 @@ class VllmService:
         """Ask the workers for their drafts, and tell the gauges."""
         running, total = len(self._answers), self._running.served.num_slots
         self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
-        self._metrics.slots(total, self._free)
+        self._metrics.slots(total, self._free, 0)  # vLLM counts what it keeps as free
         if not self._running.drafted:
             return
         with suppress(Exception):  # an engine that has ended is seen by ``until``

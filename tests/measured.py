@@ -38,7 +38,7 @@ def target() -> TargetMetrics:
     metrics.prompt(4, 2)
     metrics.step(4, 0.1, 0.1, 0.1)
     metrics.rounds([(4, 2, "used")])
-    metrics.slots(8, 4)
+    metrics.slots(8, 4, 1)
     metrics.sessions(1, 0)
     metrics.preempted()
     metrics.wire_bytes("in", 1)

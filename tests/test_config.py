@@ -9,6 +9,7 @@ import pytest
 from slipstream.base.address import host_port
 from slipstream.base.config import Config, config_yaml, load
 from slipstream.base.errors import ConfigError
+from slipstream.cli.process import places
 
 
 @pytest.mark.parametrize(("override", "told"), [
@@ -33,10 +34,10 @@ from slipstream.base.errors import ConfigError
     ("router.listen=':8000'", "router.listen: ':8000' names no host: for all interfaces write 0.0.0.0:8000"),
     ("draft.metrics_listen=here:99999",
      "draft.metrics_listen: 'here:99999' is not host:port, such as 127.0.0.1:8000"),
-    ("target.drafts=127.0.0.1:50052", "target.drafts: write a list, as in [127.0.0.1:50051]; [] for none"),
+    ("target.drafts=127.0.0.1:8052", "target.drafts: write a list, as in [127.0.0.1:8051]; [] for none"),
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
-    ("router.targets=['kubernetes:///target:50051']",
-     "router.targets: 'kubernetes:///target:50051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
+    ("router.targets=['kubernetes:///target:8051']",
+     "router.targets: 'kubernetes:///target:8051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
 ])
@@ -58,7 +59,13 @@ def test_an_empty_text_can_be_said(override: str) -> None:
     assert load(None, ("draft.model=head", override)).draft.model == ""
 
 
-@pytest.mark.parametrize("addresses", ["[]", "[10.0.0.1:1, '[::1]:2']", "['kubernetes:///target.llm:50051']"])
+def test_no_default_port_is_one_that_a_system_gives_to_clients() -> None:
+    """Linux hands out 32768 to 60999, others from 49152: a service that starts later finds its port taken."""
+    ports = [host_port(address)[1] for address in places(Config()).values()]
+    assert len(set(ports)) == len(ports) == 7 and max(ports) < 32768
+
+
+@pytest.mark.parametrize("addresses", ["[]", "[10.0.0.1:1, '[::1]:2']", "['kubernetes:///target.llm:8051']"])
 def test_addresses_that_can_be_dialled(addresses: str) -> None:
     assert isinstance(load(None, (f"router.targets={addresses}",)).router.targets, tuple)
 

@@ -20,7 +20,7 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import ModelConfig, dtype_of, load_tensors, parse_config
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerWeights, Linear, Rope, Step, linear, rms_norm
-from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.runner import ModelRunner, default_slots, limited_memory
 from tests.sequences import NOTHING, run, run_tree
 from tests.tiny import EOS, KINDS, VOCAB, tiny_config, tiny_tensors, write_tiny_model
 from tests.trees import random_tree
@@ -156,6 +156,16 @@ def test_slots_are_sized_by_sessions_and_memory(tiny_folder: Path) -> None:
     assert default_slots(config, torch.float32, 4, max_context=100) == 400
     assert default_slots(config, torch.float32, 3) == 3 * 2048
     assert default_slots(config, torch.float32, 10**9, share=0.0) == 1024
+
+
+def test_a_container_has_less_than_its_machine(tmp_path: Path) -> None:
+    assert limited_memory(tmp_path) is None
+    (tmp_path / "memory.max").write_text("4000\n")
+    (tmp_path / "memory.current").write_text("1700\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 500\nactive_file 100\nshmem 90\n")
+    assert limited_memory(tmp_path) == (4000 - 1100, 4000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert limited_memory(tmp_path) is None
 
 
 def test_a_full_pool_says_so(tiny_folder: Path) -> None:

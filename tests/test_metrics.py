@@ -40,6 +40,14 @@ def test_emitted_is_accepted_plus_bonus() -> None:
     assert found["slipstream_tree_nodes_count"] == 3
 
 
+def test_what_the_cache_keeps_is_not_in_use() -> None:
+    metrics = TargetMetrics("tiny")
+    metrics.slots(total=100, free=20, cached=70)
+    page = metrics.registry.page("")[1].decode()
+    found = dict(re.findall(r'kv_slots\{.*state="(\w+)"\} (\S+)', page))
+    assert found == {"used": "10.0", "cached": "70.0", "free": "20.0"}
+
+
 def test_what_is_counted_begins_at_zero() -> None:
     """Else Prometheus takes a first event for the beginning of the series, and no alert sees it."""
     begun = {name for metrics in (RouterMetrics("tiny"), TargetMetrics("tiny"), DraftMetrics("tiny"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,13 +55,13 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
     assert heard.log == ["Commit", "Piece", "Commit", "Piece", "Close", "Piece"]
 
 
-def plain_worker(folder: Path, told: list[Piece | Exception]) -> TargetWorker:
+def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None) -> TargetWorker:
     def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
         for sink, piece in pieces:
             sink(piece)
 
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
-                          StepCosts({1: 1e-3, 64: 2e-3}), TargetMetrics("tiny"), dispatch)
+                          StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), dispatch)
     worker.ask(1, Request("one", (1, 2, 3), Sampling(), 3), told.append)
     return worker
 
@@ -93,3 +94,16 @@ def test_an_answer_that_is_handed_back_has_all_its_pieces_before(tiny_folder: Pa
         worker.poll()
     worker.hand_back()
     assert [type(piece) for piece in told] == [Piece, Piece, Draining]
+
+
+def test_a_target_that_rests_uses_no_slot_though_its_cache_has_some(tiny_folder: Path) -> None:
+    metrics, told = TargetMetrics("tiny"), list[Piece | Exception]()
+
+    def slots() -> dict[str, str]:
+        return dict(re.findall(r'kv_slots\{.*state="(\w+)"\} (\S+)', metrics.registry.page("")[1].decode()))
+
+    worker = plain_worker(tiny_folder, told, metrics)
+    assert slots() == {"used": "0.0", "cached": "0.0", "free": "512.0"}
+    while not told or worker.num_running:
+        worker.poll()
+    assert slots() == {"used": "0.0", "cached": "5.0", "free": "507.0"}

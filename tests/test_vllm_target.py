@@ -42,7 +42,7 @@ PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
              "tensor_parallel_size", "speculative_config", "additional_config", "worker_extension_cls",
              "per_request_spec_decode_metrics", "gpu_memory_utilization"]
-DRAFT = ("127.0.0.1:50052", True, "ngram", "")
+DRAFT = ("127.0.0.1:8052", True, "ngram", "")
 
 
 class Refused(Exception):
@@ -360,9 +360,9 @@ async def test_speculation_is_switched_in_mid_answer() -> None:
 
 
 async def test_what_it_says_of_itself() -> None:
-    async with served(FakeEngine(), drafts=["127.0.0.1:50052"], max_sessions=1) as service:
+    async with served(FakeEngine(), drafts=["127.0.0.1:8052"], max_sessions=1) as service:
         info = await service.info()
-        assert info.drafts == (DraftStatus("127.0.0.1:50052", False, problem="not connected yet"),)
+        assert info.drafts == (DraftStatus("127.0.0.1:8052", False, problem="not connected yet"),)
         await service.look()
         service.submit(request())
         service.submit(request())
@@ -439,7 +439,7 @@ def test_settings_become_vllms_arguments() -> None:
         "worker_extension_cls": "slipstream_vllm.worker.Drafted",
         "speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                "num_speculative_tokens": 4},
-        "additional_config": {"slipstream": {"drafts": ["127.0.0.1:50052"], "deadline_s": 0.25, "prompt_lookup": True,
+        "additional_config": {"slipstream": {"drafts": ["127.0.0.1:8052"], "deadline_s": 0.25, "prompt_lookup": True,
                                              "always": False, "rounds": "/r", "layers": [2]}, "other": 1},
     }
     followed = arguments(settings("log.spans=http://collector:4317"), Path("/m"), "m", ARGUMENTS, Path("/r"))

@@ -1,6 +1,6 @@
 """vLLM's engine on the default model, for another process: orders as JSON lines in, answers as JSON lines out.
 
-    python engine.py MODEL '{"drafts": ["127.0.0.1:50052"]}' '{"max_num_seqs": 4}'
+    python engine.py MODEL '{"drafts": ["127.0.0.1:8052"]}' '{"max_num_seqs": 4}'
     {"prompts": [...], "batch": 8, "sampling": {"max_tokens": 48}, "each": [], "chat": true}
                                                                      ->  {"tokens": [[...], ...], "accepted": 12, ...}
 

@@ -56,7 +56,8 @@ TOKENS = Row("Tokens", (
 
 TARGETS = Row("Targets", (
     Panel("Sessions", "none", (("sum by (state) (slipstream_sessions{$target})", "{{state}}"),), stacked=True),
-    Panel("KV slots", "none", (("sum by (state) (slipstream_kv_slots{$target})", "{{state}}"),), stacked=True),
+    Panel("KV slots", "none", (("sum by (state) (slipstream_kv_slots{$target})", "{{state}}"),), stacked=True,
+          text="used: of answers; cached: kept of prompts, and given up when room is wanted."),
     Panel("Preemptions", "cps", ((rate("slipstream_preemptions_total", "$target"), "preemptions/s"),),
           text="Sessions whose KV was given to others; they are computed again."),
     Panel("Device memory", "none", (("max(slipstream_shedding_level{$target})", "what is shed"),

@@ -40,7 +40,7 @@ def listening(value: object) -> str:
 def dialled(value: object) -> object:
     """``value`` as a list of addresses to dial: host:port, or a service for discovery. Raises ValueError."""
     if not isinstance(value, list | tuple):
-        raise ValueError("write a list, as in [127.0.0.1:50051]; [] for none")
+        raise ValueError("write a list, as in [127.0.0.1:8051]; [] for none")
     for address in value:
         if not str(address).startswith(SCHEME):
             host_port(str(address))

@@ -95,7 +95,7 @@ class GrowthSection(Section):
 
 
 class DraftSection(Section):
-    listen: Listen = "127.0.0.1:50052"
+    listen: Listen = "127.0.0.1:8052"
     metrics_listen: Listen = "127.0.0.1:9102"
     drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
         "auto", description="auto: the head that is shipped for this model, else ngram")
@@ -125,11 +125,11 @@ class PolicySection(Section):
 
 
 class TargetSection(Section):
-    listen: Listen = "127.0.0.1:50051"
+    listen: Listen = "127.0.0.1:8051"
     metrics_listen: Listen = "127.0.0.1:9101"
     engine: Engine = Field("ours", description="vllm: vLLM's own, where it and slipstream-vllm are installed; with "
                            "arguments of its engine {vllm: {gpu_memory_utilization: 0.8}}")
-    drafts: Peers = Field(("127.0.0.1:50052",),
+    drafts: Peers = Field(("127.0.0.1:8052",),
                                     description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT; none: plain")
     max_sessions: int = Field(64, ge=1, description="answers decoded at the same time")
     slots: int = Field(0, ge=0, description="KV slots; 0: sized from max_sessions and memory")
@@ -157,7 +157,7 @@ class RouterSection(Section):
     listen: Listen = "127.0.0.1:8000"
     grpc_listen: Listen = "127.0.0.1:8001"
     metrics_listen: Listen = "127.0.0.1:9100"
-    targets: Peers = Field(("127.0.0.1:50051",),
+    targets: Peers = Field(("127.0.0.1:8051",),
                                      description="host:port, or kubernetes:///SERVICE.NAMESPACE:PORT")
     model_name: str = Field("", description="the name clients use; empty: the target's own")
     api_keys_file: str = Field("", description="one key a line, then whose it is, as in name=alice; read again when it "

@@ -21,6 +21,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -35,6 +36,7 @@ from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtyp
 from slipstream.engine.ops.layer import Linear
 from slipstream.protocol.messages import FeatureSpec, Projection
 
+CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
 MOST_TAPS = 3  # that a head of a known kind reads
 
@@ -78,7 +80,21 @@ def free_memory(device: torch.device) -> tuple[int, int]:
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)
     now = psutil.virtual_memory()
-    return int(now.available), int(now.total)
+    free, total = int(now.available), int(now.total)
+    if (limited := limited_memory()) is not None:
+        free, total = min(free, limited[0]), min(total, limited[1])
+    return free, total
+
+
+def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:
+    """The same of the container that this process is in; None: it has no limit. Files in memory are free."""
+    try:
+        limit = int((group / "memory.max").read_text())  # or the word max
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return max(0, limit - used), limit
 
 
 def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,

@@ -306,8 +306,10 @@ class TargetMetrics:
         for position in range(1, max(accepted for _, accepted in drafts) + 1):
             self._position.of(str(position)).inc(sum(accepted >= position for _, accepted in drafts))
 
-    def slots(self, total: int, free: int) -> None:
-        self._slots.of("used").set(total - free)
+    def slots(self, total: int, free: int, cached: int) -> None:
+        """``cached``: those that hold prompts for later and are given up when room is wanted."""
+        self._slots.of("used").set(total - free - cached)
+        self._slots.of("cached").set(cached)
         self._slots.of("free").set(free)
 
     def sessions(self, running: int, waiting: int) -> None:

@@ -2,7 +2,7 @@
 
     pip install slipstream-sglang
     python -m sglang.launch_server --model-path MODEL --speculative-algorithm SLIPSTREAM \
-        --speculative-num-draft-tokens 12 --speculative-adaptive-config slipstream.json   # {"drafts": ["draft:50052"]}
+        --speculative-num-draft-tokens 12 --speculative-adaptive-config slipstream.json   # {"drafts": ["draft:8052"]}
 
 It was written against the interface of SGLang 0.5.23 and is tested beside a stub of it: **it never ran** in SGLang.
 """

@@ -96,7 +96,7 @@ def options_of(server_args: Any) -> Options:
     path = server_args.speculative_adaptive_config
     if not path:
         raise ConfigError('--speculative-adaptive-config: name a file that names the draft services, as in '
-                          '{"drafts": ["draft:50052"]}')
+                          '{"drafts": ["draft:8052"]}')
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

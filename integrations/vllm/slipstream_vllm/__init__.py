@@ -2,7 +2,7 @@
 
     pip install slipstream-vllm
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
-        "num_speculative_tokens": 4}' --additional-config '{"slipstream": {"drafts": ["draft:50052"]}}'
+        "num_speculative_tokens": 4}' --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'
 
 vLLM finds ``register`` by its entry point in each of its processes. One adapter file for each minor version that is
 known; others are refused by name.

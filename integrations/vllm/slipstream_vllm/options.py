@@ -16,7 +16,7 @@ from slipstream.base.address import SCHEME
 from slipstream.base.config import Listen, Peers, PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
 
-HINT = """name the draft services, as in --additional-config '{"slipstream": {"drafts": ["draft:50052"]}}'"""
+HINT = """name the draft services, as in --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'"""
 SWITCH = "slipstream"  # in a request's ``vllm_xargs``
 
 

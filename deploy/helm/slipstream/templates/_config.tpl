@@ -28,6 +28,8 @@
   | toYaml -}}
 {{- end -}}
 
+{{/* The ports of targets and drafts are not those of a machine (8051, 8052): a pod has all ports to itself, and a rollout
+     that changed them would part routers, targets and drafts of two releases. */}}
 {{- define "slipstream.config.router" -}}
 {{- $name := include "slipstream.fullname" . -}}
 {{- $own := dict
