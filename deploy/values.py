@@ -144,7 +144,10 @@ class TargetValues(PodValues):
     resources: Blob = Field({"requests": {"cpu": "1", "memory": "3584Mi"}, "limits": {"memory": "4Gi"}})
     strategy: StrategyValues = StrategyValues()
     budget: BudgetValues = BudgetValues()
-    terminationGracePeriodSeconds: int = Field(75, ge=1, description="above preStopSeconds + config.target.drain_s + 5")
+    # preStopSeconds, the router's request_timeout_s, and time to close: no answer takes longer.
+    terminationGracePeriodSeconds: int = Field(
+        630, ge=1, description="above preStopSeconds + config.target.drain_s + 5; an answer whose model no other "
+                               "target has may take all of it")
     autoscaling: AutoscalingValues = AutoscalingValues()
 
 

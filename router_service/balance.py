@@ -11,8 +11,8 @@ Rules:
    of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
    function of prompt, seed, position and the target's identity. A begun answer goes only where that is the same; where
    it is gone, the answer ends with ModelChanged. Resuming is bounded by the room of the others alone, and waits for it;
-   but an answer that fells one target after the other without getting on ends. A move away from a target that drains
-   is free.
+   but an answer that fells one target after the other without getting on ends. A target that drains takes no new work
+   and hands begun answers back; such a move is free. If nobody else has its model, it takes a begun answer again.
 4. A target that answers no poll for long, or has left and misses one, loses the requests that still wait for their
    first piece.
 5. Targets of a fixed list stay, whatever happens to them. Discovered ones follow the roster's rules: one that left gets
@@ -271,6 +271,8 @@ class Balancer:
                   or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
         if usable:
             return usable[0] if len(usable) == 1 else self._choose(usable, request)
+        if request.answered and (ending := [t for t in known if t.draining and not t.gone]):
+            return self._choose(ending, request)
         if self._known and all(t.draining for t in self._known):
             raise Draining("all targets are shutting down; try again soon")
         raise Unavailable("no target can take the request now; try again soon")
@@ -295,6 +297,8 @@ class Balancer:
 
     def failed(self, target: Target, error: SlipstreamError) -> None:
         """Count a failure that is the target's fault; a full or draining one does what it should."""
+        if isinstance(error, Draining):
+            target.draining = True  # before a poll says so
         if isinstance(error, InvalidRequest | ModelChanged | CapacityError | Draining):
             return
         if target.ejected_until > self._clock():
@@ -363,11 +367,11 @@ class Balancer:
 
     def told(self, request: Request, tried: Collection[str], target: Target, error: SlipstreamError) -> SlipstreamError:
         """What the client is told of ``error``, with which ``request`` goes nowhere: nothing of addresses inside."""
-        if not isinstance(error, Draining | ModelChanged | Unavailable):
-            return error
         if not request.answered:
             return (Unavailable("the target did not take the request; try again soon")
                     if isinstance(error, Unavailable) else error)
+        if isinstance(error, InvalidRequest) and error.field != "answered":  # which a target says that cannot go on
+            return error
         self._log.warning("answer lost", target=target.name, problem=str(error))
         try:
             self.pick(request, tried)
@@ -385,7 +389,7 @@ class RoutedAnswer:
         self._balancer = balancer
         self._request = self._asked = request
         self._tried: set[str] = set()  # targets that failed or refused since the answer last got on
-        self._full: set[str] = set()  # those that had no room for it, begun
+        self._full: set[str] = set()  # those that had no room for it, begun, or are about to end
         self._target: Target | None = None
         self._answer: Answer | None = None
         self._pieces: AsyncIterator[Piece] | None = None
@@ -483,7 +487,9 @@ class RoutedAnswer:
             return self._balancer.may_retry(rest, self._tried, error)
         if isinstance(error, InvalidRequest):
             return False
-        (self._full if isinstance(error, CapacityError) else self._tried).add(target.name)
+        if isinstance(error, Draining) and self._begun:
+            return True  # if nobody else has its model, the same target takes it again
+        (self._full if isinstance(error, CapacityError | Draining) else self._tried).add(target.name)
         while self._balancer.may_resume(rest, self._tried):
             if not await self._balancer.room(rest, self._tried | self._full):
                 return True

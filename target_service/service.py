@@ -3,6 +3,7 @@
 Rules:
 1. An answer that its reader leaves (``aclose``, cancellation) is cancelled within one step.
 2. While draining, new requests are refused and running ones finish, or are handed back (Draining) when time is up.
+   Answers that are begun are taken all the same: nobody else may have their model.
 
 It knows nothing about gRPC or HTTP; ``wire.target`` serves it to the network.
 """
@@ -19,6 +20,7 @@ from slipstream.base.errors import CapacityError, Draining, Unavailable
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
+from target_service.drain import drained
 from target_service.loop import TargetWorker
 from target_service.scheduler import CALM_S
 from target_service.sequence import Sink
@@ -84,7 +86,7 @@ class TargetService:
 
     def submit(self, request: Request) -> TargetAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError or Draining."""
-        if self._draining:
+        if self._draining and not request.answered:
             raise Draining("the target is shutting down; another one will take the request")
         if not self._worker.alive:
             raise Unavailable("the engine thread has ended; the service has to be restarted")
@@ -103,18 +105,16 @@ class TargetService:
                           served.lossy, identity=served.identity)
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back. Returns
-        whether all of them finished."""
+        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run
+        to their end if they return. Returns whether all finished in time."""
         self._draining = True
-        deadline_s = self._clock() + grace_s
-        while self._worker.num_running or self._worker.num_waiting:
-            if self._clock() > deadline_s:
-                logger("target").info("answers handed back", running=self._worker.num_running,
-                                      waiting=self._worker.num_waiting)
-                self._worker.post(self._worker.hand_back)
-                return False
-            await asyncio.sleep(0.05)
-        return True
+        return await drained(lambda: self._worker.num_running + self._worker.num_waiting, self._hand_back, grace_s,
+                             self._clock)
+
+    def _hand_back(self) -> None:
+        logger("target").info("answers handed back", running=self._worker.num_running,
+                              waiting=self._worker.num_waiting)
+        self._worker.post(self._worker.hand_back)
 
 
 def _hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:

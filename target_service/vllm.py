@@ -8,7 +8,7 @@ Rules:
 4. Whether an answer is drafted for is decided beside vLLM's model, in its workers; here is told who may not. What the
    workers tell of a step (``Rounds``) goes with its pieces; a piece does not wait for it.
 5. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
-   handed back (Draining) when time is up.
+   handed back (Draining) when time is up: those that could go on elsewhere. Begun ones are taken all the same.
 
 It imports no vLLM (``vllm_start`` does), and knows nothing about gRPC or drafts.
 """
@@ -29,6 +29,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import Spans
 from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob, Without
+from target_service.drain import drained
 from target_service.rounds import Rounds
 from target_service.served import MAX_WAITING, Served
 
@@ -88,13 +89,11 @@ class Running:
 def parameters(request: Request, drafted: bool, keyed: bool) -> dict[str, Any]:
     """What is left of ``request`` in vLLM's words. Raises InvalidRequest for what it has none for."""
     sampling, answered = request.sampling, request.answered
-    counts_answer = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
     min_p = 0.0 if sampling.greedy else sampling.min_p
     checks = (
-        ("answered", not answered or sampling.greedy or keyed,
-         "a sampled answer that another target began cannot go on in vLLM, whose noise is its own"),
-        ("answered", not answered or not counts_answer,
-         "an answer with presence or frequency penalties that another target began cannot go on in vLLM"),
+        ("answered", not answered or resumes(request, keyed),
+         "an answer that another target began cannot go on in vLLM if it is sampled with vLLM's own noise, or has "
+         "presence or frequency penalties"),
         ("min_p", not drafted or min_p == 0.0, "vLLM takes it only where target.drafts is empty"),
         ("logit_bias", not drafted or not sampling.logit_bias, "vLLM takes it only where target.drafts is empty"),
     )
@@ -118,14 +117,20 @@ def prompt(request: Request) -> dict[str, Any]:
     return {"type": "token", "prompt_token_ids": list(request.tokens), **salt}
 
 
+def resumes(request: Request, keyed: bool) -> bool:
+    """Whether another vLLM could go on with the answer to ``request``. ``keyed``: a seed fixes a sampled one."""
+    sampling = request.sampling
+    return (sampling.greedy or keyed) and sampling.presence_penalty == sampling.frequency_penalty == 0.0
+
+
 class VllmAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``. It begins with its iteration."""
 
     def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics, spans: Spans,
                  over: Callable[[VllmAnswer], None]) -> None:
-        """over: told when it is over, once."""
+        """over: told when it is over or handed back."""
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
-        self._refusals = running.refusals
+        self._refusals, self._keyed = running.refusals, running.keyed
         self._request = request
         self._params = running.params(**parameters(request, running.drafted, running.keyed))
         self._metrics, self._spans, self._gone = metrics, spans, over
@@ -143,8 +148,11 @@ class VllmAnswer:
             self._tell()
 
     def hand_back(self) -> None:
-        """End it with Draining, so that another target goes on where it stopped."""
+        """End it with Draining, so that another target goes on where it stopped, if one could."""
+        if self._tokens and not resumes(self._request, self._keyed):
+            return
         self._outcome = "handed_back"
+        self._gone(self)  # whether its reader is quick or slow
         self._outputs.put_nowait(Draining("the target is shutting down; another one will go on"))
 
     async def aclose(self) -> None:
@@ -278,7 +286,7 @@ class VllmService:
 
     def submit(self, request: Request) -> VllmAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
-        if self._draining:
+        if self._draining and not request.answered:
             raise Draining("the target is shutting down; another one will take the request")
         if self._running.engine.errored:
             raise Unavailable("vLLM's engine has ended; the service has to be restarted")
@@ -307,18 +315,15 @@ class VllmService:
         return round(self._running.served.num_slots * (1.0 - self._running.fill.share))
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back. Returns
-        whether all of them finished."""
+        """Refuse new requests and wait for the running ones; those that do not finish in time are handed back where
+        another vLLM could go on, and run to their end if they come back. Returns whether all were in time."""
         self._draining = True
-        deadline_s = self._clock() + grace_s
-        while self._answers:
-            if self._clock() > deadline_s:
-                logger("target").info("answers handed back", running=len(self._answers))
-                for answer in self._answers:
-                    answer.hand_back()
-                return False
-            await asyncio.sleep(0.05)
-        return True
+        return await drained(lambda: len(self._answers), self._hand_back, grace_s, self._clock)
+
+    def _hand_back(self) -> None:
+        logger("target").info("answers handed back", running=len(self._answers))
+        for answer in list(self._answers):
+            answer.hand_back()
 
     async def until(self, stop: asyncio.Event) -> None:
         """Look after the engine until ``stop`` is set. Raises Unavailable when it has ended before."""

@@ -105,7 +105,7 @@ async def test_another_target_goes_on_where_an_answer_stopped(error: SlipstreamE
     pieces = [piece async for piece in answer]
     assert [token for piece in pieces for token in piece.tokens] == whole
     assert pieces[-1].finish == "length" and not first.running and not second.running
-    assert len(first.requests) > 1 and len(second.requests) > 1, "who failed before may be asked again"
+    assert second.requests and len(first.requests + second.requests) > 2, "who failed before may be asked again"
     assert [r.answered for r in sorted(first.requests + second.requests, key=lambda r: r.answered)][:2] == [0, 9]
 
 

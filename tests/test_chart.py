@@ -50,7 +50,7 @@ WRONG = {
     "targets without discovery": (("target.replicas=2",), "target.replicas is 2 but discovery.enabled is false"),
     "drafts without discovery": (("draft.replicas=3",), 'gives the pool "main" 3 pods but discovery.enabled is false'),
     "router's grace": (("router.terminationGracePeriodSeconds=50",), "router.terminationGracePeriodSeconds is 50"),
-    "target's drain": (("config.target.drain_s=120",), "target.terminationGracePeriodSeconds is 75"),
+    "target's drain": (("config.target.drain_s=620",), "target.terminationGracePeriodSeconds is 630"),
     "draft's drain": (("draft.preStopSeconds=25",), "draft.terminationGracePeriodSeconds is 30"),
     "no model": (("model.prepare=false",), "model.prepare is false and model.claim names no volume"),
     "two claims": (("model.claim.existing=c", "model.claim.create=true"), 'model.claim.existing is "c"'),

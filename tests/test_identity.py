@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from slipstream.base.errors import ModelChanged, Unavailable
+from slipstream.base.errors import Draining, ModelChanged, Unavailable
 from slipstream.models.folder import weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.wire.answers import decode_asked, decode_info, encode_asked, encode_info
@@ -83,7 +83,10 @@ async def texts(folder: Path, prompts: list[str], client: TargetClient) -> list[
         return [answer.json()["choices"][0]["text"] for answer in answers]
 
 
-async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "drained"])
+async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_path: Path, how: str) -> None:
+    """Of two targets with different weights one is killed, and its answers end; or it drains, and finishes them, as
+    nobody else can."""
     prompts = [f"Story {number} begins" for number in range(8)]
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(serving(tiny_folder))
@@ -101,6 +104,8 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
                    for stream, prompt in zip(streams, prompts, strict=True)]
         await until(lambda: count >= 3 * len(prompts), asyncio.sleep)
         assert old.rig.worker.num_running and new.rig.worker.num_running, "nothing is at stake"
+        if how == "drained":
+            assert not await old.rig.service.drain(0.0), "it has handed its answers back, and has got them again"
         await old.server.drain(0.0)
         await asyncio.gather(*reading)
     ended = 0
@@ -112,7 +117,7 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
             assert stream.text and old_text.startswith(stream.text), "a beginning of its own model's"
             assert stream.error["type"] == stream.error["code"] == "model_changed"
             assert "no longer served" in stream.error["message"]
-    assert ended, "nobody was in the middle of an answer"
+    assert bool(ended) == (how == "killed")
 
 
 async def test_a_begun_answer_goes_past_targets_of_another_identity() -> None:
@@ -202,3 +207,22 @@ async def test_an_identity_travels(tiny_folder: Path) -> None:
     refused = replace(request, identity=replace(OTHER, kernels="x" * 300))
     [(_, error)] = decode_asked(encode_asked(7, refused), 1000, 4096)
     assert "identity.kernels" in str(error)
+
+
+async def test_a_target_that_drains_is_asked_last_and_only_for_what_is_begun() -> None:
+    whole = answer_bytes(echo_request())[:30]
+    ending, other = EchoTarget(fail_after=2, error=Draining("bye")), EchoTarget()
+    other.identity, other.waiting = OTHER, 10
+    balancer = await balanced(ending, other)
+    answer = balancer.submit(echo_request())
+    tokens = list((await anext(aiter(answer))).tokens)
+    assert tokens + await read(answer) == whole
+    assert len(ending.requests) > 1 and not other.requests
+    assert await read(balancer.submit(echo_request())) == whole and len(other.requests) == 1, "a new one"
+    same = EchoTarget()
+    balancer = await balanced(ending, other, same)
+    same.waiting = 20
+    await balancer.poll()
+    before = len(ending.requests)
+    assert await read(balancer.submit(echo_request())) == whole
+    assert (len(ending.requests), len(same.requests)) == (before + 1, 1)

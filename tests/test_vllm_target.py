@@ -387,6 +387,21 @@ async def test_a_drain_waits_for_running_answers_and_hands_back_the_rest() -> No
         assert await service.drain(0.0), "nobody runs any more"
 
 
+async def test_a_drain_keeps_what_no_other_could_go_on_with_and_takes_back_what_none_has() -> None:
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        sampled = service.submit(request(temperature=1.0))
+        await anext(aiter(sampled))
+        draining = asyncio.create_task(service.drain(0.0))
+        await asyncio.sleep(0)
+        begun = service.submit(request().after((7,)))
+        first = await anext(aiter(begun))
+        assert len(first.tokens) == 1 and not draining.done()
+        await begun.aclose()
+        await sampled.aclose()
+        assert not await draining
+
+
 async def test_too_many_requests_are_refused() -> None:
     async with served(FakeEngine(hold=True), max_sessions=1) as service:
         for _ in range(MAX_WAITING + 2):
