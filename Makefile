@@ -22,7 +22,7 @@ NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, o
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos fuzz test-vllm vllm lint proto bench bench-peers bench-load bench-router \
 	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
-	gpu gpu-bundle walk demo-fallback docs chart k8s-tools k8s-cluster image triton clean
+	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -128,6 +128,9 @@ gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch
 
 walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
 	$(BIN)/python -m bench.walk $(ARGS)
+
+families: .venv/.project  ## which causal models of transformers model.engine=hf serves, and why not the others: minutes
+	$(BIN)/python -m bench.families $(ARGS)
 
 demo-fallback: setup  ## on timed devices: a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
 	$(BIN)/python -m bench.demo_fallback $(ARGS)

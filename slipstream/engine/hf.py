@@ -6,15 +6,19 @@ Rules:
    slots. Batch and pool travel as arguments of the forward call. The only thing that is process-wide is the function's
    name in transformers' registry; the function itself holds no state.
 2. Local files only; remote code is never run.
-3. What this engine cannot keep exact is refused when the model is loaded: layers without attention, soft-capped or
-   sunken scores, position encodings that depend on the length.
+3. Windows are taken from the masks that a family makes, and what it does behind its decoder (scales, soft caps) is done
+   by its own code.
+4. What this engine cannot keep exact is refused when the model is loaded: layers without attention, soft-capped or
+   sunken scores, position encodings that depend on the length; and whatever fails its trial (see ``trial``).
 
 It knows nothing about sessions. transformers computes its norms in float32, so float64 is not float64 throughout here.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,18 +27,46 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take
+from slipstream.engine.trial import check, told
+from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 
 ATTENTION = "slipstream"
 UNSUPPORTED = ("softcap", "s_aux", "head_mask", "position_bias")  # arguments that would change the scores
 LENGTH_ROPES = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What stands in the place of a mask: a row sees so many tokens, itself included. Full causal masks are None."""
+
+    tokens: int
+
+
+class States(tuple[torch.Tensor]):
+    """What a decoder gives: its last states [1, R, H], and nothing else that a family may ask for."""
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @dataclass(slots=True)
@@ -73,28 +105,32 @@ class Probe:
 class HFModel:
     """A transformers model; see ``model.CausalModel``."""
 
-    __slots__ = ("_decoder", "_embed", "_head", "_text", "config", "device", "dtype")
+    __slots__ = ("_behind", "_decoder", "_embed", "_text", "config", "device", "dtype")
 
     def __init__(self, model: PreTrainedModel, eos_token_ids: tuple[int, ...] = ()) -> None:
         """model: in its final dtype and place. Raises ModelError for what this engine cannot keep exact."""
         _attend_over_slots(model, model.dtype)
         whole: Any = model  # transformers leaves these untyped
         self._decoder, self._text = whole.get_decoder(), whole.config.get_text_config()
-        self._embed, self._head = whole.get_input_embeddings(), whole.get_output_embeddings()
+        self._embed, self._behind = whole.get_input_embeddings(), _behind(model, self._decoder)
         self.dtype, self.device = model.dtype, model.device
         self.config = self._measure(eos_token_ids)
 
     @staticmethod
     def from_folder(folder: str | Path, dtype: str, device: str) -> HFModel:
-        """Load a local folder. Raises ModelError."""
+        """Load a local folder, once a tiny copy has passed its trial. Raises ModelError."""
         try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tried(config)
             model = AutoModelForCausalLM.from_pretrained(
-                folder, config=AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
-                dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False, use_safetensors=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ModelError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}") from error
-        model.requires_grad_(False)
-        return HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
+                folder, config=config, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False,
+                use_safetensors=True)
+            model.requires_grad_(False)
+            return HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
+        except ModelError:
+            raise
+        except Exception as error:  # what a family's own code raises has no class in common
+            raise ModelError(f"{folder}: transformers cannot load it: {told(error)}") from error
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -107,7 +143,7 @@ class HFModel:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, H] after the final norm -> [R, V] in float32, float64 for a float64 model."""
-        logits: torch.Tensor = self._head(hidden)
+        logits: torch.Tensor = self._behind(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.to(torch.promote_types(self.dtype, torch.float32))
 
     @torch.inference_mode()
@@ -130,6 +166,22 @@ class HFModel:
         self._run(start, start, probe)
         rows, hidden = self._embed.weight.shape
         return _measures(text, probe, where, rows, hidden, eos_token_ids)
+
+
+def tried(config: Any) -> None:
+    """Tries the model that a configuration of transformers describes, and logs what that took. Raises ModelError."""
+    began = time.perf_counter()
+    check(config, with_random_weights, HFModel)
+    logger("engine").info("a tiny copy computes what the model's own forward does", model_type=config.model_type,
+                          seconds=round(time.perf_counter() - began, 2))
+
+
+def with_random_weights(config: Any) -> PreTrainedModel:
+    """A model in float32 as a configuration describes it, which attends as its family's reference does."""
+    auto: Any = AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=torch.float32,
+                                              trust_remote_code=False).eval()
+    return model
 
 
 class HFLayers:
@@ -215,8 +267,23 @@ def _experts(tensors: Tensors, name: str, empty: torch.Tensor) -> torch.Tensor:
                                    for part in parts]) for i in range(count)])
 
 
+def _behind(module: nn.Module, decoder: nn.Module) -> Any:
+    """The same module, weights shared, whose decoder takes its input for its output."""
+    rest = copy(module)
+    if module is decoder:
+        rest.forward = _given
+    elif decoder in module.modules():
+        rest._modules = {name: _behind(child, decoder) for name, child in module.named_children()}
+    return rest
+
+
+def _given(*_: Any, inputs_embeds: torch.Tensor, **__: Any) -> States:
+    return States((inputs_embeds,))
+
+
 def _attend_over_slots(model: PreTrainedModel, dtype: torch.dtype) -> None:
     AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, mask)
     model.set_attn_implementation(ATTENTION)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped kernels have no float64
@@ -236,27 +303,31 @@ def _measures(text: Any, probe: Probe, where: str, rows: int, hidden: int,
 
 
 def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, scaling: float | None = None, sliding_window: int | None = None,
+              attention_mask: Window | None, scaling: float | None = None, sliding_window: int | None = None,
               slipstream_step: Step | Probe | None = None, **others: Any) -> tuple[torch.Tensor, None]:
     """The function in transformers' registry: query [1, Q, T, D], key and value [1, G, T, D] -> [1, T, Q, D]."""
-    if slipstream_step is None or attention_mask is not None:
+    if slipstream_step is None or not (attention_mask is None or isinstance(attention_mask, Window)):
         raise ModelError(f"{type(module).__name__} does not pass attention arguments through; use engine: decoder")
     named = [name for name in UNSUPPORTED if others.get(name) is not None]
     if named:
         raise ModelError(f"{type(module).__name__}: attention with {', '.join(named)} is not supported")
+    window = attention_mask.tokens if attention_mask is not None else sliding_window or 0
+    if 0 < window < MAX_NODES:
+        raise ModelError(f"{type(module).__name__}: a window of {window} tokens does not hold a whole tree of "
+                         f"{MAX_NODES}")
     layer = module.layer_idx
     assert isinstance(layer, int)
     out = slipstream_step.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1),
-                                 scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window or 0)
+                                 scaling if scaling is not None else query.shape[-1] ** -0.5, window)
     return out[None], None
 
 
+def mask(local_size: int | None = None, **_: Any) -> Window | None:
+    """The function in transformers' registry of masks: what rows see is planned from the batch, all but a window."""
+    return None if local_size is None else Window(local_size)
+
+
 def _refuse(config: dict[str, Any], where: str) -> None:
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "alibi"):
-        if config.get(name) not in (None, False, 1, 1.0):
-            raise ModelError(f"{where}: {name} is not supported")
-    if 0 < (config.get("sliding_window") or 0) < MAX_NODES:
-        raise ModelError(f"{where}: sliding_window must hold a whole tree of {MAX_NODES} tokens")
     rope = config.get("rope_parameters") or {}
     for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if kind.get("rope_type") in LENGTH_ROPES:

@@ -194,7 +194,7 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
     model_type = raw.get("model_type")
     if model_type not in FAMILY:
         raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILY)}; "
-                         "--set model.engine=hf takes any causal language model of transformers")
+                         "--set model.engine=hf takes more families of transformers")
     fields.must_be("hidden_act", "silu", "swish")
     qkv_bias, qk_norm = FAMILY[model_type]
     attention_bias = fields.flag("attention_bias", False)

@@ -1,0 +1,293 @@
+"""The trial of a model of transformers: a tiny copy of it runs through our slots, and beside that by its own forward.
+
+Rules:
+1. The copy has the folder's configuration and random float32 weights. Its layers are few, but of every kind that there
+   is; its widths are small where the family allows it; every number that is a length (a window, a chunk, a reach) is so
+   short that the text goes beyond it.
+2. Ours must give the logits of its own forward: for a prompt in one piece, in chunks, in single steps, for a tree, and
+   for two sessions whose rows share batches.
+3. What differs is refused, by the name of the step that differs first. Whatever raises is a refusal too.
+4. It runs on the CPU, whatever serves, before any weight is read; most copies take less than a second.
+
+What it cannot see: what depends on lengths that no name below stands for, and faults of a device or of narrow numbers.
+It knows nothing about transformers: how a copy is built, and how it is served, is given to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.base.errors import ModelError
+from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel
+from slipstream.protocol.tree import MAX_NODES, DraftTree
+
+# The most that a copy has of what configurations of transformers name so, or with words before: moe_intermediate_size.
+LENGTHS: Mapping[str, int] = {
+    "window": MAX_NODES, "window_size": MAX_NODES, "sliding_window": MAX_NODES, "attention_chunk_size": MAX_NODES,
+    "local_attention": 2 * MAX_NODES,  # half of it lies before a row
+    "rel_extent": MAX_NODES, "original_max_position_embeddings": MAX_NODES, "index_topk": 16, "index_topk_blocks": 1,
+    "index_block_size": 16, "floor_scale": 16, "log_scaling_n_floor": 16}
+TABLES: Mapping[str, int] = {
+    "vocab_size": 256, "vocab_size_per_layer_input": 256, "max_position_embeddings": 512, "n_positions": 512,
+    "n_ctx": 512, "max_seq_len": 512, "num_experts": 8, "n_routed_experts": 8, "num_local_experts": 8,
+    "zero_expert_num": 2, "experts_per_tok": 2, "experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "n_group": 2,
+    "num_expert_group": 2, "topk_group": 1}
+WIDTHS: Mapping[str, int] = {
+    "hidden_size": 64, "d_model": 64, "n_embd": 64, "emb_dim": 64, "embedding_size": 64, "embed_proj_dim": 64,
+    "intermediate_size": 96, "intermediate_size_mlp": 96, "ffn_dim": 96, "ffn_hidden_size": 96, "n_inner": 96,
+    "dff": 96, "dim_ff": 96, "attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "key_value_heads": 2,
+    "kv_heads": 2, "head_dim": 16, "kv_channels": 16, "dim_head": 16, "rotary_dim": 8, "q_lora_rank": 24,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "v_head_dim": 12,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
+          "num_decoder_layers", "num_encoder_layers")
+# So many layers are of a kind of their own.
+FIRST, LAST = ("first_k_dense_replace", "num_dense_layers"), ("num_kv_shared_layers",)
+KV_HEADS = ("key_value_heads", "kv_heads")
+FEW_LAYERS, MOST_LAYERS = 4, 1024
+LEFT_OUT = ("quantization_config", "dtype", "torch_dtype", "auto_map", "id2label", "label2id")
+MOST_WEIGHTS = 64_000_000  # of a copy whose family is never small: a quarter of a GB, and seconds
+
+# In tokens: a prompt whose later chunks begin behind every length above, steps behind it, and what two sessions add to
+# each batch that they share.
+CHUNKS, STEPS, SHARED = (70, 50, 30), 4, ((70, 90), (50, 34), (1, 1))
+PARENTS = (-1, 0, 0, 1, 1, 2, 2)  # of the tree's nodes
+# Of the largest logit. What computes the same differs by 1e-6 to 1e-5, as float32 sums in another order do over a few
+# layers; a row that sees one token too many, by 1e-2 and more. The bound is far from both.
+TOLERANCE = 3e-4
+
+Build = Callable[[Any], Any]  # a configuration -> a model of transformers with weights in float32, on the CPU
+Serve = Callable[[Any], CausalModel]  # such a model through our slots
+
+
+def check(config: Any, build: Build, serve: Serve) -> None:
+    """Try the model that a configuration of transformers describes. Raises ModelError that names what differs."""
+    where = f"{config.model_type} model"
+    with torch.random.fork_rng(devices=[]), _one_thread(), torch.no_grad():
+        torch.manual_seed(0)
+        model = tiny(config, build)
+        try:
+            for name, found, right in _compared(model, serve):
+                off = float(((found - right).abs().max() / right.abs().max()).nan_to_num(nan=torch.inf))
+                if off > TOLERANCE or not torch.equal(found.argmax(-1), right.argmax(-1)):
+                    raise ModelError(
+                        f"{where}: engine hf would answer wrongly: on a tiny copy {name} differs from the model's own "
+                        f"forward by {off:.1g} of the largest logit, where rounding explains {TOLERANCE:g}")
+        except ModelError:
+            raise
+        except Exception as error:  # what a family's own code raises has no class in common
+            raise ModelError(f"{where}: engine hf cannot serve it: a tiny copy raises {told(error)}") from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiny products gain nothing by threads, which wait for one another where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """A name for what was computed, the logits of ours and those of the model's own forward."""
+    dice, vocab = np.random.default_rng(0), int(model.config.get_text_config().vocab_size)
+    prompt, length = sum(CHUNKS), sum(CHUNKS) + STEPS
+    # The lower half of a vocabulary may mean something, as padding does.
+    tokens = dice.integers(vocab // 2, vocab, size=length + sum(part for _, part in SHARED)).tolist()
+    text, other = tokens[:length], tokens[length:]
+    nodes = np.arange(len(PARENTS), dtype=np.int32)
+    tree = DraftTree(length + 1, vocab - 1 - nodes, np.array(PARENTS, np.int32), nodes, nodes * np.float32(-1))
+    right, right_other = _own(model, text), _own(model, other)
+    paths = [tree.path(node) for node in range(len(tree))]
+    branches = torch.cat([_own(model, [*text, *tree.tokens[path].tolist()])[-1:] for path in paths])
+
+    sessions = _Sessions(serve(model))
+    whole, one, two, three = range(4)
+    yield "a prompt", sessions.run({whole: text[:prompt]}), right[:prompt]
+    yield "a prompt in chunks", torch.cat([sessions.run({one: part}) for part in _split(text, CHUNKS)]), right[:prompt]
+    yield "a step", torch.cat([sessions.run({one: [token]}) for token in text[prompt:]]), right[prompt:]
+    yield "a tree", sessions.run_tree(one, tree), branches
+    found, wanted, mine, yours = [], [], 0, 0
+    for rows, others in SHARED:
+        found.append(sessions.run({two: text[mine : mine + rows], three: other[yours : yours + others]}))
+        wanted += [right[mine : mine + rows], right_other[yours : yours + others]]
+        mine, yours = mine + rows, yours + others
+    yield "one of two sessions", torch.cat(found), torch.cat(wanted)
+
+
+class _Sessions:
+    """Some sessions on a pool of their own, whose slots lie in any order."""
+
+    def __init__(self, model: CausalModel) -> None:
+        count = 4 * (sum(CHUNKS) + STEPS) + len(PARENTS)
+        config = model.config
+        self._model = model
+        self._pool = KVPool(config.num_layers, count, config.num_kv_heads, config.head_dim, model.dtype)
+        self._free: list[int] = np.random.default_rng(0).permutation(count).tolist()
+        self._slots: dict[int, list[int]] = defaultdict(list)
+
+    def run(self, parts: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """Logits [T, V] of what some sessions add, in one batch."""
+        builder = BatchBuilder()
+        for session, tokens in parts.items():
+            behind, own = self._slots[session], [self._free.pop() for _ in tokens]
+            builder.add(tokens, range(len(behind), len(behind) + len(tokens)), own, np.array(behind, np.int64))
+            self._slots[session] = behind + own
+        return self._logits(builder)
+
+    def run_tree(self, session: int, tree: DraftTree) -> torch.Tensor:
+        """Logits [N, V] of the nodes."""
+        builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in tree.tokens]
+        builder.add(tree.tokens.tolist(), (len(behind) + tree.depths()).tolist(), own, np.array(behind, np.int64),
+                    tree.ancestor_words().tolist(), len(tree))
+        return self._logits(builder)
+
+    def _logits(self, builder: BatchBuilder) -> torch.Tensor:
+        return self._model.logits(self._model.forward(builder.build(), self._pool)[0])
+
+
+def _own(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [T, V] of the model's own forward."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def _split(tokens: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
+    ends = list(accumulate(lengths))
+    return [tokens[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+
+
+def tiny(config: Any, build: Build) -> Any:
+    """The smallest copy that its own forward runs. Raises ModelError where there is none."""
+    why = ""
+    for widths in (WIDTHS, {}):
+        try:
+            model = _built(type(config).from_dict(shrunk(config.to_dict(), {**LENGTHS, **TABLES, **widths})), build)
+            if bool(_own(model, [1, 2, 3]).isfinite().all()):
+                return model
+            why = why or "its own answers are not finite"
+        except Exception as error:  # what a family's own code raises has no class in common
+            why = why or told(error)
+    raise ModelError(f"{config.model_type} model: engine hf cannot try it and does not serve it: no tiny copy of it "
+                     f"runs ({why})")
+
+
+def _built(config: Any, build: Build) -> Any:
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in build(config).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ModelError(f"it has {weights} weights, more than {MOST_WEIGHTS}")
+    model = build(config)
+    with torch.no_grad():
+        _fill(model)
+    return model
+
+
+def _fill(model: Any) -> None:
+    """Random weights for which a wrong mask shows: as drawn by families, attention is nearly even, and biases are 0."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def shrunk(raw: Mapping[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
+    """A configuration with few layers, and with at most so much of what is named so."""
+    layers = next((raw[name] for name in LAYERS if isinstance(raw.get(name), int)), 0)
+    apart = {int(layer): value for layer, value in (raw.get("per_layer_config") or {}).items()}
+    kept = _kept(raw, layers, apart)
+    small: dict[str, Any] = {}
+    for name, value in raw.items():
+        limit = _limit(name, most)
+        if name in LEFT_OUT:
+            continue
+        if name == "per_layer_config":
+            more = {end: 2 * limit for end, limit in most.items()}  # what differs goes on to differ
+            small[name] = {place: shrunk(apart[layer], more) for place, layer in enumerate(kept) if layer in apart}
+        elif isinstance(value, dict):
+            small[name] = shrunk(value, most)
+        elif name in LAYERS and value == layers:
+            small[name] = len(kept)
+        elif name in (*FIRST, *LAST) and isinstance(value, int):
+            small[name] = sum(_apart(name, value, layer, layers) for layer in kept)
+        elif _of_layers(value, layers):
+            small[name] = [_least(value[layer], limit) for layer in kept]
+        elif _names_layers(name, value):
+            small[name] = [kept.index(layer) for layer in value if layer in kept]
+        elif name.endswith("token_id"):
+            small[name] = [token % 64 for token in value] if isinstance(value, list) else _least(value, 63)
+        else:
+            small[name] = _least(value, limit)
+    return _agreeing(small, raw)
+
+
+def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, where numbers agree that agree in ``raw``."""
+    for name in small:
+        if name.endswith(KV_HEADS) and raw[name] == raw.get("num_attention_heads", 0):  # not grouped
+            small[name] = small["num_attention_heads"]
+    if "qk_rope_head_dim" in raw and raw.get("head_dim") == raw["qk_rope_head_dim"]:
+        small["head_dim"] = small["qk_rope_head_dim"]
+    if isinstance(raw.get("mamba_d_ssm"), int):
+        small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
+    return small
+
+
+def _kept(raw: Mapping[str, Any], layers: int, apart: Mapping[int, Any]) -> list[int]:
+    """Numbers of the layers that a copy has: the first of each kind, and some more. apart: what one has for itself."""
+    if layers > MOST_LAYERS:
+        raise ModelError(f"{layers} layers are more than {MOST_LAYERS}")
+    lists = [value for value in raw.values() if _of_layers(value, layers)]
+    named = [value for name, value in raw.items() if not _of_layers(value, layers) and _names_layers(name, value)]
+    counts = [(name, value) for name, value in raw.items() if name in (*FIRST, *LAST) and isinstance(value, int)]
+    kinds: dict[str, int] = {}
+    for layer in range(layers):
+        kind = [[value[layer] for value in lists], [layer in value for value in named], apart.get(layer),
+                [_apart(name, value, layer, layers) for name, value in counts]]
+        kinds.setdefault(repr(kind), layer)
+    first = set(kinds.values())
+    more = [layer for layer in range(layers) if layer not in first]
+    return sorted([*first, *more[: max(0, FEW_LAYERS - len(first))]])
+
+
+def _apart(name: str, count: int, layer: int, layers: int) -> bool:
+    return layer < count if name in FIRST else layer >= layers - count
+
+
+def _of_layers(value: Any, layers: int) -> bool:
+    return isinstance(value, list) and len(value) == layers > 1
+
+
+def _names_layers(name: str, value: Any) -> bool:
+    """Whether it is a list of layers' numbers."""
+    return (isinstance(value, list) and name.endswith(("layers", "layer_ids", "idxs", "indexes", "indices"))
+            and all(isinstance(layer, int) for layer in value))
+
+
+def _limit(name: str, most: Mapping[str, int]) -> int | None:
+    words = name.removesuffix("_per_layer").lstrip("_").split("_")
+    return next((most[end] for end in ("_".join(words[start:]) for start in range(len(words))) if end in most), None)
+
+
+def _least(value: Any, limit: int | None) -> Any:
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    return min(value, limit) if plain and limit is not None else value
+
+
+def told(error: Exception) -> str:
+    """In one short line."""
+    first = (str(error).strip() or "nothing said").splitlines()[0]
+    return f"{type(error).__name__}: {first[:200]}"
