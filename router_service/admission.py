@@ -1,22 +1,28 @@
 """Admission: which answers run, which wait for room and which are turned away; whether they speculate; limits on waits.
 
 Rules:
-1. First come, first served: a request for several answers is not overtaken while it waits.
-2. Beyond the queue a request is refused at once (429 with a time to come back), so that waiting stays bounded.
-3. Closing turns away everyone who waits; who is inside may finish.
-4. ``with limit: await …`` raises what the limit was made with when it fires, and nothing else differs from waiting
+1. First come, first served within a tenant: a request for several answers is not overtaken by its own while it waits.
+   Between tenants a place goes to who has least for its weight, so that a tenant's share is its own however much others
+   ask for, and nobody's while nobody wants it.
+2. Waiting is bounded. Who would wait longer than ``max_wait_s``, at the pace at which places were given back lately, is
+   refused at once, and so is who has its share of the queue waiting already; who has waited so long is refused then.
+   Every refusal says when to come back: when those who wait now should be in.
+3. A tenant has no more answers at once than it may have: further ones wait. One that has used up its tokens of a minute
+   is refused until it has some again.
+4. Closing turns away everyone who waits; who is inside may finish.
+5. ``with limit: await …`` raises what the limit was made with when it fires, and nothing else differs from waiting
    without it: who is cancelled from outside stays cancelled. It takes no task or timer for each wait: those cost more
    than a token's other work. One task waits within a limit at a time; one that has fired lets nobody begin to wait.
-5. Whether a model's draft pool pays is decided as a target does for a session, by the same ``decide`` on beliefs of the
+6. Whether a model's draft pool pays is decided as a target does for a session, by the same ``decide`` on beliefs of the
    pool's own, made of what pieces of all answers say (steps with and without drafts, waits, drafted and accepted
    tokens). Each piece of an answer that may speculate is a round. The first piece of an answer is none: its step was
    the prompt's. The decision is followed in its mode, and in whether it is a probe; it holds until one of them changes.
    How many nodes are verified and how long they are waited for is each target's own decision.
-6. While the pool does not pay, new answers begin plain and running ones are switched in mid-answer. While a probe runs,
+7. While the pool does not pay, new answers begin plain and running ones are switched in mid-answer. While a probe runs,
    a share of the answers speculates and is judged alone; the time of all of them pays for it. Nobody who asked for
    plain decoding is ever switched.
-7. Every transition is logged with its numbers and counted, with the scope ``pool``.
-8. Pieces are judged together, as many as there are answers, which are those of one step: a judge that is called for
+8. Every transition is logged with its numbers and counted, with the scope ``pool``.
+9. Pieces are judged together, as many as there are answers, which are those of one step: a judge that is called for
    each piece has left the caches in between. A single answer's are judged at once.
 
 It knows nothing about targets, text or HTTP, nor what is awaited.
@@ -25,7 +31,7 @@ It knows nothing about targets, text or HTTP, nor what is awaited.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import math
 import time
 from collections import deque
@@ -33,8 +39,9 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any
 
+from router_service.tenants import Tenant
 from slipstream.base.config import PolicySection
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, QuotaExceeded
 from slipstream.decision.beliefs import SHARE, Beliefs, StepCosts
 from slipstream.decision.decide import Mode, Round, Seen, Transition
 from slipstream.decision.policy import SpeculationPolicy
@@ -42,104 +49,13 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.requests import Answer, Piece
 
-MAX_RETRY_AFTER_S = 30.0
-WAITING = 2  # answers for each that may run: who comes last waits for two others, well within a request's time limit
+MAX_RETRY_AFTER_S = 60.0  # the openai client comes back by its own time where it is told a longer one
+WAITING = 2  # answers for each that may run: the queue's memory has a bound whatever the pace
+FADE = 0.98  # of how long answers held their places, for each that leaves
+SHORTEST_S = 1e-3  # of a wait
+BUSY = "the server is busy and more would wait too long; try again later"
 TICK_S = 0.25
 POOL = Seen(followed=True)
-
-
-class Admission:
-    """Room for ``max_in_flight`` answers and a queue. ``changed`` hears (in flight, queued)."""
-
-    def __init__(self, max_in_flight: int, changed: Callable[[int, int], None]) -> None:
-        self.in_flight = 0
-        self.queued = 0
-        self.closed = False
-        self._entered = 0
-        self._max_in_flight = max_in_flight
-        self._max_queue = WAITING * max_in_flight
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._changed = changed
-        self._empty = asyncio.Event()
-        self._empty.set()
-
-    async def quiet(self, for_s: float) -> None:
-        """Wait until nothing has been inside for so many seconds."""
-        while True:
-            await self._empty.wait()
-            entered = self._entered
-            await asyncio.sleep(for_s)
-            if self._entered == entered:
-                return
-
-    async def enter(self, answers: int) -> None:
-        """Wait for room for so many answers; each ``enter`` needs one ``leave``. Raises CapacityError, Draining, or
-        InvalidRequest for more answers than could ever run."""
-        if self.closed:
-            raise _leaving()
-        if answers > self._max_in_flight:
-            raise InvalidRequest("n", f"asks for {answers} answers at once; this server runs {self._max_in_flight}")
-        if not self._waiting and self.in_flight + answers <= self._max_in_flight:
-            self._take(answers)
-            self._changed(self.in_flight, self.queued)
-            return
-        if self.queued + answers > self._max_queue:
-            after_s = min(1.0 + self.queued / self._max_in_flight, MAX_RETRY_AFTER_S)
-            raise CapacityError("the server is busy and its queue is full; try again later", after_s)
-        await self._wait(answers)
-
-    def leave(self, answers: int) -> None:
-        self._give(answers)
-        self._let_in()
-
-    def close(self) -> None:
-        self.closed = True
-        for _, turn in self._waiting:
-            if not turn.done():
-                turn.set_exception(_leaving())
-
-    async def _wait(self, answers: int) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((answers, turn))
-        self.queued += answers
-        self._changed(self.in_flight, self.queued)
-        try:
-            await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._give(answers)  # let in and given up in the same moment
-            else:
-                self._forget(answers, turn)
-            self._let_in()
-            raise
-
-    def _forget(self, answers: int, turn: asyncio.Future[None]) -> None:
-        with contextlib.suppress(ValueError):
-            self._waiting.remove((answers, turn))
-            self.queued -= answers
-
-    def _let_in(self) -> None:
-        while self._waiting and self.in_flight + self._waiting[0][0] <= self._max_in_flight:
-            answers, turn = self._waiting.popleft()
-            self.queued -= answers
-            if not turn.done():
-                self._take(answers)
-                turn.set_result(None)
-        self._changed(self.in_flight, self.queued)
-
-    def _take(self, answers: int) -> None:
-        self.in_flight += answers
-        self._entered += 1
-        self._empty.clear()
-
-    def _give(self, answers: int) -> None:
-        self.in_flight -= answers
-        if self.in_flight == 0:
-            self._empty.set()
-
-
-def _leaving() -> Draining:
-    return Draining("the router is shutting down; try again soon")
 
 
 class Limit:
@@ -180,6 +96,245 @@ class Limit:
             alone = task.uncancel() <= self._cancelling
             if alone and kind is asyncio.CancelledError:
                 raise self._error() from error
+
+
+class Turn:
+    """A request that waits to be let in."""
+
+    __slots__ = ("answers", "future", "number")
+
+    def __init__(self, number: int, answers: int) -> None:
+        self.number, self.answers = number, answers
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Account:
+    """What one tenant has inside and waiting, and what is left of its tokens."""
+
+    def __init__(self, tenant: Tenant, now_s: float) -> None:
+        self.tenant = tenant
+        self.in_flight = 0
+        self.queued = 0
+        self.waiting: deque[Turn] = deque()
+        self._tokens = float(tenant.tokens_per_minute)
+        self._at_s = now_s
+
+    @property
+    def level(self) -> float:
+        """What it has for its weight."""
+        return self.in_flight / self.tenant.weight
+
+    @property
+    def room(self) -> float:
+        """Answers that it may have besides those that run."""
+        return self.tenant.requests - self.in_flight if self.tenant.requests else math.inf
+
+    @property
+    def idle(self) -> bool:
+        return not (self.in_flight or self.queued or self.tenant.tokens_per_minute)
+
+    def due_s(self, now_s: float) -> float:
+        """Seconds until it has tokens left; 0: it has."""
+        rate = self.tenant.tokens_per_minute / 60.0
+        if not rate:
+            return 0.0
+        self._tokens = min(60.0 * rate, self._tokens + rate * (now_s - self._at_s))
+        self._at_s = now_s
+        return (1.0 - self._tokens) / rate if self._tokens <= 0 else 0.0
+
+    def spend(self, tokens: int) -> None:
+        """It may owe some afterwards: what an answer takes is known when it is over."""
+        self._tokens -= tokens
+
+
+class Place:
+    """What a request that was let in holds until it leaves."""
+
+    __slots__ = ("_admission", "account", "answers", "since_s")
+
+    def __init__(self, admission: Admission, account: Account, answers: int, since_s: float) -> None:
+        self._admission = admission
+        self.account, self.answers, self.since_s = account, answers, since_s
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.account.tenant
+
+    def spend(self, tokens: int) -> None:
+        """They were asked, or came of it."""
+        self.account.spend(tokens)
+
+    def leave(self) -> None:
+        """Once."""
+        self._admission.leave(self)
+
+
+class Admission:
+    """Room for ``max_in_flight`` answers, and queues in which nobody waits longer than ``max_wait_s``."""
+
+    def __init__(self, max_in_flight: int, max_wait_s: float, metrics: RouterMetrics,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.in_flight = 0
+        self.queued = 0
+        self.closed = False
+        self._entered = 0
+        self._max_in_flight = max_in_flight
+        self._max_wait_s = max_wait_s
+        self._accounts: dict[str, Account] = {}
+        self._numbers = itertools.count()
+        self._held_s = self._held = 0.0  # by answers that left, and how many they were; older ones fade
+        self._moved_s = 0.0  # since when somebody waits and nobody has left
+        self._metrics = metrics
+        self._clock = clock
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def quiet(self, for_s: float) -> None:
+        """Wait until nothing has been inside for so many seconds."""
+        while True:
+            await self._empty.wait()
+            entered = self._entered
+            await asyncio.sleep(for_s)
+            if self._entered == entered:
+                return
+
+    async def enter(self, tenant: Tenant, answers: int) -> Place:
+        """Wait for room for so many answers. Raises CapacityError, Draining, or InvalidRequest for more than could ever
+        run."""
+        if self.closed:
+            raise _leaving()
+        most = min(self._max_in_flight, tenant.requests or self._max_in_flight)
+        if answers > most:
+            raise InvalidRequest("n", f"asks for {answers} answers at once; {most} may run")
+        account = self._accounts.setdefault(tenant.id, Account(tenant, self._clock()))
+        account.tenant = tenant  # its line may have changed
+        try:
+            if (due_s := account.due_s(self._clock())) > 0:
+                raise self._refusal(account, "tokens", due_s)
+            wait_s = self.wait_s(account, answers)
+            if wait_s > self._max_wait_s or (wait_s > 0 and not self._may_wait(account, answers)):
+                raise self._refusal(account, "queue", wait_s)
+            await self._turn(account, Turn(next(self._numbers), answers))
+        finally:
+            self._forget_idle(account)
+        return Place(self, account, answers, self._clock())
+
+    def leave(self, place: Place) -> None:
+        """``Place.leave``."""
+        held_s = self._clock() - place.since_s
+        self._held_s = FADE * self._held_s + place.answers * held_s
+        self._held = FADE * self._held + place.answers
+        self._give(place.account, place.answers)
+        self._let_in()
+        self._forget_idle(place.account)
+
+    def overloaded(self, place: Place, error: CapacityError) -> CapacityError:
+        """What a request is told that was let in, and whose target had no room after all."""
+        after_s = max(error.retry_after_s, self.wait_s(place.account, place.answers))
+        return self._refusal(place.account, "target", after_s, str(error))
+
+    def close(self) -> None:
+        self.closed = True
+        for account in self._accounts.values():
+            for turn in account.waiting:
+                if not turn.future.done():
+                    turn.future.set_exception(_leaving())
+
+    def wait_s(self, account: Account, answers: int) -> float:
+        """How long ``answers`` more of a tenant would wait, at the pace at which places were given back lately; 0: they
+        need not wait."""
+        # Before them come those of its own, and as many of each other's as bring him to what it would have itself.
+        level = (account.in_flight + account.queued) / account.tenant.weight
+        others = sum(min(other.queued, other.room, max(0.0, level * other.tenant.weight - other.in_flight))
+                     for other in self._accounts.values() if other is not account and other.waiting)
+        mine = account.queued + answers
+        missing = max(0.0, mine + others - (self._max_in_flight - self.in_flight)) / self._max_in_flight
+        if account.tenant.requests:
+            missing = max(missing, (mine - account.room) / account.tenant.requests)
+        if missing <= 0:
+            return 0.0
+        # While nobody leaves, an answer takes at least as long as that has lasted.
+        held_s = max(self._held_s / self._held if self._held else 0.0,
+                     self._clock() - self._moved_s if self.queued else 0.0)
+        return max(missing * held_s, SHORTEST_S)
+
+    def _may_wait(self, account: Account, answers: int) -> bool:
+        """Whether a tenant has so much left of its share of the queue. One request of each may always wait."""
+        waiting = sum(other.tenant.weight for other in self._accounts.values() if other.waiting or other is account)
+        share = account.tenant.weight / waiting
+        return not account.queued or account.queued + answers <= share * WAITING * self._max_in_flight
+
+    def _refusal(self, account: Account, reason: str, after_s: float, told: str = BUSY) -> CapacityError:
+        self._metrics.refused(account.tenant.name, reason)
+        after_s = min(after_s, MAX_RETRY_AFTER_S)
+        if reason == "tokens":
+            return QuotaExceeded(f"this key's {account.tenant.tokens_per_minute} tokens a minute are used up", after_s)
+        return CapacityError(told, after_s)
+
+    async def _turn(self, account: Account, turn: Turn) -> None:
+        if not self.queued:
+            self._moved_s = self._clock()
+        account.waiting.append(turn)
+        self._count(account, turn.answers)
+        self._let_in()
+        if turn.future.done():
+            return
+        limit = Limit(lambda: self._refusal(account, "late", self.wait_s(account, turn.answers)), self._max_wait_s)
+        try:
+            with limit:
+                await turn.future
+        except BaseException:
+            if turn.future.done() and not turn.future.cancelled() and turn.future.exception() is None:
+                self._give(account, turn.answers)  # let in and given up in the same moment
+            elif turn in account.waiting:
+                account.waiting.remove(turn)
+                self._count(account, -turn.answers)
+            self._let_in()
+            raise
+        finally:
+            limit.close()
+
+    def _let_in(self) -> None:
+        while (account := self._next()) is not None:
+            if self.in_flight + account.waiting[0].answers > self._max_in_flight:
+                break
+            turn = account.waiting.popleft()
+            self._count(account, -turn.answers)
+            if not turn.future.done():
+                self._take(account, turn)
+                turn.future.set_result(None)
+        self._metrics.load(self.in_flight, self.queued)
+
+    def _next(self) -> Account | None:
+        """Whose turn it is: of those who may have more, who has least for its weight; then who has waited longest."""
+        able = (account for account in self._accounts.values()
+                if account.waiting and account.waiting[0].answers <= account.room)
+        return min(able, key=lambda account: (account.level, account.waiting[0].number), default=None)
+
+    def _count(self, account: Account, answers: int) -> None:
+        account.queued += answers
+        self.queued += answers
+
+    def _take(self, account: Account, turn: Turn) -> None:
+        self.in_flight += turn.answers
+        account.in_flight += turn.answers
+        self._entered += 1
+        self._empty.clear()
+
+    def _give(self, account: Account, answers: int) -> None:
+        self._moved_s = self._clock()
+        account.in_flight -= answers
+        self.in_flight -= answers
+        if self.in_flight == 0:
+            self._empty.set()
+
+    def _forget_idle(self, account: Account) -> None:
+        if account.idle:
+            self._accounts.pop(account.tenant.id, None)
+
+
+def _leaving() -> Draining:
+    return Draining("the router is shutting down; try again soon")
 
 
 class PoolFallback:

@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from router_service.admission import Admission, Limit, PoolFallback
+from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.lanes import Lanes
 from router_service.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.tenants import Tenant
 from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
-from slipstream.base.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
+from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans
 from slipstream.protocol.chat import Usage
@@ -79,7 +79,7 @@ class Gateway:
         self.codec = codec
         self.metrics = metrics
         self.spans = spans
-        self.admission = Admission(section.max_in_flight, metrics.load)
+        self.admission = Admission(section.max_in_flight, section.max_wait_s, metrics)
         self.leaving = False
         self._balancer = balancer
         self._fallback = fallback
@@ -134,17 +134,21 @@ class Gateway:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
         arrived_s = time.monotonic()
-        await self.admission.enter(asked.num_answers)
+        place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
             job = await self._tokenized(asked)
+            place.spend(sum(map(len, job.prompts)))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
-            run = Run(self, job, tenant, arrived_s, arrived_s + self._section.request_timeout_s, trace)
+            run = Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
-            self.admission.leave(asked.num_answers)
+            place.leave()
             raise
         try:
             await run.begin()
+        except CapacityError as error:
+            await run.aclose()
+            raise self.admission.overloaded(place, error) from error
         except BaseException:
             await run.aclose()
             raise
@@ -225,13 +229,14 @@ class Run:
     """The answers of one admitted job: iterate for (answer number, delta) as they come. Raises what an answer raises,
     and DeadlineExceeded."""
 
-    def __init__(self, gateway: Gateway, job: Job, tenant: Tenant, arrived_s: float, deadline_s: float,
+    def __init__(self, gateway: Gateway, job: Job, place: Place, arrived_s: float, deadline_s: float,
                  trace: str) -> None:
         self.id = secrets.token_hex(16)
         self.created = int(time.time())
         self.job = job
         self.mode = "plain"  # how the first answer began: speculative when its target meant to and a draft is there
         self._gateway = gateway
+        self._place = place
         self._arrived_s = arrived_s
         self._first: Numbered | None = None  # which ``begin`` has waited for
         self._came: tuple[float, int, int] | None = None  # the latest delta: when, of which answer, how many tokens
@@ -240,7 +245,7 @@ class Run:
         self._failed = False
         self._limit = Limit(_too_long, max(deadline_s - time.monotonic(), 0.0))
         self._span = gateway.spans.begin("router.request", trace, endpoint=job.endpoint, answers=job.num_answers)
-        self.completions = [gateway.completion(job, tenant, self.id, i, self._span.parent)
+        self.completions = [gateway.completion(job, place.tenant, self.id, i, self._span.parent)
                             for i in range(job.num_answers)]
         # No queue between a single answer and its reader.
         self._many = merged(self.completions) if job.num_answers > 1 else None
@@ -296,9 +301,10 @@ class Run:
                 await self._many.aclose()
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
-            self._gateway.admission.leave(self.job.num_answers)
-            self._count()
             used = self.usage()
+            self._place.spend(used.completion_tokens)
+            self._place.leave()
+            self._count()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 
     def _time(self) -> None:

@@ -37,6 +37,7 @@ from slipstream.base.errors import (
     Draining,
     InvalidRequest,
     ModelChanged,
+    QuotaExceeded,
     SlipstreamError,
     Unavailable,
     status_of,
@@ -461,6 +462,8 @@ def problem_of(error: BaseException) -> Problem:
     code = kind
     if isinstance(error, CapacityError):
         headers, code = (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),), "server_overloaded"
+        if isinstance(error, QuotaExceeded):
+            code = "rate_limit_exceeded"
     elif isinstance(error, Draining | ModelChanged | Unavailable):
         headers = (("retry-after", "1"),)
     elif isinstance(error, DeadlineExceeded):

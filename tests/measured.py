@@ -14,6 +14,7 @@ def router() -> RouterMetrics:
     metrics.request("chat", 200, "plain")
     metrics.finished(1.0, "plain")
     metrics.failed("server_error")
+    metrics.refused("alice", "queue")
     metrics.load(1, 1)
     metrics.admitted(0.1, 3)
     metrics.first_token(0.1, "plain")

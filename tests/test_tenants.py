@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from router_service.tenants import ANYONE, ApiKeys
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import CapacityError, ConfigError
 from slipstream.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
+from tests.echo import EchoTarget
 from tests.pair import WIRE, Rig, target
-from tests.routing import COMPLETIONS, Routing, routing
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing, until
 
 SECRET = "4711"
 LETTER = "The code of the vault, which nobody else may know, is "
@@ -150,3 +152,44 @@ def test_a_mistake_in_a_line_is_named_and_the_line_is_not_shown(tmp_path: Path, 
     with pytest.raises(ConfigError) as raised:
         ApiKeys.load(str(written(tmp_path, "first name=alice", line)))
     assert problem in str(raised.value) and "hush" not in str(raised.value)
+
+
+async def test_one_key_s_quota_and_queue_are_its_own_and_refusals_are_counted_by_name(tiny_folder: Path,
+                                                                                       tmp_path: Path) -> None:
+    keys = written(tmp_path, "key-of-a name=a", "key-of-b name=b tokens_per_minute=10", "key-of-c name=c")
+    echo = EchoTarget(stall_after=1)
+    async with routing(tiny_folder, echo, api_keys_file=str(keys), max_in_flight=2) as r:
+        async def ask(key: str) -> httpx.Response:
+            return await r.http.post(CHAT, json={"model": "tiny", "messages": HELLO},
+                                     headers={"authorization": f"Bearer {key}"})
+
+        running = [asyncio.ensure_future(ask("key-of-a")) for _ in range(2)]
+        await until(lambda: len(echo.running) == 2, asyncio.sleep)
+        flood = [asyncio.ensure_future(ask("key-of-a")) for _ in range(5)]
+        refused = await next(asyncio.as_completed(flood))
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "overloaded_error"
+        beside = asyncio.ensure_future(ask("key-of-b"))
+        admission = r.service.gateway.admission
+        await until(lambda: admission.queued == 5, asyncio.sleep)
+        echo.stall_after = -1
+        running[0].cancel()
+        assert (await beside).status_code == 200, "though another's requests fill the places and the queue"
+        used_up = await ask("key-of-b")
+        assert used_up.status_code == 429 and 1 <= int(used_up.headers["retry-after"]) <= 60
+        assert used_up.json()["error"]["type"] == "rate_limit_error"
+        assert used_up.json()["error"]["code"] == "rate_limit_exceeded"
+        for task in (running[1], *flood):
+            task.cancel()
+        await until(lambda: admission.in_flight == admission.queued == 0, asyncio.sleep)
+        page = [line for line in (await r.metrics()).splitlines() if line.startswith("slipstream_requests_refused_tot")]
+        assert len(page) == 2 and all("key-of" not in line for line in page)
+        assert any('reason="queue"' in line and 'tenant="a"' in line for line in page)
+        assert any('reason="tokens"' in line and 'tenant="b"' in line for line in page)
+
+
+async def test_a_target_without_room_is_told_with_a_time_and_counted(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget(fail_after=0, error=CapacityError("full", 7.2))) as r:
+        refused = await r.post(CHAT, messages=HELLO)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) == 8
+        assert 'reason="target",service="router",tenant="anyone"' in await r.metrics()

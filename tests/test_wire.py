@@ -20,6 +20,7 @@ from slipstream.base.errors import (
     InvalidRequest,
     NotFound,
     PairingError,
+    QuotaExceeded,
     SlipstreamError,
     Unavailable,
 )
@@ -523,7 +524,7 @@ async def test_an_answer_comes_through_and_is_closed() -> None:
 
 @pytest.mark.parametrize("error", [
     InvalidRequest("top_p", "must be at most 1", "too_large"), NotFound("model", "no such model ünï"),
-    CapacityError("full", 7.5), Draining("going"), Unavailable("not now")])
+    CapacityError("full", 7.5), QuotaExceeded("used up", 7.5), Draining("going"), Unavailable("not now")])
 @pytest.mark.parametrize("late", [False, True])
 async def test_errors_keep_their_class(error: SlipstreamError, late: bool) -> None:
     machine = Machine(Counting(2, error), None if late else error)

@@ -163,8 +163,9 @@ class RouterSection(Section):
     model_name: str = Field("", description="the name clients use; empty: the target's own")
     api_keys_file: str = Field("", description="one key a line, then whose it is, as in name=alice; read again when it "
                                "changes; empty: no keys")
-    max_in_flight: int = Field(128, ge=1, description="answers that run at the same time; twice as many may wait, and "
-                               "one more is refused with 429")
+    max_in_flight: int = Field(128, ge=1, description="answers that run at the same time; twice as many may wait")
+    max_wait_s: float = Field(30.0, gt=0, description="a request that would wait longer for its turn is refused at "
+                              "once, with 429 and a time to come back")
     request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
 

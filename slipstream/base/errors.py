@@ -41,6 +41,10 @@ class CapacityError(SlipstreamError):
         self.retry_after_s = retry_after_s
 
 
+class QuotaExceeded(CapacityError):
+    """A key has used up what it may have; there may be room for others."""
+
+
 class DeviceFull(CapacityError):
     """The device has no memory for a step. Handled in the target while it can ask for less; else as its base."""
 
@@ -99,6 +103,7 @@ STATUS: tuple[tuple[type[SlipstreamError], str, int, str], ...] = (
     (NotFound, "NOT_FOUND", 404, "invalid_request_error"),
     (TooLarge, "INVALID_ARGUMENT", 413, "invalid_request_error"),
     (InvalidRequest, "INVALID_ARGUMENT", 400, "invalid_request_error"),
+    (QuotaExceeded, "RESOURCE_EXHAUSTED", 429, "rate_limit_error"),
     (CapacityError, "RESOURCE_EXHAUSTED", 429, "overloaded_error"),
     (Draining, "UNAVAILABLE", 503, "service_unavailable"),
     (Unavailable, "UNAVAILABLE", 503, "service_unavailable"),

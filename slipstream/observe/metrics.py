@@ -3,6 +3,7 @@
 Rules:
 1. Counters and histograms only; ratios are made in PromQL. Gauges say what is the case now.
 2. Every series carries ``service`` and ``model``. No label can be sized by a user: no request id, no prompt, no key.
+   Tenants are named by the operator, and so many have series of their own.
 3. Methods take plain values and never fail for a value that the service may meet.
 4. Each object has its own registry: several services live in one process without sharing series.
 5. What is counted begins at 0, not with its first event: ``increase`` does not see an event that makes its series.
@@ -134,6 +135,7 @@ FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
 LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
+MOST_TENANTS = 200  # that have series of their own
 
 
 class RouterMetrics:
@@ -143,6 +145,8 @@ class RouterMetrics:
         self.registry = registry = Registry("router", model)
         self.mode = ModeMetrics(registry, "pool")
         self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
+        self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant", "reason")
+        self._tenants = set[str]()
         self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
         self._queue = registry.gauge("queue_depth", "Answers that wait to be admitted.")
@@ -176,6 +180,14 @@ class RouterMetrics:
 
     def failed(self, kind: str) -> None:
         self._errors.of(kind).inc()
+
+    def refused(self, tenant: str, reason: str) -> None:
+        """``tenant``: a name of the operator's, never a key. ``reason``: queue (it would wait too long), late (it has),
+        tokens (its quota of a minute) or target (the targets have no room)."""
+        if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+            tenant = "others"
+        self._tenants.add(tenant)
+        self._refused.of(tenant, reason).inc()
 
     def load(self, in_flight: int, queued: int) -> None:
         self._in_flight.of().set(in_flight)

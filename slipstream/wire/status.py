@@ -28,6 +28,7 @@ from slipstream.base.errors import (
     ModelChanged,
     NotFound,
     PairingError,
+    QuotaExceeded,
     RemoteProtocolError,
     SlipstreamError,
     Unavailable,
@@ -42,7 +43,7 @@ METADATA = "slipstream-error-bin"
 MAX_RETRY_S = 3600.0
 CODES = {code.name: code for code in grpc.StatusCode}
 KINDS: dict[str, type[SlipstreamError]] = {kind.__name__: kind for kind in (
-    InvalidRequest, NotFound, PairingError, RemoteProtocolError, CapacityError, Draining, ModelChanged,
+    InvalidRequest, NotFound, PairingError, RemoteProtocolError, CapacityError, QuotaExceeded, Draining, ModelChanged,
     Unavailable)}
 
 

@@ -1,0 +1,210 @@
+"""Who is let in, who waits and who is refused, on counted time: answers take seconds, the tests do not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from router_service.admission import Admission, Place
+from router_service.tenants import ANYONE, Tenant
+from slipstream.base.errors import CapacityError, InvalidRequest, QuotaExceeded
+from slipstream.observe.metrics import RouterMetrics
+from tests.counted import counted
+
+PLACES, ANSWER_S, MAX_WAIT_S = 16, 2.0, 3.0
+CAPACITY = PLACES / ANSWER_S  # answers a second
+A, B = (Tenant(name, name) for name in "ab")
+
+
+@dataclass
+class Office:
+    """Places, each of which serves one answer in a random time, and what became of all who asked."""
+
+    places: int = PLACES
+    max_wait_s: float = MAX_WAIT_S
+    metrics: RouterMetrics = field(default_factory=lambda: RouterMetrics("tiny"))
+    waits: dict[str, list[float]] = field(default_factory=dict)  # of those who were let in
+    totals: dict[str, list[float]] = field(default_factory=dict)
+    refusals: dict[str, list[float]] = field(default_factory=dict)  # when each is told to come back
+    running: Counter[str] = field(default_factory=Counter)
+    most: Counter[str] = field(default_factory=Counter)  # that ran at once
+    ended: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.now = asyncio.get_running_loop().time
+        self.admission = Admission(self.places, self.max_wait_s, self.metrics, self.now)
+
+    async def ask(self, tenant: Tenant, answer_s: float, answers: int = 1) -> None:
+        name, came_s = tenant.name, self.now()
+        try:
+            place = await self.admission.enter(tenant, answers)
+        except CapacityError as error:
+            self.refusals.setdefault(name, []).append(error.retry_after_s)
+            return
+        self.waits.setdefault(name, []).append(self.now() - came_s)
+        self.running[name] += answers
+        self.most[name] = max(self.most[name], self.running[name])
+        assert self.running.total() <= self.places
+        await asyncio.sleep(answer_s)
+        self.running[name] -= answers
+        self.totals.setdefault(name, []).append(self.now() - came_s)
+        self.ended.append(self.now())
+        place.leave()
+
+    async def load(self, tenant: Tenant, a_second: float, seconds: float, mean_s: float = ANSWER_S) -> None:
+        """An open loop: whatever becomes of them, others come."""
+        chance = random.Random(f"{tenant.name} {a_second}")
+        asked = []
+        until_s = self.now() + seconds
+        while self.now() < until_s:
+            asked.append(asyncio.create_task(self.ask(tenant, mean_s * chance.uniform(0.5, 1.5))))
+            await asyncio.sleep(chance.expovariate(a_second))
+        await asyncio.gather(*asked)
+
+    def goodput(self, from_s: float, to_s: float) -> float:
+        return sum(from_s <= at_s < to_s for at_s in self.ended) / (to_s - from_s)
+
+    def refused(self, tenant: str, reason: str) -> float:
+        page = self.metrics.registry.page("")[1].decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in page if line.startswith(
+            "slipstream_requests_refused_total{") and f'reason="{reason}"' in line and f'tenant="{tenant}"' in line)
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * (len(seconds) - 1))]
+
+
+def test_overload_costs_no_goodput_and_waits_are_bounded() -> None:
+    async def overloaded(times: float) -> Office:
+        office = Office()
+        await office.load(ANYONE, times * CAPACITY, 150.0)
+        return office
+
+    seen = {times: counted(overloaded(times)) for times in (1.0, 1.5, 2.0, 5.0, 10.0)}
+    goodputs = {times: office.goodput(30.0, 150.0) for times, office in seen.items()}
+    assert min(goodputs[times] for times in (2.0, 5.0, 10.0)) >= 0.95 * max(goodputs.values()), goodputs
+    for times, office in seen.items():
+        waits, told = office.waits["anyone"], office.refusals.get("anyone", [])
+        assert p99(waits) <= MAX_WAIT_S and max(waits) <= MAX_WAIT_S + 0.001, (times, p99(waits))
+        assert office.refused("anyone", "queue") + office.refused("anyone", "late") == len(told)
+        if times >= 2.0:
+            late = sorted(told[len(told) // 2 :])
+            wait_s = sorted(waits)[len(waits) // 2]
+            assert wait_s / 2 < late[0] and late[-1] < 2 * wait_s, "they are told how long others wait"
+
+
+def test_a_tenant_that_asks_for_ten_times_its_share_does_not_slow_another() -> None:
+    async def beside(times: float) -> Office:
+        office = Office()
+        await asyncio.gather(office.load(B, 0.25 * CAPACITY, 300.0), office.load(A, times * 0.5 * CAPACITY, 300.0))
+        return office
+
+    modest, greedy = (counted(beside(times)) for times in (1.0, 10.0))
+    assert p99(greedy.totals["b"]) <= 1.5 * p99(modest.totals["b"]), (p99(greedy.totals["b"]), p99(modest.totals["b"]))
+    assert not greedy.refusals.get("b"), "its share is its own"
+    assert len(greedy.refusals["a"]) > len(greedy.totals["a"])
+    assert greedy.goodput(30.0, 300.0) >= 0.95 * CAPACITY, "what one leaves the other has"
+
+
+def test_shares_are_of_places_and_by_weight_however_long_the_answers() -> None:
+    async def both() -> Office:
+        office = Office()
+        heavy = replace(A, weight=3.0)
+        await asyncio.gather(office.load(heavy, 2 * CAPACITY, 300.0), office.load(B, 2 * CAPACITY, 300.0, ANSWER_S / 4))
+        return office
+
+    office = counted(both())
+    # Three quarters of the places for answers that take four times as long: 6 and 8 a second of 8 and 32.
+    a, b = (len(office.totals[name]) / 300.0 for name in "ab")
+    assert 5.4 < a < 6.6 and 7.2 < b < 8.8, (a, b)
+
+
+def test_a_quota_of_answers_at_once_lets_further_ones_wait_and_nobody_else() -> None:
+    async def narrow() -> Office:
+        office = Office()
+        await asyncio.gather(office.load(replace(A, requests=2), CAPACITY, 60.0), office.load(B, CAPACITY / 2, 60.0))
+        return office
+
+    office = counted(narrow())
+    assert office.most["a"] == 2 and not office.refusals.get("b")
+    assert max(office.waits["a"]) > 1.0 and max(office.waits["b"]) < 0.5
+    assert max(office.waits["a"]) <= MAX_WAIT_S + 0.001
+
+
+def test_a_quota_of_tokens_is_kept_and_who_comes_back_in_time_is_let_in() -> None:
+    async def spending() -> tuple[int, list[float]]:
+        office, told, spent = Office(), list[float](), 0
+        while office.now() < 600.0:
+            try:
+                place = await office.admission.enter(replace(A, tokens_per_minute=600), 1)
+            except QuotaExceeded as error:
+                told.append(error.retry_after_s)
+                await asyncio.sleep(error.retry_after_s)
+                place = await office.admission.enter(replace(A, tokens_per_minute=600), 1)
+            place.spend(50)
+            await asyncio.sleep(0.5)
+            place.spend(150)
+            place.leave()
+            spent += 200
+        assert office.refused("a", "tokens") == len(told)
+        return spent, told
+
+    spent, told = counted(spending())
+    assert 6000 <= spent <= 6000 + 600 + 200, "ten minutes of 600 tokens, those of a minute at once, and one request"
+    assert told and 15 < max(told) < 25, "200 tokens are there after 20 s"
+
+
+def test_who_waits_where_nobody_leaves_is_refused_in_time_and_told_what_is_known() -> None:
+    async def stalled() -> list[tuple[float, float]]:
+        office = Office(places=2)
+        running = [asyncio.create_task(office.ask(ANYONE, 100.0)) for _ in range(2)]
+        waiting = [asyncio.create_task(office.ask(ANYONE, 1.0)) for _ in range(2)]
+        await asyncio.wait(waiting)
+        seen = []
+        for _ in range(5):
+            began_s = office.now()
+            await office.ask(ANYONE, 1.0)
+            seen.append((began_s, office.refusals["anyone"][-1]))
+            await asyncio.sleep(5.0)
+        assert office.refused("anyone", "late") >= 2 and office.admission.queued == 0
+        for task in running:
+            task.cancel()
+        return seen
+
+    seen = counted(stalled())
+    assert round(seen[0][0]) == MAX_WAIT_S, "those who waited were refused then"
+    assert all(told > 0 for _, told in seen)
+
+
+async def test_who_gives_up_takes_nothing_and_several_answers_are_not_overtaken() -> None:
+    metrics = RouterMetrics("tiny")
+    admission = Admission(4, 30.0, metrics)
+    inside = [await admission.enter(A, 1) for _ in range(4)]
+    order: list[str] = []
+
+    async def enter(name: str, tenant: Tenant, answers: int, then: Callable[[Place], None]) -> None:
+        place = await admission.enter(tenant, answers)
+        order.append(name)
+        then(place)
+
+    tasks = {name: asyncio.create_task(enter(name, tenant, answers, Place.leave))
+             for name, tenant, answers in (("three", A, 3), ("one", A, 1), ("gone", A, 1), ("other", B, 1))}
+    await asyncio.sleep(0)
+    assert admission.queued == 6
+    tasks["gone"].cancel()
+    await asyncio.sleep(0)
+    for place in inside:
+        place.leave()
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert order == ["other", "three", "one"], "who has nothing goes first; within a tenant in order"
+    assert admission.in_flight == admission.queued == 0
+    with pytest.raises(InvalidRequest):
+        await admission.enter(A, 5)
+    with pytest.raises(InvalidRequest):
+        await admission.enter(replace(A, requests=2), 3)
