@@ -25,6 +25,11 @@ def _share(codes: str) -> str:
             f"(sum by ({WHERE}) ({requests % ''}) > 0)")
 
 
+# Not what was refused for a key's own quota.
+OVERLOADED = (f'sum by ({WHERE}) (rate(slipstream_request_errors_total{{type="overloaded_error"}}[5m])) / '
+              f'(sum by ({WHERE}) (rate(slipstream_requests_total{{service="router"}}[5m])) > 0)')
+
+
 @dataclass(frozen=True, slots=True)
 class Alert:
     name: str
@@ -47,9 +52,9 @@ ALERTS = (
           "More than a fifth of all requests fail", "Requests end with 5xx; clients see it."),
     Alert("SlipstreamErrorRatioHigh", _share("5..") + " > 0.05", "10m", "warning",
           "More than 5 % of all requests fail", "Requests end with 5xx; clients see it."),
-    Alert("SlipstreamShedding", _share("429") + " > 0.05", "10m", "warning",
-          "More than 5 % of all requests are refused for lack of room", "The router's queue is full: there is more "
-          "load than the targets can take."),
+    Alert("SlipstreamShedding", OVERLOADED + " > 0.05", "10m", "warning",
+          "More than 5 % of all requests are refused for lack of room", "More wait than can be let in in time: there "
+          "is more load than the targets can take."),
     Alert("SlipstreamFirstTokenSlow",
           f"histogram_quantile(0.95, sum by (le, {WHERE}) "
           "(rate(slipstream_time_to_first_token_seconds_bucket[10m]))) > 5", "10m", "warning",

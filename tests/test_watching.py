@@ -38,9 +38,12 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
         {'slipstream_requests_total{service="router",code="400",%s}': "0+50x30",
          'slipstream_requests_total{service="router",code="200",%s}': "0+50x30"}),
     "SlipstreamShedding": (
-        {'slipstream_requests_total{service="router",code="429",%s}': "0+10x30",
+        {'slipstream_request_errors_total{type="overloaded_error",%s}': "0+10x30",
+         'slipstream_requests_total{service="router",code="429",%s}': "0+10x30",
          'slipstream_requests_total{service="router",code="200",%s}': "0+90x30"}, 13,
-        {'slipstream_requests_total{service="router",code="200",%s}': "0+90x30"}),
+        {'slipstream_request_errors_total{type="rate_limit_error",%s}': "0+10x30",
+         'slipstream_requests_total{service="router",code="429",%s}': "0+10x30",
+         'slipstream_requests_total{service="router",code="200",%s}': "0+90x30"}),
     "SlipstreamFirstTokenSlow": (
         {'slipstream_time_to_first_token_seconds_bucket{le="5.0",%s}': "0+50x40",
          'slipstream_time_to_first_token_seconds_bucket{le="10.0",%s}': "0+100x40",

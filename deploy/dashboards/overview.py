@@ -28,6 +28,8 @@ REQUEST_ROW = Row("Requests", (
           text="speculative, plain, mixed (changed in mid-answer), none (no token was sent)."),
     Panel("Failures by type", "reqps", ((rate("slipstream_request_errors_total", "$router", "type"), "{{type}}"),),
           stacked=True),
+    Panel("Refused by tenant", "reqps", ((rate("slipstream_requests_refused_total", "$router", "tenant", "reason"),
+                                          "{{tenant}}: {{reason}}"),), stacked=True),
     Panel("Running and waiting", "none", (("sum(slipstream_requests_in_flight{$router})", "running"),
                                           ("sum(slipstream_queue_depth{$router})", "waiting"))),
     Panel("Connections", "none", (("sum by (state) (slipstream_http_connections{$router})", "{{state}}"),
