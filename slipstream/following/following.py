@@ -469,6 +469,7 @@ class Following:
             self.pool.link_up(link, hello)
             self._faults[link] = FaultRate()
             self._nonsense.pop(link.address, None)
+            self._put_aside()
             for followed in self.sessions.values():
                 followed.policy.drafter_ready(self._clock())
 
@@ -483,6 +484,7 @@ class Following:
             for followed in self.sessions.values():
                 if followed.link is link:
                     followed.lost(self._clock(), "draft_unavailable", moves=True)
+            self._put_aside()
 
         self.inbox.post(event)
 
@@ -600,6 +602,13 @@ class Following:
                 followed.receive(item, came_s)
             except RemoteProtocolError as error:
                 self._refuse(link, followed, error)
+
+    def _put_aside(self) -> None:
+        """End the sessions of drafters that stand aside now."""
+        for followed in self.sessions.values():
+            if (link := followed.link) is not None and not self.pool.follows(link):
+                followed.detach()
+                followed.lost(self._clock(), "draft_unavailable", moves=True, had=link)
 
     def _of(self, session: int, link: Link) -> Followed | None:
         followed = self.sessions.get(session)

@@ -6,15 +6,16 @@ Rules:
 2. A drafter that is right no more often than by chance is reported: a loud line once a connection, a gauge, and the
    problem in its status. One that names no vocabulary (n-gram) has learned none and is not judged.
 3. A drafter that leaves, by its own word or by discovery's, gets no new session.
-4. All links share one FeatureSpec, that of the first drafter that reads features; another spec is refused by name, and
-   so is one that the engine cannot give.
+4. All drafters that read features share one FeatureSpec: the one that most of them read; of two with as many, the one
+   in use. Others stand aside, with that as their problem, until the majority is theirs; a spec that the engine cannot
+   give is refused by name.
 
 It knows nothing about what is drafted, how it is verified, or what a session decides.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
@@ -45,6 +46,7 @@ class DraftPool:
         self._metrics = metrics
         self._log = logger("target")
         self._ready: dict[Link, DraftHello] = {}
+        self._aside: dict[Link, DraftHello] = {}  # that read other rows than are kept
         self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
         self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
@@ -55,43 +57,90 @@ class DraftPool:
         self._problems: dict[str, str] = {}  # by address; read by other threads
 
     def link_up(self, link: Link, hello: DraftHello) -> None:
-        """A drafter is there. Rows that it reads are kept from now on; older tokens have none for it."""
+        """A drafter is there. Rows that it reads are kept from now on; older tokens have none for it. It may make
+        others stand aside (see ``follows``)."""
+        if hello.features is None:
+            self._take(link, hello)
+        else:
+            self._aside[link] = hello
+            self._choose_spec()
+
+    def follows(self, link: Link) -> bool:
+        """Whether sessions may have it: it is there, and does not stand aside."""
+        return link in self._ready
+
+    def _take(self, link: Link, hello: DraftHello) -> None:
         spec = hello.features
-        if spec is not None and not self._takes(link, spec):
-            return
         self._ready[link] = hello if spec is None else replace(hello, features=spec.light())
         self._sessions[link] = 0
+        self._problems.pop(link.address, None)
         if hello.vocab_size:
             self._agreement[link] = Agreement()
             self._metrics.pairing_suspect(link.address, False)
         self._metrics.drafts_connected(len(self._ready))
 
-    def _takes(self, link: Link, spec: FeatureSpec) -> bool:
-        if spec == self._spec:
-            return True
-        expected = self._spec.layers if self._spec is not None else ()
-        in_use = any(hello.features is not None for hello in self._ready.values())
-        if (in_use and self._spec is not None) or not self._gives(spec):
-            self._log.warning("draft refused", address=link.address, field="features", found=str(spec.layers),
-                              expected=str(expected))
+    def _choose_spec(self) -> None:
+        """Keep rows for those that are most, and let them in."""
+        hellos = [*self._ready.values(), *self._aside.values()]
+        votes = Counter(hello.features for hello in hellos if hello.features is not None)
+        for spec in sorted(votes, key=lambda spec: (-votes[spec], spec != self._spec)):
+            if spec == self._spec or self._give(spec):
+                self._spec = spec.light()
+                break
+        for link in [link for link, hello in self._ready.items() if hello.features not in (None, self._spec)]:
+            self._aside[link] = self._ready[link]
+            self._problems.pop(link.address, None)
+            self._forget(link)
+        for link in [link for link, hello in self._aside.items() if hello.features == self._spec]:
+            self._take(link, self._aside.pop(link))
+        for link, hello in self._aside.items():
+            self._stand_aside(link, hello)
+
+    def _give(self, spec: FeatureSpec) -> bool:
+        """Have rows for ``spec`` kept. False: not now, or never."""
+        links = [link for link, hello in self._aside.items() if hello.features == spec]
+        whole = [hello.features for link in links if _is_whole(hello := self._aside[link])]
+        if not whole:
+            links[0].refuse("features")  # it stood aside once, and its projection is gone: it comes back with it
             return False
-        self._spec = spec.light()
-        return True
+        if whole[0] is not None and self._gives(whole[0]):
+            return True
+        for link in links:
+            del self._aside[link]
+            self._log.warning("draft refused", address=link.address, field="features", found=str(spec.layers))
+            self._problems[link.address] = f"features.layers: this engine has no rows of layers {spec.layers}"
+        return False
+
+    def _stand_aside(self, link: Link, hello: DraftHello) -> None:
+        found, kept = hello.features, self._spec
+        if found is None or kept is None or link.address in self._problems:
+            return
+        same = " through another projection" if found.layers == kept.layers else ""
+        problem = f"features: it reads layers {found.layers}{same}, and more drafts read {kept.layers}"
+        self._log.warning("draft stands aside", address=link.address, problem=problem)
+        self._problems[link.address] = problem
 
     def link_down(self, link: Link, reason: str) -> None:
-        """A drafter is gone."""
+        """A drafter is gone, and others may take part."""
+        self._aside.pop(link, None)
         self._outbox.pop(link, None)
         self._due.pop(link, None)
+        self._problems.pop(link.address, None)  # what was found out is about this connection
+        if self._forget(link):
+            self._metrics.drafter_lost(reason)
+        self._choose_spec()
+
+    def _forget(self, link: Link) -> bool:
+        """It has no part any more. Returns whether it had."""
         self._sessions.pop(link, None)
         self._agreement.pop(link, None)
         self._leaving.discard(link)
         if self._ready.pop(link, None) is None:
-            return
+            return False
         self._warned.discard(link)
-        self._problems.pop(link.address, None)  # what was found out is about this connection
         self._metrics.draft_gone(link.address)
-        self._metrics.drafter_lost(reason)
         self._metrics.drafts_connected(len(self._ready))
+        return True
 
     def set_leaving(self, link: Link, leaving: bool) -> None:
         """Give a drafter no new session any more, or again."""
@@ -129,8 +178,8 @@ class DraftPool:
         return self._ready.get(link) if link is not None else None
 
     def say(self, link: Link | None, item: DraftBound | None) -> None:
-        """With the next flush."""
-        if link in self._ready and item is not None:
+        """With the next flush. Who stands aside is told as well that its sessions are over."""
+        if link is not None and (link in self._ready or link in self._aside) and item is not None:
             items = self._outbox[link]
             items.append(item)
             if not isinstance(item, Commit) or item.wanted or len(items) >= HELD:
@@ -177,3 +226,9 @@ class DraftPool:
     def with_problem(self, status: DraftStatus) -> DraftStatus:
         """A link's status with what was found out about its drafter. From any thread."""
         return replace(status, problem=status.problem or self._problems.get(status.address, ""))
+
+
+def _is_whole(hello: DraftHello) -> bool:
+    """Whether its projection, if it has one, came with its weights."""
+    spec = hello.features
+    return spec is not None and (spec.projection is None or bool(spec.projection.weights))
