@@ -10,6 +10,7 @@ from slipstream.base.config import Config
 from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.vitals import until
 from slipstream.wire.link import DraftServicer, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.tls import export_end, tls_files
@@ -19,7 +20,7 @@ DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at onc
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then give all sessions up, so that targets go on alone. Raises ConfigError or
-    ModelError when it cannot begin."""
+    ModelError when it cannot begin, PartLost when it cannot go on."""
     bind_guard(config.draft.listen, config.wire, tls_files(config.wire.tls))
     await host(config, await asyncio.to_thread(build, config), stop, ready)
 
@@ -31,23 +32,27 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
     server = GrpcServer(config.draft.listen, config.wire, [servicer], tls=tls)
     await server.start()
     up = asyncio.Event()
-    metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)
+    vitals = draft.worker.vitals
+    metrics = MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, vitals)
     metrics.start()
     draft.worker.start()
-    async with kept_up(export_bytes([servicer.counts], draft.metrics.wire_bytes),
-                       export_end(tls, draft.metrics.registry.certificate_ends)):
-        await server.set_ready(True)
-        up.set()
-        logger("draft").info("ready", listen=config.draft.listen)
-        if ready is not None:
-            ready()
-        await stop.wait()
-        up.clear()
-        logger("draft").info("draining")
-        draft.worker.drain()
-        await server.drain(DRAIN_S)
-    await asyncio.to_thread(draft.worker.stop)
-    metrics.close()
+    try:
+        async with kept_up(export_bytes([servicer.counts], draft.metrics.wire_bytes),
+                           export_end(tls, draft.metrics.registry.certificate_ends), vitals=vitals):
+            await server.set_ready(True)
+            up.set()
+            logger("draft").info("ready", listen=config.draft.listen)
+            if ready is not None:
+                ready()
+            await until(stop, vitals, show=server.set_ready)
+            up.clear()
+            logger("draft").info("draining")
+            draft.worker.drain()
+            await server.drain(DRAIN_S)
+    finally:
+        await server.drain(0.0)
+        await asyncio.to_thread(draft.worker.stop)
+        await asyncio.to_thread(metrics.close)
     logger("draft").info("stopped")
 
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import NoSpans, Span, Spans, Unfollowed
 from slipstream.observe.trace import Trace, commit_key, growth_key
+from slipstream.observe.vitals import Vitals
 from slipstream.protocol.conduct import FaultRate
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -200,7 +200,8 @@ class DraftWorker:
         self._numbers = itertools.count(1)
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
-        self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
+        self.vitals = Vitals("draft")
+        self._thread = self.vitals.thread("draft-worker", self._run)
 
     def start(self) -> None:
         self._thread.start()
@@ -210,6 +211,7 @@ class DraftWorker:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        self.vitals.end()
         self._trace.write()
 
     def drain(self) -> None:
@@ -244,7 +246,7 @@ class DraftWorker:
 
     def _run(self) -> None:
         while self.turn():
-            pass
+            self._thread.beat()
 
     def turn(self, block: bool = True) -> bool:
         """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.

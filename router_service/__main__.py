@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.cli.process import main
+from slipstream.observe.vitals import until
 from slipstream.protocol.requests import Backend
 from slipstream.wire.discovery import fixed, following
 from slipstream.wire.target import TargetClient
@@ -29,12 +30,14 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
 
     try:
         service = RouterService(config, clients if backends is None else backends, connect)
-        async with following(addresses, config.wire.kubeconfig, service.seen):
+        async with following(addresses, config.wire.kubeconfig, service.seen, begun=service.vitals.follow):
             await service.start()
             if ready is not None:
                 ready()
-            await stop.wait()
-            await service.drain(config.router.drain_s)
+            try:
+                await until(stop, service.vitals)
+            finally:
+                await service.drain(config.router.drain_s if stop.is_set() else 0.0)
     finally:
         for client in clients.values():
             await client.aclose()

@@ -23,6 +23,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.spans import spans_of
+from slipstream.observe.vitals import Vitals
 from slipstream.protocol.requests import Backend
 from slipstream.wire.inference import InferenceServicer
 from slipstream.wire.server import GrpcServer
@@ -50,7 +51,8 @@ class RouterService:
         self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS])
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)])
-        self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready)
+        self.vitals = Vitals("router")
+        self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)
         self._tls = tls_files(config.wire.tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._log = logger("router")
@@ -84,6 +86,8 @@ class RouterService:
         self._tasks = [asyncio.create_task(work) for work in
                        (self._balancer.run(), self._fallback.run(), self._show_ready(), self._keys.follow(),
                         export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
+        for task in self._tasks:
+            self.vitals.follow(task)
         self._log.info("listening", http=self.http_port, grpc=self.grpc_port, metrics=self.metrics_port,
                        ready=self.gateway.ready)
 
@@ -106,6 +110,7 @@ class RouterService:
         await self._http.close()
         self.gateway.close()
         await asyncio.to_thread(self._metrics.close)
+        self.vitals.end()
         self._log.info("stopped", left=self.gateway.admission.in_flight)
 
     async def _show_ready(self) -> None:

@@ -6,7 +6,7 @@ A composition root: it joins the worker to drafts (``wire.link``) and to routers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from slipstream.base.config import Config
@@ -14,6 +14,7 @@ from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.vitals import until
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
 from slipstream.wire.discovery import fixed, following
@@ -42,14 +43,13 @@ class Hosted(Protocol):
     @property
     def metrics(self) -> TargetMetrics: ...
 
-    async def until(self, stop: asyncio.Event) -> None: ...
-
     def end(self) -> None: ...
 
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
-    requests are taken. Raises ConfigError or ModelError when it cannot begin."""
+    requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost or RanksLost when it cannot go
+    on."""
     bind_guard(config.target.listen, config.wire, tls_files(config.wire.tls))
     if config.target.vllm is not None:
         await _serve_vllm(config, stop, ready)
@@ -77,18 +77,19 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
     await server.start()
     up = asyncio.Event()
-    metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set)
+    metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
     metrics.start()
     target.worker.start()
     drafts.fix(fixed(config.target.drafts))
     try:
-        async with following(config.target.drafts, config.wire.kubeconfig, drafts.seen) as directory:
+        async with following(config.target.drafts, config.wire.kubeconfig, drafts.seen,
+                             begun=target.vitals.follow) as directory:
             def told() -> None:
                 target.metrics.drafts_expected(drafts.num_fixed + directory.listed)
 
             async with kept_up(drafts.run(told), export_bytes([counts], target.metrics.wire_bytes),
-                               export_end(tls, target.metrics.registry.certificate_ends)):
-                await _until_stopped(config, target, server, up, stop, ready)
+                               export_end(tls, target.metrics.registry.certificate_ends), vitals=target.vitals):
+                await _serve_until(until(stop, target.vitals, show=server.set_ready), config, target, server, up, ready)
     finally:
         await drafts.aclose()
         await asyncio.to_thread(target.end)
@@ -109,7 +110,7 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
         metrics.start()
         try:
             async with kept_up(export_end(tls, target.metrics.registry.certificate_ends)):
-                await _until_stopped(config, target, server, up, stop, ready)
+                await _serve_until(target.until(stop), config, target, server, up, ready)
         finally:
             await asyncio.to_thread(metrics.close)
     finally:
@@ -117,14 +118,14 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
     logger("target").info("stopped")
 
 
-async def _until_stopped(config: Config, target: Hosted, server: GrpcServer, up: asyncio.Event, stop: asyncio.Event,
-                         ready: Callable[[], None] | None) -> None:
+async def _serve_until(stopped: Awaitable[None], config: Config, target: Hosted, server: GrpcServer, up: asyncio.Event,
+                       ready: Callable[[], None] | None) -> None:
     await server.set_ready(True)
     up.set()
     logger("target").info("ready", listen=config.target.listen, drafts=list(config.target.drafts))
     if ready is not None:
         ready()
-    await target.until(stop)
+    await stopped
     up.clear()
     logger("target").info("draining")
     await server.set_ready(False)

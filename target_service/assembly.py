@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,11 +27,11 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
+from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.loop import TargetWorker
-from target_service.lost import RankWatch
 from target_service.scheduler import Limits
 from target_service.served import Served
 from target_service.service import LoopDispatch, TargetService
@@ -46,17 +47,17 @@ class Target:
     service: TargetService
     hello: TargetHello
     metrics: TargetMetrics
-    ranks: RankWatch | None = None  # None: the model has one
+    ranks: RankedModel | None = None  # None: the model has one
 
-    async def until(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set. Raises RanksLost."""
-        await (stop.wait() if self.ranks is None else self.ranks.until(stop))
+    @property
+    def vitals(self) -> Vitals:
+        return self.worker.vitals
 
     def end(self) -> None:
         """End the worker, and with it the model's ranks."""
         self.worker.stop()
         if self.ranks is not None:
-            self.ranks.end()
+            self.ranks.close()
 
 
 def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], Sequence[DraftStatus]]) -> Target:
@@ -75,9 +76,10 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
             torch.set_num_threads(1)
         return assemble(config, model, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder))
     ranked = ranked_model(folder, section)
-    watch = RankWatch(ranked, loop)
-    return replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder)),
-                   ranks=watch)
+    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder)),
+                     ranks=ranked)
+    ranked.watch(partial(target.vitals.lost, "a rank"))
+    return target
 
 
 def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,

@@ -13,10 +13,10 @@ It knows nothing about text, HTTP or how frames travel.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from slipstream.base.config import TargetSection
@@ -28,6 +28,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans, Spans
 from slipstream.observe.trace import Trace
+from slipstream.observe.vitals import BEAT_S, Vitals
 from slipstream.protocol.requests import Piece, Request
 from slipstream.protocol.tree import Thresholds
 from target_service.scheduler import Limits, Queues, Schedule, Shedding, holds
@@ -112,7 +113,9 @@ class TargetWorker:
         self.shedding = Shedding(limits or Limits.on(runner.model.device.type, config.max_sessions), clock, metrics)
         self._queues = Queues()
         self._costs = costs
-        self._thread = threading.Thread(target=self._run, name="target-worker", daemon=True)
+        self.vitals = Vitals("target")
+        self._thread = self.vitals.thread("target-worker", self._run)
+        self._failed: Exception | None = None  # what ended the thread
         self._show_slots()
 
     # From any thread.
@@ -125,12 +128,13 @@ class TargetWorker:
         self.following.inbox.stop()
         if self._thread.is_alive():
             self._thread.join()
+        self.vitals.end()
         self._trace.write()
 
     @property
     def alive(self) -> bool:
         """Whether the engine thread runs."""
-        return self._thread.is_alive()
+        return self._failed is None and self._thread.is_alive()
 
     @property
     def num_running(self) -> int:
@@ -153,6 +157,8 @@ class TargetWorker:
         """An answer is wanted; ``sink`` takes its pieces, or the error that ends it."""
         arrived_s = self._clock()
         self.post(lambda: self._arrive(number, request, sink, arrived_s))
+        if self._failed is not None:  # it failed since somebody looked
+            self._dispatch([(sink, self._failed)])
 
     def cancel(self, number: int) -> None:
         """Nobody wants this answer any more."""
@@ -185,17 +191,24 @@ class TargetWorker:
     def _run(self) -> None:
         wait_s: float | None = None
         try:
-            while self.following.inbox.drain(wait_s, for_s=SLICE_S):
+            while self.following.inbox.drain(BEAT_S if wait_s is None else wait_s, for_s=SLICE_S):
+                self._thread.beat()
                 wait_s = self.turn()
             self._telling.deliver()
-        except Exception as error:
-            # A bug of ours. Nobody may wait for ever on a thread that is gone: whoever runs is told, and the process
-            # is restarted by whoever watches ``alive``.
-            self._log.exception("the engine thread failed")
-            for one in self._queues.everyone():
-                self._telling.failed(one, error)
-            self._telling.deliver()
+        except Exception as error:  # a bug of ours: the process ends by its vitals
+            self._failed = error
+            self._tell_all(error)
             raise
+
+    def _tell_all(self, error: Exception) -> None:
+        """Nobody may wait for ever on a thread that is gone: who asked and is still in the inbox is told, too."""
+        while True:
+            with suppress(Exception):
+                self.following.inbox.drain()
+                break
+        for one in self._queues.everyone():
+            self._telling.failed(one, error)
+        self._telling.deliver()
 
     def poll(self) -> float | None:
         """Do what waits in the inbox, then a turn, for a caller that has the thread's place."""

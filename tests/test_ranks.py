@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,10 @@ from slipstream.engine.model import load_tensors
 from slipstream.engine.orders import ForwardOrder, LogitsOrder, Pipe, WarmOrder, read, written
 from slipstream.engine.ranks import RankedModel, part_config, part_of, ranked_model, sharded_decoder
 from slipstream.engine.runner import ModelRunner
+from slipstream.observe.vitals import Vitals, until
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.wire.target import TargetClient
-from target_service.lost import RankWatch
 from tests.pair import drafting, local_link, target
 from tests.tiny import write_tiny_model
 
@@ -154,15 +155,16 @@ async def test_answers_of_two_ranks_are_those_of_one_with_drafts_and_without(fol
 
 
 async def test_a_killed_rank_ends_the_other_with_its_name(cut: RankedModel) -> None:
-    watch = RankWatch(cut, asyncio.get_running_loop())
+    vitals = Vitals("target")
+    cut.watch(partial(vitals.lost, "a rank"))
     runner = ModelRunner(cut, 128)
     runner.forward(prompt())
     os.kill(cut.pids[0], signal.SIGKILL)
     with pytest.raises(RanksLost, match=r"rank 1 of 2 has ended \(signal 9\)"):
-        await watch.until(asyncio.Event())
+        await until(asyncio.Event(), vitals)
     with pytest.raises(RanksLost, match=r"rank 1 of 2 has ended \(signal 9\)"):
         runner.forward(tree())
-    watch.end()  # or this process ends, too
+    vitals.end()  # or this process ends, too
 
 
 def test_a_rank_that_dies_in_a_step_ends_it(cut: RankedModel) -> None:

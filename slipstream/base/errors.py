@@ -65,6 +65,10 @@ class RanksLost(Unavailable):
     """Processes that compute one model together are out of step, or one is gone. The service has to start again."""
 
 
+class PartLost(SlipstreamError):
+    """A thread or task that a service cannot do without has ended; the process ends with it."""
+
+
 class DeadlineExceeded(SlipstreamError):
     """A request took longer than the configuration allows."""
 

@@ -19,6 +19,7 @@ from router_service.service import RouterService
 from slipstream.base.config import Config
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.vitals import until
 from slipstream.protocol.pairing import check_pair
 from slipstream.wire.local import LocalLink
 from target_service.assembly import Target
@@ -27,7 +28,7 @@ from target_service.assembly import build as build_target
 
 async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None = None) -> None:
     """Serve until ``stop`` is set, then drain: running answers finish, new ones are refused. ``ready`` is called once
-    requests are taken. Raises ConfigError or ModelError when it cannot begin."""
+    requests are taken. Raises ConfigError or ModelError when it cannot begin, PartLost when it cannot go on."""
     config, loop = config.on_one_machine(), asyncio.get_running_loop()
     links: list[LocalLink] = []
     target = await asyncio.to_thread(build_target, config, loop, lambda: [link.status() for link in links])
@@ -35,8 +36,8 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     link = LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair)
     links.append(link)
     up = asyncio.Event()
-    pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set),
-             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set)]
+    pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals),
+             MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, draft.worker.vitals)]
     router = RouterService(config, {"local": target.service})
     for page in pages:
         page.start()
@@ -48,11 +49,13 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     _tell(link, config)
     if ready is not None:
         ready()
-    await target.until(stop)
-    up.clear()
-    await router.drain(config.router.drain_s)
-    await target.service.drain(config.target.drain_s)
-    await _end(target, draft, link, pages)
+    try:
+        await until(stop, target.vitals, draft.worker.vitals, router.vitals)
+    finally:
+        up.clear()
+        await router.drain(config.router.drain_s if stop.is_set() else 0.0)
+        await target.service.drain(config.target.drain_s if stop.is_set() else 0.0)
+        await _end(target, draft, link, pages)
 
 
 def _tell(link: LocalLink, config: Config) -> None:

@@ -39,6 +39,7 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
 from slipstream.models.folder import settled
 from slipstream.observe.log import configure
+from slipstream.observe.vitals import Vitals
 
 START_S = 180.0  # loading a large model from a cold disk
 CLOSE_S = 15.0  # beyond the time that a service gives its answers
@@ -87,9 +88,12 @@ def open_files() -> None:
 
 
 @asynccontextmanager
-async def kept_up(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run ``work`` beside the block, and end it with the block."""
+async def kept_up(*work: Coroutine[Any, Any, None], vitals: Vitals | None = None) -> AsyncIterator[None]:
+    """Run ``work`` beside the block, and end it with the block. ``vitals`` hear of what fails before."""
     tasks = [asyncio.create_task(one) for one in work]
+    if vitals is not None:
+        for task in tasks:
+            vitals.follow(task)
     try:
         yield
     finally:

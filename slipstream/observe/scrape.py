@@ -21,6 +21,7 @@ from slipstream.base.address import host_port
 from slipstream.base.errors import ConfigError
 from slipstream.base.guests import Guests
 from slipstream.observe.metrics import Registry
+from slipstream.observe.vitals import Vitals
 
 MOST, MOST_EACH = 64, 32
 PATIENCE_S = 10.0
@@ -32,10 +33,13 @@ class MetricsServer:
 
     ``ready`` is asked on each call of ``/ready``, from another thread. Raises ConfigError when the port is taken."""
 
-    def __init__(self, listen: str, registry: Registry, ready: Callable[[], bool]) -> None:
+    def __init__(self, listen: str, registry: Registry, ready: Callable[[], bool],
+                 vitals: Vitals | None = None) -> None:
+        """vitals: of the service that it is a part of; it is ready with them alone."""
+        vitals = vitals or Vitals("metrics")
         host, port = host_port(listen)
         self._registry = registry
-        self._ready = ready
+        self._ready = lambda: ready() and vitals.ready
         self._guests: Guests[asyncio.StreamWriter] = Guests(MOST, MOST_EACH, lambda writer, _: writer.transport.abort())
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -43,7 +47,7 @@ class MetricsServer:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"metrics_listen {listen}: {error}; choose another port") from error
         self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="metrics", daemon=True)
+        self._thread = vitals.thread("metrics", lambda: asyncio.run(self._serve()))
         self._up = threading.Event()
 
     def start(self) -> None:

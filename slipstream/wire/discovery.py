@@ -425,18 +425,19 @@ def fixed(addresses: Sequence[str]) -> tuple[str, ...]:
 
 @asynccontextmanager
 async def following(addresses: Sequence[str], kubeconfig: str, seen: Seen,
-                    rules: WatchRules | None = None) -> AsyncIterator[Directory]:
-    """A directory that is kept up while the block runs. Raises ConfigError where ``addresses`` name a service and no
-    cluster can be found."""
+                    rules: WatchRules | None = None,
+                    begun: Callable[[asyncio.Task[None]], None] = lambda _: None) -> AsyncIterator[Directory]:
+    """A directory that is kept up while the block runs, by the task that ``begun`` is given. Raises ConfigError where
+    ``addresses`` name a service and no cluster can be found."""
     server = await _server(kubeconfig) if len(fixed(addresses)) < len(addresses) else None
     found = Directory(addresses, server, seen, rules)
     task = asyncio.create_task(found.run())
+    begun(task)
     try:
         yield found
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
         if server is not None:
             await server.aclose()
 

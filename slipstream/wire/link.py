@@ -440,11 +440,9 @@ class DraftLink:
     def __init__(self, address: str, hello: TargetHello, events: LinkEvents, check: Check, *,
                  tls: TlsFiles | None = None, rules: ConnectionRules = RULES, max_batches: int = MAX_BATCHES,
                  handshake_s: float = HANDSHAKE_S, refused_retry_s: float = REFUSED_RETRY_S,
-                 counts: WireCounts | None = None, share: float = SHARE) -> None:
-        """share: of its thread's time that reading may take (``Pace``)."""
+                 counts: WireCounts | None = None) -> None:
         self.address = address
         self.counts = counts or WireCounts()
-        self._share = share
         self._hello = hello
         self._events = events
         self._rules = rules
@@ -476,7 +474,7 @@ class DraftLink:
         return DraftStatus(self.address, self._outbox is not None, self._drafter, self._problem)
 
     async def run(self) -> None:
-        """Keep the link up until cancelled. Never ends by itself and raises nothing but bugs."""
+        """Keep the link up until cancelled. Never ends by itself."""
         loop = asyncio.get_running_loop()
         attempt = 0
         while True:
@@ -492,14 +490,18 @@ class DraftLink:
                 continue
             except SlipstreamError as error:
                 self._report("draft not reachable", error)
+            except Exception as error:  # a bug of ours: it costs this draft, and nobody else
+                self._log.exception("draft link failed")
+                await self._leave_alone(error)
+                continue
             lasted = loop.time() - began > self._rules.backoff_max_s
             attempt = 0 if lasted else min(attempt + 1, 16)
             bound = min(FIRST_BACKOFF_S * 2.0**attempt, self._rules.backoff_max_s)
             await asyncio.sleep(random.uniform(0, bound))
 
-    async def _leave_alone(self, error: RemoteProtocolError) -> None:
+    async def _leave_alone(self, error: Exception) -> None:
         pause_s = self._absence.broke(asyncio.get_running_loop().time())
-        self._problem = f"it broke the protocol: {error}"
+        self._problem = f"left alone: {error}"
         self._log.warning("draft left alone", problem=str(error), seconds=pause_s)
         await asyncio.sleep(pause_s)
 
@@ -560,7 +562,7 @@ class DraftLink:
         outbox: Outbox[DraftBound] = Outbox(self._max_batches)
         pumps = Pumps(encode_target_frames, decode_draft_frame, target.incarnation, FrameLimits.of(target, draft),
                       self._rules.message_bytes, self.counts, outbox, partial(self._events.received, self),
-                      self._give_up, partial(self._events.full, self), Allowance(), Pace(self._share))
+                      self._give_up, partial(self._events.full, self), Allowance())
         loop = asyncio.get_running_loop()
         self._refusal = lambda field: loop.call_soon_threadsafe(pumps.refuse, field)
         self._outbox, self._drafter, self._problem = outbox, draft.drafter, ""

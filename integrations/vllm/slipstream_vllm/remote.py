@@ -304,7 +304,7 @@ class RemoteDrafter:
         return [self.chains.following.pool.with_problem(status) for status in self._links.statuses()]
 
     def _ready(self) -> bool:
-        return any(status.connected for status in self._links.statuses())
+        return self._links.alive and any(status.connected for status in self._links.statuses())
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """vLLM calls it; the model is elsewhere."""
