@@ -103,7 +103,7 @@ class TargetPiece(Piece):
         known: list[Drafts] = []
         self.made = await asyncio.to_thread(
             assemble, config, TimedModel(self.timing, Device()), "timed", "", asyncio.get_running_loop(),
-            lambda: [status for drafts in known for status in drafts.statuses()])
+            lambda: [status for drafts in known for status in drafts.statuses()], str(self.timing.seed))
         await host_target(config, self.made, known, stop, ready)
 
 

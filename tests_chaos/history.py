@@ -25,6 +25,7 @@ from slipstream.base.errors import (
     CapacityError,
     DeadlineExceeded,
     Draining,
+    ModelChanged,
     RemoteProtocolError,
     SlipstreamError,
     Unavailable,
@@ -36,7 +37,7 @@ from tests_chaos.fleet import DRAFTS, ROUTERS, TARGETS, Fleet
 
 FIRST = 36  # stream of a timed target: from here on the default tokenizer has whole characters for its tokens
 WITHIN_S = 60.0  # an answer that takes longer never ends
-FORESEEN = (Unavailable, CapacityError, Draining, DeadlineExceeded)
+FORESEEN = (Unavailable, CapacityError, Draining, DeadlineExceeded, ModelChanged)
 STATUSES = (429, 502, 503, 504)
 
 Way = Literal["http", "grpc"]
@@ -83,8 +84,8 @@ def drawn(seed: int) -> History:
 
 
 def _fault(random: Random) -> Fault:
-    kind: Kind = random.choice(("kill", "kill", "freeze", "hole", "slow", "corrupt", "cut", "drain", "rollout", "flood",
-                                "clock", "disk"))
+    kind: Kind = random.choice(("kill", "kill", "freeze", "hole", "slow", "corrupt", "cut", "drain", "rollout",
+                                "rollout", "flood", "clock", "disk"))
     draft, target = f"draft-{random.randrange(DRAFTS)}", f"target-{random.randrange(TARGETS)}"
     router = f"router-{random.randrange(ROUTERS)}"
     pair = random.choice(((target, draft), (router, target)))
