@@ -47,7 +47,7 @@ class House:
             COMPLETIONS, headers={"authorization": f"Bearer {key}"},
             json={"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True})
         assert answer.status_code == 200, answer.text
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (info := await self.rig.service.info()).sessions_running or info.sessions_waiting:
                 await asyncio.sleep(0.001)
         cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
