@@ -21,7 +21,7 @@ from slipstream.engine.ops.fused import DTYPES, MOST_WIDTH, compared, difference
 from slipstream.engine.ops.layer import TORCH, Heads, Rope, Step, rms_norm
 from tests.on_device import Subject, random_words
 
-CPU, SEED, MANY = torch.device("cpu"), 13, 600
+CPU, SEED, MANY = torch.device("cpu"), 13, 130
 cast = interpreter.InterpreterBuilder.cast_impl
 
 

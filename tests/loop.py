@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 
 
@@ -24,6 +24,16 @@ def still() -> Iterator[Callable[[float], None]]:
     finally:
         ahead_s = max(0.0, now_s - real())
         loop.time = lambda: real() + ahead_s  # type: ignore[method-assign]
+
+
+async def hurried(work: Coroutine[object, object, None]) -> None:
+    """Do ``work``, whose seconds pass as fast as what is ready is done."""
+    task = asyncio.create_task(work)
+    with still() as passes:
+        while not task.done():
+            passes(0.01)
+            await asyncio.sleep(0)
+    await task
 
 
 async def settled() -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from router_service.connection import HEAD_S, MAX_HEADER_BYTES, MAX_WAITING, HttpListener, connection_of
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
-from tests.loop import settled, still
+from tests.loop import hurried, settled, still
 
 HOST = b"Host: x\r\n"
 GET = b"GET /a HTTP/1.1\r\n" + HOST
@@ -140,7 +140,7 @@ async def served(app: ASGIApp) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     yield reader, writer
     writer.close()
-    await listener.close()
+    await hurried(listener.close())
 
 
 async def refusal(reader: asyncio.StreamReader) -> int:
