@@ -42,6 +42,8 @@ class EchoTarget:
         self.identity: Identity | None = Identity(model, "float32", "none", "echo")
         self.requests: list[Request] = []
         self.running: set[EchoAnswer] = set()
+        self.go = asyncio.Event()  # answers stand still while it is not set
+        self.go.set()
         self.waiting = 0
         self.verify_s = {True: 0.011, False: 0.010}  # by whether drafts were verified
 
@@ -95,6 +97,7 @@ class EchoAnswer:
             if pieces == target.fail_after:
                 raise target.error or CapacityError("full")
             await asyncio.sleep(target.pause_s)
+            await target.go.wait()
             speculates = self.speculate and pieces > 0
             size = 1 + target.accepted if speculates else 1
             chunk = tokens[sent: min(sent + size, request.max_tokens)]

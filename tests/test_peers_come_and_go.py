@@ -31,8 +31,19 @@ from tests.test_wire import HELLO, Echo, Target
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.1)
 QUICK = WatchRules(repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05)
-ROSTER = RosterRules(leave_s=0.3, silent_s=0.6)
+ROSTER = RosterRules()
+LEFT_S, SILENT_S = ROSTER.leave_s + 1.0, ROSTER.silent_s + 1.0
 ADDRESSES = ("kubernetes:///target.ns:grpc",)
+
+
+@dataclass
+class Clock:
+    """Rosters know no other time."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @dataclass
@@ -67,6 +78,21 @@ class Routed:
     pods: Pods
     targets: Targets
     balancer: Balancer
+    clock: Clock
+    polls: int = 0
+
+    async def poll(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.balancer.poll()
+            self.polls += 1
+            await asyncio.sleep(0.02)
+
+    async def passes(self, seconds: float) -> None:
+        """So much later, and all are polled again."""
+        self.clock.now_s += seconds
+        before = self.polls
+        await until(lambda: self.polls >= before + 2)
 
     @property
     def known(self) -> set[str]:
@@ -87,13 +113,14 @@ async def routed(folder: Path, tls: TlsFiles | None = None, client: TlsFiles | N
     await api.start()
 
     def connect(address: str, name: str) -> TargetClient:
-        return TargetClient(address, tls=dialling(client, name), connect_s=1.0)
+        return TargetClient(address, tls=dialling(client, name), connect_s=20.0)
 
-    targets = Targets({}, connect, rules=ROSTER)
-    rules = BalanceRules(poll_every_s=0.05, poll_timeout_s=1.0)
-    found = Routed(api, Pods(api, tls), targets, Balancer(targets, RouterMetrics("tiny"), rules=rules))
+    clock = Clock()
+    targets = Targets({}, connect, clock, ROSTER)
+    balancer = Balancer(targets, RouterMetrics("tiny"), rules=BalanceRules(poll_timeout_s=20.0))
+    found = Routed(api, Pods(api, tls), targets, balancer, clock)
     async with following(ADDRESSES, kubeconfig(folder, api), targets.seen, QUICK):
-        polling = asyncio.create_task(found.balancer.run())
+        polling = asyncio.create_task(found.poll())
         try:
             yield found
         finally:
@@ -120,21 +147,24 @@ async def test_requests_follow_the_targets(tmp_path: Path) -> None:
         assert len(echoes[0].requests) == before, "who ends gets no new answer"
         await r.pods.kill("a")
         await r.api.delete("a")
+        await r.passes(LEFT_S)
         await r.settled(b, c)
 
 
 async def test_what_runs_on_a_target_that_left_finishes(tmp_path: Path) -> None:
     async with routed(tmp_path) as r:
-        slow = EchoTarget(pause_s=0.02, end=1000)
+        slow = EchoTarget(end=1000)
+        slow.go.clear()
         a = await r.pods.start("a", TargetServicer(slow))
         await r.settled(a)
         running = asyncio.create_task(r.ask(max_tokens=200))
         await until(lambda: len(slow.running) == 1)
         await r.pods.list("a", ready=False)
         b = await r.pods.start("b", TargetServicer(EchoTarget()))
-        await until(lambda: b in r.known)
-        await asyncio.sleep(2 * ROSTER.leave_s)
+        await until(lambda: b in r.known and any(t.left for t in r.targets))
+        await r.passes(LEFT_S)
         assert not running.done() and a in r.known, "it is long over, but it works"
+        slow.go.set()
         assert await running == 200
         await r.settled(b)
 
@@ -160,16 +190,19 @@ async def test_without_the_api_server_live_targets_stay_and_dead_ones_go(tmp_pat
         await r.api.stop()
         await r.pods.kill("b")
         assert await asyncio.gather(*(r.ask() for _ in range(10))) == [8] * 10
+        await r.passes(SILENT_S)
         await r.settled(a)
-        await asyncio.sleep(2 * ROSTER.silent_s)
+        await r.passes(SILENT_S)
         assert r.known == {a}
         await r.pods.kill("a")
-        await asyncio.sleep(2 * ROSTER.silent_s)
+        await r.passes(SILENT_S)
         assert r.known == {a}, "the last one is never forgotten: it may be us"
         c = await r.pods.start("c", TargetServicer(EchoTarget()))  # the slices know, but nobody can be asked
         await r.api.delete("a")
         await r.api.delete("b")
         await r.api.start()
+        await until(lambda: c in r.known)
+        await r.passes(LEFT_S)
         await r.settled(c)
         assert await r.ask() == 8
 
@@ -182,7 +215,7 @@ async def test_a_dead_target_that_is_still_listed_gets_nothing(tmp_path: Path) -
         await r.pods.kill("a")
         assert await asyncio.gather(*(r.ask() for _ in range(10))) == [8] * 10
         await until(lambda: not any(t.ready for t in r.targets if t.name == a))
-        await asyncio.sleep(2 * ROSTER.silent_s)
+        await r.passes(SILENT_S)
         assert await r.ask() == 8
 
 
@@ -229,7 +262,8 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     def connect(address: str, name: str) -> DraftLink:
         return DraftLink(address, HELLO, told, check_pair, rules=RULES)
 
-    drafts = Drafts(connect, told, rules=ROSTER)
+    clock = Clock()
+    drafts = Drafts(connect, told, clock, ROSTER)
     drafts.fix(("127.0.0.1:9",))
     sweeping = asyncio.create_task(drafts.run(look_s=0.02))
 
@@ -253,6 +287,8 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
         await until(lambda: {s.address for s in drafts.statuses()} == {a, "127.0.0.1:9"})
         assert directory.listed == 1
         await api.delete("a")
+        await until(lambda: told.leaving[a])
+        clock.now_s += LEFT_S
         await until(lambda: {s.address for s in drafts.statuses()} == {"127.0.0.1:9"})
         assert told.downs, "a link that stays too long is closed"
         await api.delete("b")
