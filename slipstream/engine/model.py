@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,9 +30,25 @@ from slipstream.engine.kv import KVPool
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# model_type -> (bias of q, k and v; norm of q and k)
-FAMILY = {"llama": (False, False), "mistral": (False, False), "mimo": (True, False), "qwen2": (True, False),
-          "qwen3": (False, True)}
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a ``model_type`` says by itself."""
+
+    qkv_bias: bool  # of q, k and v
+    qk_norm: bool
+    absent: Mapping[str, Any]  # what transformers takes for fields that are not there; null is something else
+
+
+QWEN: Mapping[str, Any] = MappingProxyType({"num_key_value_heads": 32, "max_position_embeddings": 32768})
+FAMILY: Mapping[str, Family] = MappingProxyType({
+    "llama": Family(False, False, {}),
+    "mistral": Family(False, False, {"num_key_value_heads": 8, "max_position_embeddings": 131072,
+                                     "sliding_window": 4096}),
+    "mimo": Family(True, False, QWEN),
+    "qwen2": Family(True, False, QWEN),
+    "qwen3": Family(False, True, {**QWEN, "head_dim": 128}),
+})
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +207,13 @@ class Fields:
 
 def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...] = ()) -> ModelConfig:
     """The ModelConfig of a parsed ``config.json``; ``where`` names it in errors. Raises ModelError."""
-    fields = Fields(where, raw)
     model_type = raw.get("model_type")
-    if model_type not in FAMILY:
+    if not isinstance(model_type, str) or model_type not in FAMILY:
         raise ModelError(f"{where}: model_type: {model_type!r} is not one of {', '.join(FAMILY)}; "
                          "--set model.engine=hf takes more families of transformers")
+    family = FAMILY[model_type]
+    fields, qkv_bias = Fields(where, {**family.absent, **raw}), family.qkv_bias
     fields.must_be("hidden_act", "silu", "swish")
-    qkv_bias, qk_norm = FAMILY[model_type]
     attention_bias = fields.flag("attention_bias", False)
     num_heads = fields.integer("num_attention_heads", high=1024)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=num_heads)
@@ -212,7 +229,7 @@ def parse_config(raw: dict[str, Any], where: str, eos_token_ids: tuple[int, ...]
         fields.integer("max_position_embeddings", 2048), fields.real("rms_norm_eps", 1e-6), theta, scaling,
         fields.flag("tie_word_embeddings", False), qkv_bias or attention_bias,
         attention_bias and not qkv_bias,  # a family with biases of its own (MiMo says attention_bias) has none at o
-        fields.flag("mlp_bias", False), qk_norm, _window(fields, model_type), eos_token_ids,
+        fields.flag("mlp_bias", False), family.qk_norm, _window(fields, model_type), eos_token_ids,
     )
 
 

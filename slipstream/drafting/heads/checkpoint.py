@@ -389,11 +389,12 @@ class Layout:
     hidden_first: bool  # the projection reads (hidden, token); False: (token, hidden)
     first_token_zero: bool  # the row at position 0 reads a token of zeros
     own_kind: bool  # the layer is of the target's own kind, built by transformers; False: of decoder.py
+    norm_eps: float = 1e-6  # where a config says nothing
 
 
 MIMO = Layout("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", True, True, False)
 NEXTN = Layout("enorm", "hnorm", "eh_proj", "shared_head.norm", False, False, True)
-LAYOUTS = {"mimo": MIMO, "deepseek_v3": NEXTN, "glm4_moe": NEXTN}
+LAYOUTS = {"mimo": MIMO, "deepseek_v3": NEXTN, "glm4_moe": replace(NEXTN, norm_eps=1e-5)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +450,8 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     tensors = _tensors(folder, names, target_folder, prefixes, shared)
     embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
     lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else LM_HEAD), vocab, hidden)
-    return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), own.real("rms_norm_eps", 1e-6),
+    norm_eps = own.real("rms_norm_eps", layout.norm_eps)
+    return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), norm_eps,
                    tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
 
 
