@@ -12,7 +12,7 @@ import torch
 from draft_service.worker import DraftWorker
 from slipstream.base.config import Config
 from slipstream.drafting import Drafter, create
-from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.models.folder import made_for, resolve, settled_draft, tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import Spans, spans_of
@@ -30,20 +30,22 @@ class Draft:
 
 def build(config: Config) -> Draft:
     """Load the drafter. Raises ModelError or ConfigError."""
-    section = config.draft
+    section = settled_draft(config.draft, config.model)
     if section.drafter != "ngram":
         torch.set_num_threads(config.model.threads or max(1, (os.cpu_count() or 1) // 2))
     drafter = create(section, config.model)
     # A draft model must speak the target's tokens; a head has no vocabulary of its own, an n-gram fits any.
     digest = tokenizer_hash(resolve(section.model)) if section.drafter == "standalone" else ""
     return assemble(drafter, digest, LEASE_S, section.run_ahead, Trace(config.log.trace, "draft"),
-                    spans=spans_of(config.log, "draft"))
+                    spans=spans_of(config.log, "draft"),
+                    made_for=made_for(resolve(section.model)) if section.model else "")
 
 
 def assemble(drafter: Drafter, digest: str, lease_s: float, run_ahead: int = 0, trace: Trace | None = None,
-             clock: Callable[[], float] = time.monotonic, spans: Spans | None = None) -> Draft:
-    """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any."""
+             clock: Callable[[], float] = time.monotonic, spans: Spans | None = None, made_for: str = "") -> Draft:
+    """A draft around any drafter. ``digest``: the tokenizer hash that targets must have, "" for any; ``made_for``: see
+    ``DraftHello``."""
     metrics = DraftMetrics(drafter.name)
     logger("draft").info("drafter ready", drafter=drafter.name, reads_features=drafter.features is not None,
                          max_sessions=drafter.max_sessions)
-    return Draft(DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace, spans), metrics)
+    return Draft(DraftWorker(drafter, digest, lease_s, metrics, clock, run_ahead, trace, spans, made_for), metrics)

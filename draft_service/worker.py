@@ -180,14 +180,16 @@ class DraftWorker:
 
     def __init__(self, drafter: Drafter, tokenizer_hash: str, lease_s: float, metrics: DraftMetrics,
                  clock: Callable[[], float] = time.monotonic, run_ahead: int = 0,
-                 trace: Trace | None = None, spans: Spans | None = None) -> None:
-        """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit."""
+                 trace: Trace | None = None, spans: Spans | None = None, made_for: str = "") -> None:
+        """``run_ahead``: nodes beyond those that a target would verify next; 0: one growth a commit. ``made_for``: see
+        ``DraftHello``."""
         self._drafter = drafter
         self._tokenizer_hash = tokenizer_hash
         self._lease_s = lease_s
         self._metrics = metrics
         self._clock = clock
         self._run_ahead = run_ahead
+        self._made_for = made_for
         self._trace = trace or Trace("", "draft")
         self._spans = spans or NoSpans()
         self._log = logger("draft")
@@ -223,8 +225,9 @@ class DraftWorker:
         drafter = self._drafter
         answer = DraftHello(PROTOCOL_VERSION, hello.incarnation, drafter.name, drafter.vocab_size,
                             self._tokenizer_hash, drafter.features, drafter.hidden_size, drafter.max_context,
-                            drafter.max_nodes, drafter.max_sessions, self._run_ahead)
-        check_pair(hello, answer)
+                            drafter.max_nodes, drafter.max_sessions, self._run_ahead, self._made_for)
+        if problem := check_pair(hello, answer):
+            self._log.warning("doubtful pair", target=peer.name, problem=problem)
         return answer
 
     def peer_down(self, peer: Peer) -> None:

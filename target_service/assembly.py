@@ -98,7 +98,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
     identity = identity_of(model, config.model, weights)
     served = Served(name, shape.vocab_size, max_context, digest, runner.slots.num_slots, identity, lossy)
     hello = TargetHello(PROTOCOL_VERSION, 0, name, shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
-                        max_context)
+                        max_context, identity)
     logger("target").info("model ready", model=name, dtype=str(model.dtype), device=str(model.device),
                           kernels="native" if isinstance(model, NativeDecoder) else "torch",
                           threads=model.threads if isinstance(model, NativeDecoder) else torch.get_num_threads(),

@@ -143,7 +143,7 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
     served = Served("tiny", shape.vocab_size, shape.max_context, digest, slots,
                     identity_of(model, section, weights_hash(folder)))
     hello = TargetHello(PROTOCOL_VERSION, 0, "tiny", shape.vocab_size, digest, shape.hidden_size, shape.num_layers,
-                        shape.max_context)
+                        shape.max_context, served.identity)
     worker.start()
     try:
         yield Rig(worker, TargetService(worker, served, config, tuple), hello, runner, metrics)
@@ -152,9 +152,9 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
 
 
 @asynccontextmanager
-async def drafting(drafter: Drafter, run_ahead: int = 0) -> AsyncIterator[PeerEvents]:
+async def drafting(drafter: Drafter, run_ahead: int = 0, made_for: str = "") -> AsyncIterator[PeerEvents]:
     """A running draft worker around ``drafter``."""
-    worker = assemble(drafter, "", 30.0, run_ahead).worker
+    worker = assemble(drafter, "", 30.0, run_ahead, made_for=made_for).worker
     worker.start()
     try:
         yield worker

@@ -122,8 +122,9 @@ async def test_a_draft_is_heard_as_far_as_it_was_asked(kind: str) -> None:
     assert told["problem"] and told["seconds"] == FIRST_S and told["draft"] == link.address
 
 
-def check_pair_never(target: TargetHello, draft: DraftHello) -> None:
+def check_pair_never(target: TargetHello, draft: DraftHello) -> str:
     """Any draft fits."""
+    return ""
 
 
 async def test_a_draft_that_was_left_alone_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSec
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
 from slipstream.drafting import Drafter, create
+from slipstream.models.folder import MADE_FOR, made_for, weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
@@ -24,7 +27,7 @@ from slipstream.wire.target import TargetServicer
 from target_service.served import Served
 from target_service.service import TargetService
 from tests.eagle_folder import eagle_config, write_eagle_folder
-from tests.pair import STUBBORN, WIRE, drafting, local_link, target
+from tests.pair import STUBBORN, WIRE, drafting, grpc_link, local_link, target
 
 IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 TEXT = b"one two three one two three one two three one"
@@ -132,3 +135,23 @@ def test_the_doctor_tries_the_pair(kind: str, head: Path, tiny_folder: Path, tin
     assert pairing.status == {"head": "warn", "good": "ok", "misfit": "fail"}[kind], pairing
     if kind == "good":
         assert "acceptance length" in pairing.found
+
+
+@pytest.mark.parametrize("made", ["nobody says", "these weights", "other weights"])
+async def test_a_head_that_was_made_for_other_weights_drafts_and_both_sides_say_so(
+        made: str, head: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    weights = {"nobody says": "", "these weights": weights_hash(tiny_folder), "other weights": "0" * 64}[made]
+    folder = Path(shutil.copytree(head, tmp_path / "head"))
+    if weights:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {MADE_FOR: weights}))
+    with capture_logs() as logs:
+        async with (target(tiny_folder, STUBBORN) as rig,
+                    drafting(drafter("eagle3", tiny_folder, folder), made_for=made_for(folder)) as peers,
+                    grpc_link(rig, peers) as link):
+            status = rig.worker.following.pool.with_problem(link.status())
+            assert status.connected and ("other weights" in status.problem) == (made == "other weights")
+            await rig.answer(Request("1", tuple(TEXT), Sampling(), 20))
+            assert rig.count("drafts_total"), "it drafts in any case"
+    said = [log["event"] for log in logs if log["log_level"] == "warning" and "other weights" in log.get("problem", "")]
+    assert sorted(said) == (["doubtful pair", "draft link up"] if made == "other weights" else [])

@@ -19,6 +19,7 @@ from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import ModelConfig, load_tensors
+from slipstream.models.folder import made_for, weights_hash
 from slipstream.protocol.messages import Features
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import plan_of
@@ -156,6 +157,7 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
     assert chain.length > before[0].length + 0.5, (chain, before)
     assert tree.length > before[1].length + 0.3, (tree, before)
     assert (job.out / "training.svg").read_text().count("<polyline") == 7
+    assert made_for(job.out) == weights_hash(simple_folder) and not made_for(tmp_path / "untrained")
     assert f"| {chain.shape} | {chain.length:.2f} |" in (job.out / "README.md").read_text()
 
 

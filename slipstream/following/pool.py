@@ -225,7 +225,7 @@ class DraftPool:
 
     def with_problem(self, status: DraftStatus) -> DraftStatus:
         """A link's status with what was found out about its drafter. From any thread."""
-        return replace(status, problem=status.problem or self._problems.get(status.address, ""))
+        return replace(status, problem=self._problems.get(status.address, status.problem))
 
 
 def _is_whole(hello: DraftHello) -> bool:

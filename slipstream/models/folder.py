@@ -38,6 +38,7 @@ from slipstream.base.errors import ConfigError, ModelError
 
 FORMAT = 1  # of a prepared folder; a change means that folders are prepared again
 RECEIPT = "slipstream.json"
+MADE_FOR = "target_weights"  # in a head's config.json
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -256,6 +257,13 @@ def weights_hash(folder: Path) -> str:
         raise ModelError(f"{folder}: cannot be read: {error}") from error
     return hashlib.sha256(repr([(path.name, digest) for path, digest in zip(files, digests, strict=True)]).encode()
                           ).hexdigest()
+
+
+def made_for(folder: Path) -> str:
+    """The ``weights_hash`` of the target that the head in ``folder`` was trained with; "" where it does not say.
+    Raises ModelError."""
+    found = read_json(folder / "config.json").get(MADE_FOR, "")
+    return found if isinstance(found, str) else ""
 
 
 def _digest(path: Path) -> str:

@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import Floats, Ints
 
 PROTOCOL_VERSION = 1
@@ -195,6 +196,7 @@ class TargetHello:
     hidden_size: int
     num_layers: int
     max_context: int
+    identity: Identity | None = None  # None: it does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class DraftHello:
     max_nodes: int  # nodes of one tree, root not counted
     max_sessions: int
     run_ahead: int = 0  # nodes that it grows beyond those that are wanted, where the target lets it
+    made_for: str = ""  # the weights of the target that it was trained with; "": it does not say
 
 
 DraftBound = Open | Features | Commit | Close

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from slipstream.base.errors import PairingError
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftHello, FeatureSpec, TargetHello
 
 # A head that learned nothing but which tokens are frequent is right in some 5 % of all rounds, one with random weights
 # in hardly any; the worst that are published, on the text that they are worst at, in 30 % and more.
@@ -59,8 +59,9 @@ class Agreement:
                 "probably made for another target; check draft.model")
 
 
-def check_pair(target: TargetHello, draft: DraftHello) -> None:
-    """Whether the two fit. Raises PairingError naming the first field that does not."""
+def check_pair(target: TargetHello, draft: DraftHello) -> str:
+    """Whether the two fit. Raises PairingError naming the first field that does not. Returns what is doubtful all the
+    same, in a sentence; "" for nothing."""
     rows = (
         ("protocol_version", draft.protocol_version == PROTOCOL_VERSION == target.protocol_version,
          f"draft {draft.protocol_version}, target {target.protocol_version}"),
@@ -74,7 +75,14 @@ def check_pair(target: TargetHello, draft: DraftHello) -> None:
     for field, holds, message in rows:
         if not holds:
             raise PairingError(field, message)
-    spec = draft.features
+    _check_features(target, draft.features)
+    if target.identity is not None and draft.made_for not in ("", target.identity.weights):
+        return ("the head was made for other weights than the target's: it drafts, maybe less well; if few of its "
+                "tokens are taken, train it anew")
+    return ""
+
+
+def _check_features(target: TargetHello, spec: FeatureSpec | None) -> None:
     if spec is None:
         return
     if not spec.layers or any(not 0 <= layer <= target.num_layers for layer in spec.layers):

@@ -23,21 +23,25 @@ from safetensors.torch import save_file
 
 from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER
 from slipstream.engine.model import ModelConfig, RopeScaling
+from slipstream.models.folder import MADE_FOR
 from slipstream.train.head import Head
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
-def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str] | None = None) -> None:
-    """Write the head into ``folder``; what stands there under the same names is replaced. texts: further files."""
+def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str] | None = None,
+           weights: str = "") -> None:
+    """Write the head into ``folder``; what stands there under the same names is replaced. texts: further files;
+    weights: the hash of those of its target."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(published_tensors(head, dtype), partial / WEIGHTS, metadata={"format": "pt"})
     for name, text in (texts or {}).items():
         (partial / name).write_text(text, encoding="utf-8")
-    (partial / CONFIG).write_text(json.dumps(published_config(head, dtype), indent=2) + "\n", encoding="utf-8")
+    config = published_config(head, dtype) | ({MADE_FOR: weights} if weights else {})
+    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
     for name in (WEIGHTS, *(texts or {}), CONFIG):
         (partial / name).replace(folder / name)

@@ -22,6 +22,7 @@ import torch
 
 from slipstream.base.errors import ConfigError
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, load_tensors
+from slipstream.models.folder import weights_hash
 from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
@@ -75,14 +76,15 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
         return ()
     head, covered, training = _train(job, config, shards, watcher)
     dtype = dtype_of(recipe.dtype)
-    export(head, job.out, dtype)
+    weights = weights_hash(job.target)
+    export(head, job.out, dtype, weights=weights)
     watcher.say("drafting for held-out prompts")
     prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
     found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device) if prompts else []
     now = training.progress
     export(head, job.out, dtype, {
         "training.svg": curves(now.history),
-        "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))})
+        "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}, weights)
     return found
 
 

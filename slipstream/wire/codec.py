@@ -58,8 +58,10 @@ from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,
     INT32_MAX,
+    decode_identity,
     decode_sampling,
     dtype_of,
+    encode_identity,
     encode_sampling,
     ints_of,
     made,
@@ -322,12 +324,14 @@ DRAFT_BOUNDS = {"vocab_size": (0, INT32_MAX), "hidden_size": (0, 1 << 20), "max_
 
 
 def encode_target_hello(hello: TargetHello) -> bytes:
-    return draft_pb2.ExchangeRequest(hello=draft_pb2.TargetHello(**shared(hello))).SerializeToString()
+    return draft_pb2.ExchangeRequest(hello=draft_pb2.TargetHello(
+        **shared(hello, "identity"), identity=encode_identity(hello.identity))).SerializeToString()
 
 
 def decode_target_hello(data: bytes) -> TargetHello:
     """Raises RemoteProtocolError; PairingError for another protocol version."""
-    return made(TargetHello, _hello(draft_pb2.ExchangeRequest(), data, TARGET_BOUNDS))
+    wire = _hello(draft_pb2.ExchangeRequest(), data, TARGET_BOUNDS)
+    return made(TargetHello, wire, identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
 
 
 def encode_draft_hello(hello: DraftHello) -> bytes:

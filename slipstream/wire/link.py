@@ -430,7 +430,7 @@ REFUSED_RETRY_S = 10.0
 PROJECTION_S = 60.0  # for all weights of a projection: 512 MiB at less than 10 MiB/s
 
 Call = aio.StreamStreamCall[bytes, bytes]
-Check = Callable[[TargetHello, DraftHello], None]
+Check = Callable[[TargetHello, DraftHello], str]
 
 
 class DraftLink:
@@ -538,7 +538,7 @@ class DraftLink:
         draft = decode_draft_hello(answer)
         if draft.incarnation != target.incarnation:
             raise RemoteProtocolError("incarnation", "the draft answered another stream")
-        self._check(target, draft)
+        self._problem = self._check(target, draft)
         return await self._complete(call, draft)
 
     async def _complete(self, call: Call, draft: DraftHello) -> DraftHello:
@@ -565,8 +565,9 @@ class DraftLink:
                       self._give_up, partial(self._events.full, self), Allowance())
         loop = asyncio.get_running_loop()
         self._refusal = lambda field: loop.call_soon_threadsafe(pumps.refuse, field)
-        self._outbox, self._drafter, self._problem = outbox, draft.drafter, ""
-        self._log.info("draft link up", drafter=draft.drafter)
+        self._outbox, self._drafter = outbox, draft.drafter
+        (self._log.warning if self._problem else self._log.info)("draft link up", drafter=draft.drafter,
+                                                                 problem=self._problem)
         reason = "stopped"
         self.counts.reconnects += self._known
         self._known = True

@@ -88,7 +88,7 @@ class LocalLink:
             return
         try:
             draft = decode_draft_hello(encode_draft_hello(answer))
-            self._check(target, draft)
+            problem = self._check(target, draft)
             draft = self._complete(draft, answer)
         except RemoteProtocolError as error:
             self._problem = str(error)
@@ -96,7 +96,7 @@ class LocalLink:
             return
         self.counts.reconnects += self._known
         self._known = True
-        self._drafter, self._problem = draft.drafter, ""
+        self._drafter, self._problem = draft.drafter, problem
         self._stream = LocalStream(peer, target.incarnation, FrameLimits.of(target, draft))
         self._events.link_up(self, draft)
 

@@ -54,13 +54,14 @@ class Taps:
         given = dict(zip(self.inner, inner or (), strict=True))
         return [given.get(layer, last) for layer in self.layers]
 
-    def check(self, target: TargetHello, draft: DraftHello) -> None:
-        """Whether the two fit, and these are the taps that the draft reads. Raises PairingError."""
-        check_pair(target, draft)
+    def check(self, target: TargetHello, draft: DraftHello) -> str:
+        """As ``check_pair``; these have to be the taps that the draft reads, too."""
+        doubt = check_pair(target, draft)
         if draft.features is not None and draft.features.layers != self.layers:
             found = list(draft.features.layers)
             raise PairingError("features.layers", f"the draft reads {found}, vLLM gives {list(self.layers)}: start it "
                                f"with slipstream.layers {found}")
+        return doubt
 
 
 @dataclass(frozen=True, slots=True)

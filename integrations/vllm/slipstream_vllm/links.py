@@ -22,7 +22,7 @@ class Links:
     """They run until the process ends."""
 
     def __init__(self, drafts: Sequence[str], hello: TargetHello, following: Following, metrics: TargetMetrics,
-                 check: Callable[[TargetHello, DraftHello], None] = check_pair) -> None:
+                 check: Callable[[TargetHello, DraftHello], str] = check_pair) -> None:
         self._loop = asyncio.new_event_loop()
         self._links = [DraftLink(address, hello, following, check) for address in drafts]
         self._metrics = metrics
