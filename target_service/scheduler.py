@@ -1,8 +1,9 @@
 """What the next step of the target does: a pure function of plain facts, without doing it.
 
 Rules of a schedule:
-1. First come, first served: answers are admitted, prefilled and kept in order of arrival. The oldest always advances,
-   so nobody starves; when slots run out, the youngest is put back and computed again later.
+1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where namespaces take turns:
+   the first of each, then the second of each. The oldest always advances, so nobody starves; when slots run out, the
+   last in that order is put back and computed again later.
 2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
 3. Trees shrink before anyone is put back: draft nodes are a bet, answers are a promise.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step itself is held
@@ -24,10 +25,10 @@ It knows nothing about tokens, devices or drafters.
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import Counter, abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import islice
+from operator import itemgetter
 
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -78,8 +79,8 @@ class Schedule:
 
 
 def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_slots: int, limits: Limits) -> Schedule:
-    """The next step. ``running`` and ``waiting`` stand in order of arrival; ``free_slots`` counts those that the prefix
-    cache would give up too. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
+    """The next step. ``running`` and ``waiting`` stand in the order of rule 1; ``free_slots`` counts those that the
+    prefix cache would give up too. An answer in ``waiting`` needs ``prefill + 1`` slots to begin."""
     ready = [facts for facts in running if not facts.prefill and not facts.waits]
     room = free_slots
     kept = list(running)
@@ -173,7 +174,8 @@ class Queues:
     def schedule(self, now_s: float, free_slots: int, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
         """The next step, and who is left out of it because it waits for its drafter."""
         facts, standing = [], []
-        for one in self.running:
+        have = Counter[str]()
+        for one in in_turn(self.running, have):
             held = one.computed - one.borrowed
             if one.prefilling:
                 facts.append(Facts(one.number, held, one.num_prefill, 1, False))
@@ -185,9 +187,22 @@ class Queues:
                 facts.append(Facts(one.number, held, 0, shedding.nodes(one.followed.nodes), False))
         # Nobody behind the first that could be admitted matters, and the queue may be long.
         limits = shedding.limits()
-        first = islice(self.waiting, max(0, limits.max_running - len(self.running)))
+        room = max(0, limits.max_running - len(self.running))
+        first = in_turn(self.waiting, have)[:room] if room else []
         queued = [Facts(one.number, 0, one.base - 1, 1, False) for one in first]
         return schedule(facts, queued, free_slots, limits), standing
+
+
+def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:
+    """``ones``, in order of arrival, by how many of its namespace stand before each. ``have``: those that are elsewhere
+    already; counts ``ones`` too."""
+    turns = list[int]()
+    for one in ones:
+        turns.append(have[one.request.namespace])
+        have[one.request.namespace] += 1
+    if len(have) < 2:
+        return list(ones)
+    return [one for _, one in sorted(zip(turns, ones, strict=True), key=itemgetter(0))]
 
 
 CALM_S = 30.0

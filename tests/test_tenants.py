@@ -15,6 +15,8 @@ import pytest
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import CapacityError, ConfigError
 from slipstream.client import AsyncClient
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.echo import EchoTarget
@@ -193,3 +195,18 @@ async def test_a_target_without_room_is_told_with_a_time_and_counted(tiny_folder
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) == 8
         assert 'reason="target",service="router",tenant="anyone"' in await r.metrics()
+
+
+@pytest.mark.parametrize(("slots", "settings"), [(2048, {"max_sessions": 2}), (160, {})])
+async def test_in_a_target_too_who_asks_for_much_does_not_stand_before_others(
+        tiny_folder: Path, slots: int, settings: dict[str, Any]) -> None:
+    over: list[str] = []
+    async with target(tiny_folder, slots=slots, prefix_cache=False, **settings) as rig:
+        async def ask(number: int, namespace: str) -> None:
+            tokens = tuple(range(number, number + 40))
+            await rig.answer(Request(f"{number}", tokens, Sampling(), 6, namespace=namespace))
+            over.append(namespace)
+
+        await asyncio.gather(*(ask(number, "a") for number in range(12)), ask(50, "b"))
+        await rig.check()
+    assert over.index("b") <= 3, f"in turn, so no later than the second turn of two: {over}"
