@@ -29,7 +29,7 @@ class StandIn:
         self.port = 0
         self.refuse = 0
         self.lists = 0
-        self.watches = 0
+        self.watched_s: list[float] = []  # when each watch began
         self.watch_ends_at_once = False
         self.paths: list[str] = []
         self._version = 100
@@ -39,6 +39,10 @@ class StandIn:
         self._news = asyncio.Condition()
         self._open: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
+
+    @property
+    def watches(self) -> int:
+        return len(self.watched_s)
 
     @property
     def url(self) -> str:
@@ -127,7 +131,7 @@ class StandIn:
         return await self._json(writer, 200, {"metadata": {"resourceVersion": str(self._version)}, "items": items})
 
     async def _watch(self, writer: asyncio.StreamWriter, since: int, service: str) -> None:
-        self.watches += 1
+        self.watched_s.append(asyncio.get_running_loop().time())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
         gone = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}}
         while not self.watch_ends_at_once:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +163,15 @@ async def test_nonsense_changes_nothing(tmp_path: Path) -> None:
         await f.ready(A, B)
 
 
-async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path) -> None:
-    rules = WatchRules(backoff_min_s=0.05, backoff_max_s=5.0)
-    async with telling(tmp_path, rules=rules) as f:
+async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.uniform", lambda low, high: high)  # the longest of the waits that may be
+    async with telling(tmp_path, rules=WatchRules(backoff_min_s=0.01, backoff_max_s=5.0)) as f:
         f.server.watch_ends_at_once = True
-        await until(lambda: f.server.watches >= 3)
+        await f.server.cut()
         before = f.server.watches
-        await asyncio.sleep(0.2)
-        assert f.server.watches - before <= 2
+        await until(lambda: f.server.watches >= before + 5)
+        gaps_s = [after - at for at, after in pairwise(f.server.watched_s[before:])]
+        assert all(gap_s >= 0.01 * 2**attempt for attempt, gap_s in enumerate(gaps_s[:4], start=1)), gaps_s
 
 
 async def test_lists_come_from_time_to_time(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_process_that_cannot_come_to_its_end_is_ended(monkeypatch: pytest.Monk
     vitals = Vitals("target", exits=exits)
     vitals.look()
     vitals.lost("target-worker", RuntimeError("stuck"))
-    assert told.wait(20) and codes == [1]
+    assert told.wait(60) and codes == [1]
 
 
 def test_where_nobody_waits_a_death_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_where_nobody_waits_a_death_ends_nothing(monkeypatch: pytest.MonkeyPatch
 async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
     now_s, goes, shown = [100.0], threading.Event(), list[bool]()
     vitals, stop = Vitals("target", lambda: now_s[0]), asyncio.Event()
-    thread = vitals.thread("target-worker", lambda: goes.wait(20) and None)
+    thread = vitals.thread("target-worker", lambda: goes.wait(60) and None)
     thread.beat()
     thread.start()
 
