@@ -396,7 +396,7 @@ async def test_a_black_hole_is_noticed_on_both_sides() -> None:
     rig = await Rig.start(rules=rules)
     rig.task.cancel()
     hole = await BlackHole(rig.server.port).start()
-    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, check_pair, rules=rules, handshake_s=0.2)
+    rig.link = DraftLink(f"127.0.0.1:{hole.port_out}", HELLO, rig.target, check_pair, rules=rules, handshake_s=1.0)
     await eventually(lambda: rig.echo.down == rig.echo.up)
     rig.task = asyncio.create_task(rig.link.run())
     await rig.up()
