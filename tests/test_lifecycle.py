@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 from bench.fleet import free_port
@@ -33,6 +34,7 @@ from tests.pair import STUBBORN, target
 from tests.test_discovery import kubeconfig, until
 from tests.test_lossless import SAMPLINGS, tokens_of
 from tests.test_wire import HELLO, RULES, Target
+from tests.tiny import write_tiny_model
 
 PROMPT = tuple(b"the cat sat on the mat. the cat sat on the")
 
@@ -108,10 +110,11 @@ class Cluster:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, name: str, section: str, serve: Callable[..., Coroutine[Any, Any, None]],
-                    **settings: Any) -> None:
+                    folder: Path | None = None, **settings: Any) -> None:
         port, ready = free_port(), asyncio.Event()
         own = {"listen": f"127.0.0.1:{port}", "metrics_listen": "127.0.0.1:0", **settings}
-        config = Config.model_validate({**self._base, section: own})
+        model = self._base["model"] | ({} if folder is None else {"path": str(folder)})
+        config = Config.model_validate({**self._base, "model": model, section: own})
         self._stops[name] = asyncio.Event()
         self._tasks[name] = asyncio.create_task(serve(config, self._stops[name], ready.set))
         done, _ = await asyncio.wait({self._tasks[name], asyncio.create_task(ready.wait())},
@@ -120,9 +123,9 @@ class Cluster:
         if section != "router":
             await self.api.put(name, endpoint("127.0.0.1", pod=name), service=section, port=port)
 
-    async def start_target(self, name: str) -> None:
-        await self.start(name, "target", serve_target, drafts=["kubernetes:///draft.ns:grpc"], slots=4096,
-                         drain_s=0.2, prompt_lookup=False, policy=STUBBORN.model_dump())
+    async def start_target(self, name: str, folder: Path | None = None, drain_s: float = 0.2) -> None:
+        await self.start(name, "target", serve_target, folder, drafts=["kubernetes:///draft.ns:grpc"], slots=4096,
+                         drain_s=drain_s, prompt_lookup=False, policy=STUBBORN.model_dump())
 
     async def start_draft(self, name: str) -> None:
         await self.start(name, "draft", serve_draft)
@@ -208,6 +211,37 @@ async def test_everything_is_replaced_under_load_and_nothing_fails(tiny_folder: 
         asker.stop()
         await asyncio.gather(*asking)
         assert len(set(asker.texts)) == 1, "no answer is another"
+
+
+async def test_other_weights_are_rolled_out_in_the_middle_of_answers(tiny_folder: Path, tmp_path: Path) -> None:
+    """The old target hands its answers back at once, nobody else has its model, and so it finishes them."""
+    begun: set[int] = set()
+
+    async def ask(number: int) -> str:
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 150, "temperature": 0, "ignore_eos": True,
+                "stream": True}
+        text = ""
+        async with http.stream("POST", f"http://127.0.0.1:{c.http}/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                assert "error" not in line, line
+                if line.startswith("data: {"):
+                    text += orjson.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    begun.update([number] if text else [])
+        return text
+
+    async with cluster(tiny_folder, tmp_path) as c, httpx.AsyncClient(timeout=60) as http:
+        await c.start_target("old", drain_s=0.0)
+        await c.start_router()
+        await until_ready(http, c.http)
+        of_old = await ask(0)
+        await c.start_target("new", write_tiny_model(tmp_path / "new", seed=1))
+        await until_found(http, c.metrics, 2)
+        asking = [asyncio.create_task(ask(number)) for number in range(1, 5)]
+        await until(lambda: len(begun) == 5)
+        await c.stop("old")
+        answers = await asyncio.gather(*asking)
+        of_new = await ask(5)
+        assert of_new != of_old and set(answers) == {of_old, of_new}
 
 
 async def until_ready(http: httpx.AsyncClient, port: int) -> None:
