@@ -253,10 +253,16 @@ class Admission:
             missing = max(missing, (mine - account.room) / account.tenant.requests)
         if missing <= 0:
             return 0.0
-        # While nobody leaves, an answer takes at least as long as that has lasted.
-        held_s = max(self._held_s / self._held if self._held else 0.0,
-                     self._clock() - self._moved_s if self.queued else 0.0)
-        return max(missing * held_s, SHORTEST_S)
+        return max(missing * self._hold_s(), SHORTEST_S)
+
+    def all_in_s(self) -> float:
+        """Seconds until those who wait now should be in."""
+        return min(self.queued / self._max_in_flight * self._hold_s(), MAX_RETRY_AFTER_S)
+
+    def _hold_s(self) -> float:
+        """How long an answer holds its place. While nobody leaves, at least as long as that has lasted."""
+        return max(self._held_s / self._held if self._held else 0.0,
+                   self._clock() - self._moved_s if self.queued else 0.0)
 
     def _may_wait(self, account: Account, answers: int) -> bool:
         """Whether a tenant has so much left of its share of the queue. One request of each may always wait."""

@@ -86,9 +86,10 @@ class Refused(Exception):
 
 class Room:
     """All connections of a listener, and what they may ask for at the same time. ``probes``: paths that are always
-    answered."""
+    answered; ``back_s``: in how many seconds who finds no room should come back."""
 
-    def __init__(self, max_in_flight: int, probes: Container[bytes], metrics: RouterMetrics) -> None:
+    def __init__(self, max_in_flight: int, probes: Container[bytes], metrics: RouterMetrics,
+                 back_s: Callable[[], float]) -> None:
         wanted = (1 + WAITING) * max_in_flight + SPARE
         most = min(2 * (wanted + SPARE), max(4, descriptors() * 3 // 4))
         per_address = most // 2  # all that run and wait, if all of them come through one proxy
@@ -99,13 +100,15 @@ class Room:
         self.guests: Guests[Connection] = Guests(most, per_address, self._end)
         self._probes = probes
         self._metrics = metrics
+        self._back_s = back_s
         metrics.connections(lambda: self.guests.num_idle, lambda: self.guests.num_at_work)
 
     def ask(self, path: bytes) -> None:
         """A request begins. Raises Refused where there is no room for it."""
         if self.guests.num_at_work >= self.requests and path not in self._probes:
             self._metrics.connection_refused("requests")
-            raise Refused(problem_of(CapacityError("this server answers as many requests as it can; try again later")))
+            raise Refused(problem_of(CapacityError("this server answers as many requests as it can; try again later",
+                                                   self._back_s())))
 
     def _end(self, connection: Connection, why: str) -> None:
         self._metrics.connection_refused(why)
@@ -461,13 +464,15 @@ class HttpListener:
     """Serves ``app`` on ``section.listen`` (port 0 takes a free one). Raises ConfigError if the port cannot be had."""
 
     def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, metrics: RouterMetrics,
-                 probes: Container[bytes] = (), stall_s: float = STALL_S) -> None:
+                 probes: Container[bytes] = (), back_s: Callable[[], float] = lambda: 1.0,
+                 stall_s: float = STALL_S) -> None:
+        """``probes``, ``back_s``: as of ``Room``."""
         if not section.api_keys_file:
             bind_guard(section.listen, wire)
         self._socket = _listening(section.listen, stall_s)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app, http=partial(Connection, Room(section.max_in_flight, probes, metrics)),  # type: ignore[arg-type]
+            app, http=partial(Connection, Room(section.max_in_flight, probes, metrics, back_s)),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
             proxy_headers=False,  # an address that a client can write is none
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,

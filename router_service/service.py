@@ -49,7 +49,7 @@ class RouterService:
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"))
         self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire, metrics,
-                                  [path.encode() for path in OPEN_PATHS])
+                                  [path.encode() for path in OPEN_PATHS], self.gateway.admission.all_in_s)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)])
         self.vitals = Vitals("router")
         self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)

@@ -92,6 +92,7 @@ def test_overload_costs_no_goodput_and_waits_are_bounded() -> None:
         waits, told = office.waits["anyone"], office.refusals.get("anyone", [])
         assert p99(waits) <= MAX_WAIT_S and max(waits) <= MAX_WAIT_S + 0.001, (times, p99(waits))
         assert office.refused("anyone", "queue") + office.refused("anyone", "late") == len(told)
+        assert office.admission.all_in_s() == 0.0, "nobody waits any more"
         if times >= 2.0:
             late = sorted(told[len(told) // 2 :])
             wait_s = sorted(waits)[len(waits) // 2]
@@ -168,7 +169,10 @@ def test_who_waits_where_nobody_leaves_is_refused_in_time_and_told_what_is_known
         seen = []
         for _ in range(5):
             began_s = office.now()
-            await office.ask(ANYONE, 1.0)
+            asked = asyncio.create_task(office.ask(ANYONE, 1.0))
+            await asyncio.sleep(2.0)
+            assert office.admission.all_in_s() > 0.9, "one for two places, and none came free in two seconds"
+            await asked
             seen.append((began_s, office.refusals["anyone"][-1]))
             await asyncio.sleep(5.0)
         assert office.refused("anyone", "late") >= 2 and office.admission.queued == 0

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipstream.base.errors import ConfigError
-from slipstream.observe.metrics import DraftMetrics, Registry, RouterMetrics, TargetMetrics
+from slipstream.observe.metrics import MOST_TENANTS, DraftMetrics, Registry, RouterMetrics, TargetMetrics
 from slipstream.observe.scrape import MOST_EACH, MetricsServer, whole
 
 
@@ -139,3 +139,15 @@ def test_the_server_listens_on_ipv6() -> None:
             assert response.status == 200
     finally:
         server.close()
+
+
+def test_tenants_have_series_of_their_own_up_to_a_number() -> None:
+    metrics = RouterMetrics("tiny")
+    for number in range(2 * MOST_TENANTS):
+        metrics.refused(f"t{number}", "queue")
+    metrics.refused("t0", "queue")
+    lines = [line for line in metrics.registry.page("")[1].decode().splitlines()
+             if line.startswith("slipstream_requests_refused_total{")]
+    assert len(lines) == MOST_TENANTS + 1
+    assert any('tenant="others"' in line and line.endswith(f" {MOST_TENANTS}.0") for line in lines)
+    assert any('tenant="t0"' in line and line.endswith(" 2.0") for line in lines)
