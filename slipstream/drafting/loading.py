@@ -14,7 +14,15 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
-from slipstream.drafting.heads.checkpoint import MtpHead, lent_lm_head, read_eagle2_head, read_head, read_mtp
+from slipstream.drafting.heads.checkpoint import (
+    OWN_EMBEDDING,
+    OWN_LM_HEAD,
+    MtpHead,
+    lent_lm_head,
+    read_eagle2_head,
+    read_head,
+    read_mtp,
+)
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.neural import Levels, Network, NeuralDrafter, run_network
@@ -25,15 +33,16 @@ from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import ModelConfig, device_of, dtype_of
+from slipstream.engine.model import ModelConfig, device_of, dtype_of, tell_unread
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
-from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
+from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_names
 from slipstream.engine.runner import ModelRunner, default_slots
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger
 
 N = TypeVar("N", bound=Network)
+REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
 
 
 def load_standalone(section: DraftSection, target: ModelSection, num_slots: int = 0) -> Drafter:
@@ -109,13 +118,20 @@ def load_mtp(section: DraftSection, model: ModelSection, num_slots: int = 0) -> 
 def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Blocks:
     """The decoder layers of a head, on whichever engine has them; ``ops`` are those of ``decoder.py``'s. Raises
     ModelError."""
-    kind, place = dtype_of(dtype), device_of(device)
-    if not head.layout.own_kind:
-        return DecoderBlocks(ModelConfig.from_folder(head.folder), head, kind, place, ops)
-    # transformers takes seconds to import, which other heads need not pay.
-    from slipstream.engine.hf import HFLayers
+    kind, place, prefixes = dtype_of(dtype), device_of(device), [layer.prefix for layer in head.layers]
+    blocks: Blocks
+    if head.layout.own_kind:
+        # transformers takes seconds to import, which other heads need not pay.
+        from slipstream.engine.hf import HFLayers
 
-    return HFLayers(head.folder, head.tensors, [layer.prefix for layer in head.layers], kind, place)
+        blocks, taken = HFLayers(head.folder, head.tensors, prefixes, kind, place), head.tensors.taken
+    else:
+        config = ModelConfig.from_folder(head.folder)
+        blocks = DecoderBlocks(config, head, kind, place, ops)
+        taken = head.tensors.taken.union(*(layer_names(config, prefix) for prefix in prefixes))
+    # Each further layer repeats the target's embedding and head.
+    tell_unread(head.folder, (name for name in head.tensors.keys() - taken if not name.endswith(REPEATED)))
+    return blocks
 
 
 def _kernels(target: ModelSection) -> Literal["auto", "torch"]:

@@ -11,7 +11,7 @@ It knows nothing about sessions, slots' owners or files. Format: tensor names as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from slipstream.engine.attention import Attention, TorchAttention
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.int8 import Matrix
+from slipstream.engine.int8 import SCALE, Matrix
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, Tensors, take
 from slipstream.engine.ops.layer import (
@@ -30,11 +30,13 @@ from slipstream.engine.ops.layer import (
     Linear,
     Rope,
     Step,
+    layer_names,
     linear,
     rms_norm,
 )
 
 LAYERS = "model.layers."
+MTP_LAYERS = "model.mtp_layers."  # MiMo's, which a draft reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,19 @@ class Decoder:
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, H]."""
         return F.embedding(tokens, self._embedding)
+
+
+def decoder_names(config: ModelConfig) -> set[str]:
+    """The tensors that a decoder takes, and a head that a tied embedding stands for."""
+    layers = (layer_names(config, f"{LAYERS}{i}") for i in range(config.num_layers))
+    return {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}.union(*layers)
+
+
+def unread_names(config: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Those that no decoder takes, scales of whole numbers and layers for a draft set aside."""
+    known = decoder_names(config)
+    return [name for name in names if name not in known and name.removesuffix(SCALE) not in known
+            and not name.startswith(MTP_LAYERS)]
 
 
 def _layer(config: ModelConfig, tensors: Tensors, prefix: str, ops: LayerOps, placing: Placing) -> DecoderLayer:

@@ -40,7 +40,7 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take
+from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take, tell_unread
 from slipstream.engine.trial import check, told
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
@@ -122,9 +122,14 @@ class HFModel:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             tried(config)
-            model = AutoModelForCausalLM.from_pretrained(
+            auto: Any = AutoModelForCausalLM
+            model, found = auto.from_pretrained(
                 folder, config=config, dtype=dtype_of(dtype), local_files_only=True, trust_remote_code=False,
-                use_safetensors=True)
+                use_safetensors=True, output_loading_info=True)
+            if found["missing_keys"]:  # transformers goes on with random numbers in their place
+                raise ModelError(f"{folder}: tensor {min(found['missing_keys'])} is missing from the model's "
+                                 "safetensors")
+            tell_unread(folder, found["unexpected_keys"])
             model.requires_grad_(False)
             return HFModel(nn.Module.to(model, device_of(device)), end_tokens(Path(folder)))
         except ModelError:

@@ -22,13 +22,13 @@ from slipstream import __version__
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import BatchBuilder, rows_batch
-from slipstream.engine.decoder import Decoder
+from slipstream.engine.decoder import Decoder, unread_names
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder
 from slipstream.engine.int8 import check_floats, check_int8, holds_int8
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import CausalModel, ModelConfig, Tensors, device_of, dtype_of, load_tensors
+from slipstream.engine.model import CausalModel, ModelConfig, Tensors, device_of, dtype_of, load_tensors, tell_unread
 from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.decoder import NativeDecoder
@@ -63,6 +63,7 @@ def load_model(folder: str | Path, section: ModelSection, compile_layers: bool =
         return HFModel.from_folder(folder, section.dtype, section.device)
     config, device = ModelConfig.from_folder(folder), device_of(section.device)
     tensors, dtype = load_tensors(folder), dtype_of(section.dtype)
+    tell_unread(folder, unread_names(config, tensors))
     if not noted:
         check_floats(folder, tensors)
     choice = "native" if insisted or whole else "auto" if ours and section.quantize == "none" else "torch"

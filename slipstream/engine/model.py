@@ -14,7 +14,7 @@ Format: ``config.json`` and ``generation_config.json`` as transformers writes th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from slipstream.base.errors import ModelError
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
+from slipstream.observe.log import logger
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -277,6 +278,20 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 Tensors = Mapping[str, torch.Tensor]
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")  # computed from the config
+NAMES_SHOWN, NAME_SHOWN = 5, 120  # of tensors that nothing reads, and characters of each
+
+
+class Noted(dict[str, torch.Tensor]):
+    """Tensors that remember which of them were taken."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.taken.add(name)
+        return super().__getitem__(name)
 
 
 def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
@@ -286,6 +301,16 @@ def take(tensors: Tensors, name: str, *shape: int) -> torch.Tensor:
     if tuple(tensors[name].shape) != shape:
         raise ModelError(f"tensor {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
     return tensors[name]
+
+
+def tell_unread(folder: str | Path, names: Iterable[str]) -> None:
+    """Warn of tensors that are in a file and that nothing reads: a bias, say, of which the config does not speak. Those
+    that hold nothing to be read are left out."""
+    left = sorted(name for name in names if not name.endswith(BUFFERS))
+    if left:
+        logger("engine").warning(
+            "tensors that nothing reads: answers are wrong if they belong to the model", folder=str(folder),
+            count=len(left), first=[name[:NAME_SHOWN] for name in left[:NAMES_SHOWN]])
 
 
 def load_tensors(folder: str | Path, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:

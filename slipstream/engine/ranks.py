@@ -41,14 +41,14 @@ from slipstream.base.config import LogSection, ModelSection
 from slipstream.base.errors import ModelError, RanksLost, SlipstreamError
 from slipstream.engine.attention import Attention
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.decoder import Decoder, Placing
+from slipstream.engine.decoder import Decoder, Placing, unread_names
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.int8 import Matrix, holds_int8
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import graphed
-from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take
+from slipstream.engine.model import CausalModel, ModelConfig, Tensors, dtype_of, load_tensors, take, tell_unread
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear
 from slipstream.engine.orders import ForwardOrder, Group, LogitsOrder, Meeting, Order, Pipe, WarmOrder, read, written
@@ -111,7 +111,10 @@ def load_part(part: Part, group: Group) -> CausalModel:
     dtype, device = dtype_of(part.section.dtype), part.place
     own = part_config(config, part.ranks)
     attention = attention_for(own, dtype, device)
-    decoder = sharded_decoder(config, load_tensors(part.folder), group, dtype, device, attention,
+    tensors = load_tensors(part.folder)
+    if part.rank == 0:
+        tell_unread(part.folder, unread_names(config, tensors))
+    decoder = sharded_decoder(config, tensors, group, dtype, device, attention,
                               operations_for(part.section.kernels, own, dtype, device))
     return graphed(with_fp8(decoder) if part.section.quantize == "fp8" else decoder)
 

@@ -65,6 +65,7 @@ from slipstream.engine.model import (
     DTYPES,
     Fields,
     ModelConfig,
+    Noted,
     Tensors,
     load_tensors,
     parse_config,
@@ -419,7 +420,7 @@ class MtpHead:
     target_layers: int
     norm_eps: float
     layers: tuple[MtpLayer, ...]
-    tensors: Tensors  # by their full names: the decoder layers'
+    tensors: Noted  # by their full names: the decoder layers'
     embedding: torch.Tensor  # [V, H]
     lm_head: torch.Tensor  # [V, H]
 
@@ -447,7 +448,7 @@ def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
     # What the first layer repeats of the target is not read twice; a tied embedding serves as lm_head too.
     shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, LM_HEAD))
               if tied or f"{prefixes[0]}{own}" not in names]
-    tensors = _tensors(folder, names, target_folder, prefixes, shared)
+    tensors = Noted(_tensors(folder, names, target_folder, prefixes, shared))
     embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
     lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else LM_HEAD), vocab, hidden)
     norm_eps = own.real("rms_norm_eps", layout.norm_eps)

@@ -190,6 +190,18 @@ class LayerWeights(Generic[P]):
             product("down", inner, config.mlp_bias, down_proj=hidden))
 
 
+def layer_names(config: ModelConfig, prefix: str) -> set[str]:
+    """The tensors that ``LayerWeights.read`` takes."""
+    attention, mlp, biased = f"{prefix}.self_attn.", f"{prefix}.mlp.", set[str]()
+    qkv = [f"{attention}{part}_proj" for part in "qkv"]
+    down = [f"{mlp}{part}_proj" for part in ("gate", "up", "down")]
+    for products, bias in ((qkv, config.qkv_bias), ([f"{attention}o_proj"], config.o_bias), (down, config.mlp_bias)):
+        biased |= {f"{product}.bias" for product in products if bias}
+    norms = [f"{attention}{part}_norm" for part in "qk" if config.qk_norm]
+    norms += [f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"]
+    return biased | {f"{name}.weight" for name in (*qkv, f"{attention}o_proj", *down, *norms)}
+
+
 def linear(_name: str, weight: Matrix, bias: torch.Tensor | None) -> Linear:
     """A product of torch's."""
     assert isinstance(weight, torch.Tensor)
