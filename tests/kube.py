@@ -32,7 +32,7 @@ def program(name: str) -> str:
 
 
 def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program(name), *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([program(name), *map(str, arguments)], capture_output=True, text=True, timeout=300)
 
 
 def helm(command: str, profile: str, *arguments: str) -> subprocess.CompletedProcess[str]:

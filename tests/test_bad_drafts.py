@@ -246,7 +246,7 @@ def test_lines_go_where_vllms_go() -> None:
             "level=logging.INFO); from slipstream_vllm.lines import adopt; adopt(); "
             "from slipstream.observe.log import logger; "
             "logger('vllm').info('speculation ends', draft='a:1', prompt='secret'); logger('vllm').debug('unseen')")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     said, = found.stdout.splitlines()
     assert said.startswith("vllm.slipstream INFO") and 'event="speculation ends"' in said and "draft=a:1" in said

@@ -94,7 +94,7 @@ def test_the_command_on_real_processes(tiny_folder: Path, tmp_path: Path) -> Non
     arguments = ("--prompts", str(tmp_path), "--sets", "short", "--target", str(tiny_folder), "--drafters", "ngram",
                  "--count", "2", "--max-tokens", "24", "--set", "model.dtype=float32", "--set", "model.threads=1")
     done = subprocess.run([sys.executable, "-m", "bench.drafts", *arguments], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "build" / "bench" / "drafts.json").read_text())["rows"]
     assert [(row["drafter"], row["temperature"]) for row in rows] == [

@@ -459,7 +459,7 @@ def test_the_question_of_helm_test(key: str, said: str, tmp_path: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         done = subprocess.run([sys.executable, CHART / "files/ask.py", address, "drafts", tmp_path / "keys"],
-                              capture_output=True, text=True, timeout=60)
+                              capture_output=True, text=True, timeout=300)
         server.shutdown()
     assert (done.returncode == 0) == (key == "right") and said in done.stdout + done.stderr
 

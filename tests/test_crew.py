@@ -40,7 +40,7 @@ for batch in ([0, 1, 2, 3, 4, 5, 6], [7], [8, 2]):
 
 def test_a_crew_steps_as_one_process_does() -> None:
     alone, three = (subprocess.run([sys.executable, "-c", SCRIPT.replace("SIZE", size)], capture_output=True, text=True,
-                                   check=True, timeout=60).stdout.split() for size in "13")
+                                   check=True, timeout=300).stdout.split() for size in "13")
     assert len(alone) == 27
     assert [float(word) for word in three] == pytest.approx([float(word) for word in alone], abs=1e-11)
 

@@ -130,7 +130,7 @@ def test_a_draft_that_says_nothing_costs_a_request_one_deadline_at_most(step_s: 
     target = Simulated(world, Accelerator(), Deployment(Timing(step_s), batch=readers, host_s=0.0), 0)
     target.worker.following.link_up(Mute(), DraftHello(PROTOCOL_VERSION, 1, "mute", 0, "", None, 0, 4096, 63, 64))
     target.actor.wake(0.0)
-    world.run(6000 * step_s)
+    world.run(4500 * step_s)
     waits = defaultdict[int, list[float]](list)  # by stream: each answer has its own
     for now_s, piece in target.pieces:
         waits[piece.tokens[0] // SYMBOLS] += [piece.wait_s] if piece.wait_s else []

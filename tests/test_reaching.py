@@ -73,7 +73,7 @@ def test_a_launch_and_its_clients_with_all_of_them(command: list[str], tiny_fold
         spoken = CliRunner().invoke(app, [*chat, "--temperature", "0", "--max-tokens", "8"], input="hello\n/quit\n")
         scraped = httpx.get(only(r"curl (http://\S+/metrics)", shown)).text
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert answer.status_code == 200 and answer.json()["model"] == "ours"

@@ -204,7 +204,7 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == written for path, written in shards.items())
     step = newest_step(work)
     assert 0 < step < 60 and not out.exists(), step
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert f"going on at step {step}" in done.stdout and newest_step(work) == 60, done.stdout
     numbers = Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers()
