@@ -181,6 +181,7 @@ class Admission:
         self._max_in_flight = max_in_flight
         self._max_wait_s = max_wait_s
         self._accounts: dict[str, Account] = {}
+        self._queues: dict[str, Account] = {}  # those of whom somebody waits
         self._numbers = itertools.count()
         self._held_s = self._held = 0.0  # by answers that left, and how many they were; older ones fade
         self._moved_s = 0.0  # since when somebody waits and nobody has left
@@ -235,7 +236,7 @@ class Admission:
 
     def close(self) -> None:
         self.closed = True
-        for account in self._accounts.values():
+        for account in self._queues.values():
             for turn in account.waiting:
                 if not turn.future.done():
                     turn.future.set_exception(_leaving())
@@ -246,7 +247,7 @@ class Admission:
         # Before them come those of its own, and as many of each other's as bring him to what it would have itself.
         level = (account.in_flight + account.queued) / account.tenant.weight
         others = sum(min(other.queued, other.room, max(0.0, level * other.tenant.weight - other.in_flight))
-                     for other in self._accounts.values() if other is not account and other.waiting)
+                     for other in self._queues.values() if other is not account)
         mine = account.queued + answers
         missing = max(0.0, mine + others - (self._max_in_flight - self.in_flight)) / self._max_in_flight
         if account.tenant.requests:
@@ -266,8 +267,8 @@ class Admission:
 
     def _may_wait(self, account: Account, answers: int) -> bool:
         """Whether a tenant has so much left of its share of the queue. One request of each may always wait."""
-        waiting = sum(other.tenant.weight for other in self._accounts.values() if other.waiting or other is account)
-        share = account.tenant.weight / waiting
+        others = sum(other.tenant.weight for other in self._queues.values() if other is not account)
+        share = account.tenant.weight / (account.tenant.weight + others)
         return not account.queued or account.queued + answers <= share * WAITING * self._max_in_flight
 
     def _refusal(self, account: Account, reason: str, after_s: float, told: str = BUSY) -> CapacityError:
@@ -313,13 +314,16 @@ class Admission:
 
     def _next(self) -> Account | None:
         """Whose turn it is: of those who may have more, who has least for its weight; then who has waited longest."""
-        able = (account for account in self._accounts.values()
-                if account.waiting and account.waiting[0].answers <= account.room)
+        able = (account for account in self._queues.values() if account.waiting[0].answers <= account.room)
         return min(able, key=lambda account: (account.level, account.waiting[0].number), default=None)
 
     def _count(self, account: Account, answers: int) -> None:
         account.queued += answers
         self.queued += answers
+        if account.queued:
+            self._queues[account.tenant.id] = account
+        else:
+            self._queues.pop(account.tenant.id, None)
 
     def _take(self, account: Account, turn: Turn) -> None:
         self.in_flight += turn.answers
