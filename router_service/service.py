@@ -19,6 +19,7 @@ from router_service.tenants import ApiKeys
 from router_service.tokens import TextCodec
 from slipstream.base.config import Config
 from slipstream.models.folder import resolve, tokenizer_hash
+from slipstream.observe.lag import watch_lag
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.scrape import MetricsServer
@@ -85,6 +86,7 @@ class RouterService:
         await self._http.start()
         self._tasks = [asyncio.create_task(work) for work in
                        (self._balancer.run(), self._fallback.run(), self._show_ready(), self._keys.follow(),
+                        watch_lag(self.gateway.metrics.lag),
                         export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
         for task in self._tasks:
             self.vitals.follow(task)

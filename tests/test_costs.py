@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from router_service.openai import ChatBody, CompletionBody, parse
 from router_service.text_files import longest_token
 from router_service.tokens import TextCodec
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
+from slipstream.observe.lag import EVERY_S, watch_lag
 from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, ChatOptions, Message
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
@@ -238,3 +240,21 @@ def test_grpc_has_the_same_bounds() -> None:
     for decode in (decode_chat, decode_complete):
         with pytest.raises(TooLarge):
             decode(large)
+
+
+async def test_the_lag_of_the_loop_is_what_a_task_is_woken_late() -> None:
+    now_s, told, late = 0.0, list[float](), iter([0.0, 2.5, 0.0])
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds + next(late)
+
+    with pytest.raises(RuntimeError):  # the fourth sleep of three
+        await watch_lag(told.append, lambda: now_s, sleep)
+    assert told == pytest.approx([0.0, 2.5, 0.0])
+
+
+async def test_a_router_tells_its_lag(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        while not re.search(r"^slipstream_event_loop_lag_seconds_count{.*} [1-9]", await r.metrics(), re.MULTILINE):
+            await asyncio.sleep(EVERY_S)

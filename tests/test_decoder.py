@@ -188,6 +188,7 @@ def test_rope_fields_of_old_and_new_configs() -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "gpt2"}, "model_type: 'gpt2' is not one of"),
+    ({"model_type": ["llama"]}, r"model_type: \['llama'\] is not one of"),
     ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
     ({"hidden_size": "48"}, "hidden_size: expected a number"),
     ({"vocab_size": None}, "vocab_size: expected a number"),

@@ -51,6 +51,11 @@ CASES: dict[str, tuple[dict[str, str], int, dict[str, str]]] = {
         {'slipstream_time_to_first_token_seconds_bucket{le="5.0",%s}': "0+100x40",
          'slipstream_time_to_first_token_seconds_bucket{le="10.0",%s}': "0+100x40",
          'slipstream_time_to_first_token_seconds_bucket{le="+Inf",%s}': "0+100x40"}),
+    "SlipstreamRouterStalls": (
+        {'slipstream_event_loop_lag_seconds_bucket{le="0.25",%s}': "0+599x40",
+         "slipstream_event_loop_lag_seconds_count{%s}": "0+600x40"}, 16,
+        {'slipstream_event_loop_lag_seconds_bucket{le="0.25",%s}': "0+600x20 12001+600x20",
+         "slipstream_event_loop_lag_seconds_count{%s}": "0+600x20 12003+600x20"}),
     "SlipstreamPreempting": ({"slipstream_preemptions_total{%s}": "0+60x40"}, 14,
                              {"slipstream_preemptions_total{%s}": "0+1x40"}),
     "SlipstreamDeviceFull": ({"slipstream_shedding_level{%s}": "0 1 2 3 3 2x20"}, 8,

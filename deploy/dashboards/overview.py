@@ -37,6 +37,9 @@ REQUEST_ROW = Row("Requests", (
                                    "made room or found none: {{reason}}/s")),
           text="at_work: a whole request is being answered; idle: the client is waited for."),
     Panel("Wait for admission", "s", quantiles("slipstream_queue_wait_seconds", "$router")),
+    Panel("Event loop's lag", "s", (("histogram_quantile(0.99, sum by (le, pod) (rate("
+          "slipstream_event_loop_lag_seconds_bucket{$router}[$__rate_interval])))", "p99 {{pod}}"),),
+          text="How late routers come to what is due: all their streams and probes wait so long."),
     Panel("Request duration", "s", quantiles("slipstream_request_duration_seconds", "$router")),
 ))
 

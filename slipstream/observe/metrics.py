@@ -125,6 +125,7 @@ TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.
                  0.5, 1.0, 2.5)
 FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
                        20.0, 40.0, 80.0)
+LAG_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 REQUEST_SECONDS = tuple(0.05 * 2**i for i in range(14))
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -165,6 +166,8 @@ class RouterMetrics:
         self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
         self._breaker = registry.gauge("breaker_state", "0 closed, 1 half-open, 2 open.", "peer")
         self._ready = registry.gauge("targets_ready", "Targets that can take requests.")
+        self._lag = registry.histogram("event_loop_lag_seconds", "How late the event loop is, sampled ten times a "
+                                       "second.", LAG_SECONDS)
         self._connections = registry.gauge("http_connections", "HTTP connections: at_work on a whole request, or idle.",
                                            "state")
         self._crowded = registry.counter("http_connections_refused_total", "Connections that made room, or whose "
@@ -220,6 +223,9 @@ class RouterMetrics:
 
     def breaker(self, peer: str, state: int) -> None:
         self._breaker.of(peer).set(state)
+
+    def lag(self, seconds: float) -> None:
+        self._lag.of().observe(seconds)
 
     def targets(self, ready: int) -> None:
         self._ready.of().set(ready)
