@@ -4,8 +4,8 @@ Rules:
 1. Every path but ``/live`` and ``/health`` needs a key where keys are set, also paths that do not exist.
 2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-4. A body is capped before it is read, and read before anything is done for it. The collector rests meanwhile: it would
-   go through a million small lists again and again.
+4. A body is capped before it is read, and read before anything is done for it. Lists and objects in it are counted
+   first: two bytes of one take hundred of memory, and a million of them keep everybody waiting.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
 
@@ -14,13 +14,11 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
-import gc
 import re
 import secrets
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -52,8 +50,9 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
-from slipstream.protocol.chat import MAX_BODY_BYTES
+from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_ITEMS
 
+MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
 BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions"}
@@ -171,12 +170,13 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
-        with _uncollected():
-            try:
-                raw = orjson.loads(data)
-            except orjson.JSONDecodeError as error:
-                raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
-            return parse(kind, raw)
+        if _num_containers(data) > MAX_CONTAINERS:
+            raise InvalidRequest("body", f"holds more than {MAX_CONTAINERS} lists and objects")
+        try:
+            raw = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
+        return parse(kind, raw)
 
     async def _answer(self, request: Request, asked: Asked, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody) -> Response:
@@ -227,16 +227,13 @@ class Surface:
                 "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def _num_containers(data: bytearray) -> int:
+    """The lists and objects of a JSON text; those in its strings count only where there are few."""
+    num = data.count(b"[") + data.count(b"{")
+    if num > MAX_CONTAINERS:
+        outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+        num = outside.count(b"[") + outside.count(b"{")
+    return num
 
 
 def _late_body() -> InvalidRequest:

@@ -50,9 +50,9 @@ class Asked:
         return max(1, len(self.prompts)) * self.options.n
 
     @property
-    def num_chars(self) -> int:
-        return (sum(len(message["content"]) for message in self.messages)
-                + sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str)))
+    def size(self) -> int:
+        """Characters and token ids."""
+        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Gateway:
         place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
-            job = await self._tokenized(asked)
+            job = await self._lanes.run(asked.size, partial(self._job, asked))
             place.spend(sum(map(len, job.prompts)))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             run = Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
@@ -183,19 +183,15 @@ class Gateway:
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
         return asked
 
-    async def _tokenized(self, asked: Asked) -> Job:
-        info, param = self._info(), "messages" if asked.messages else "prompt"
-        texts = asked.messages or any(isinstance(prompt, str) for prompt in asked.prompts)
-        work = partial(self._tokens, asked, info.max_context)
-        prompts = await self._lanes.run(asked.num_chars, work) if texts else work()
+    def _job(self, asked: Asked) -> Job:
+        """With the tokens of what is asked: seconds of work for a long text."""
+        info, room = self._info(), self.max_context
+        prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, room=room)] if asked.messages else [
+            self.codec.encode(prompt, room) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
         return Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
                    info.vocab_size)
-
-    def _tokens(self, asked: Asked, room: int) -> list[Sequence[int]]:
-        if asked.messages:
-            return [self.codec.chat(asked.messages, room=room)]
-        return [self.codec.encode(prompt, room) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
 
     def _info(self) -> TargetInfo:
         info = self._balancer.info

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from slipstream.base.errors import CapacityError
 
-LONG_TEXT = 16_384  # characters
+LONG_TEXT = 16_384  # characters, or token ids
 MAX_WAITING = 8  # long texts: a body of 2 MiB takes one to three seconds
 Made = TypeVar("Made")
 
@@ -34,10 +34,10 @@ class Lanes:
         self._num_long = 0  # in the long lane, the one that is worked on included
         self._took_s = 1.0  # the latest long text
 
-    async def run(self, num_chars: int, work: Callable[[], Made]) -> Made:
-        """What ``work`` returns or raises, done beside the loop. Raises CapacityError."""
+    async def run(self, size: int, work: Callable[[], Made]) -> Made:
+        """What ``work`` on a text of that size returns or raises. Raises CapacityError."""
         loop = asyncio.get_running_loop()
-        if num_chars <= LONG_TEXT:
+        if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
         if self._num_long > MAX_WAITING:
             raise CapacityError("too many long prompts wait to be read; try again later", self._num_long * self._took_s)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from router_service.app import MAX_CONTAINERS
 from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
 from router_service.openai import ChatBody, CompletionBody, parse
 from router_service.text_files import longest_token
@@ -206,6 +207,17 @@ def test_amounts_are_refused_by_name(kind: Any, extra: dict[str, Any], field: st
     with pytest.raises(InvalidRequest) as caught:
         parse(kind, {"model": "m", **extra})
     assert caught.value.field == field
+
+
+async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for kind in ("[],", "{},", "[[[[]]]],", '["\\\\",["\\"",[],[]]],'):
+            lists = kind * (MAX_CONTAINERS // (kind.count("[") + kind.count("{")))
+            refused = await r.http.post(COMPLETIONS, content='{"model":"tiny","prompt":"x","user":[' + lists + "[]]}")
+            assert refused.json()["error"]["message"].startswith(f"body: holds more than {MAX_CONTAINERS} "), kind
+        told = (await r.post(COMPLETIONS, prompt='\\"[{' * MAX_CONTAINERS, user=[{}] * 9)).json()["error"]
+        assert told["param"] == "prompt", "those of a text are text"
+        assert (await r.post(COMPLETIONS, prompt="x", user=[[]] * (MAX_CONTAINERS - 2))).status_code == 200
 
 
 def test_the_first_unknown_key_ends_the_check() -> None:

@@ -1,0 +1,145 @@
+"""``python -m bench.worst``: what the worst legal requests to a router cost everybody else.
+
+Behind the router is a target that computes nothing. A stream runs and ``/live`` is asked without end, while a body of
+2 MiB comes, or ``--together`` of them, one kind after the other. Told for each kind: how long the stream waited for a
+token beyond its step, and ``/live`` for its answer, at worst; the answer to the body, and when all of them had theirs.
+The first row has a short body: it is what this machine does to them. Client and services share the cores, and others may
+add to it but never take away: the best of ``--times`` counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+
+from bench.completions import Connection
+from bench.report import Row, finished, number, write
+from bench.routing import LONG, Rig, routed
+from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_ITEMS
+from slipstream.simulate.timed import Timing
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MARK = "<|im_end|>"
+GOAL_MS = 250
+SETTLE_S = 0.3
+
+
+def bodies() -> dict[str, tuple[str, bytes]]:
+    """Each kind: where it is sent, and what."""
+    part = '{"type":"text","text":"a"}'
+    whole = (MAX_BODY_BYTES - 60 * MAX_ITEMS) // MAX_ITEMS  # characters of one message of so many
+    return {
+        "a prompt of words": (COMPLETIONS, _filled('"prompt":"', "what a reader reads for a while ", '"')),
+        "a prompt of digits": (COMPLETIONS, _filled('"prompt":"', "7", '"')),
+        "a prompt of marks": (COMPLETIONS, _filled('"prompt":"', MARK, '"')),
+        "a prompt of token ids": (COMPLETIONS, _filled('"prompt":[', "7,", "7]")),
+        "100 prompts": (COMPLETIONS, _body({"prompt": ["7" * ((MAX_BODY_BYTES - 1000) // 100)] * 100})),
+        "as many prompts as fit": (COMPLETIONS, _filled('"prompt":[', '"a",', '"a"]')),
+        "as many lists as fit": (COMPLETIONS, _filled('"prompt":[', "[7],", "[7]]")),
+        "a message of words": (CHAT, _filled('"messages":[{"role":"user","content":"', "what a reader reads ", '"}]')),
+        "a message of digits": (CHAT, _filled('"messages":[{"role":"user","content":"', "7", '"}]')),
+        "a message of marks": (CHAT, _filled('"messages":[{"role":"user","content":"', MARK, '"}]')),
+        f"{MAX_ITEMS} messages": (CHAT, _body({"messages": [{"role": "user", "content": "7" * whole}] * MAX_ITEMS})),
+        f"{MAX_ITEMS} messages of marks": (CHAT, _body({"messages": [
+            {"role": "user", "content": MARK * (whole // len(MARK))}] * MAX_ITEMS})),
+        f"{MAX_ITEMS} parts": (CHAT, _body({"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "7" * whole}] * MAX_ITEMS}]})),
+        "as many messages as fit": (CHAT, _filled('"messages":[', '{"role":"user","content":""},', "{}]")),
+        "as many parts as fit": (CHAT, _filled('"messages":[{"role":"user","content":[', part + ",", part + "]}]")),
+        "as many keys as fit": (CHAT, _keys("")),
+        "as many keys of a message as fit": (CHAT, _keys('"messages":[{', "}]")),
+        "as many biases as fit": (CHAT, _keys('"logit_bias":{', "}")),
+        "empty lists that nobody reads": (CHAT, _filled('"metadata":[', "[],", "[]]")),
+        "nested lists that nobody reads": (CHAT, _filled('"metadata":[', "[[[[[[]]]]]],", "[]]")),
+    }
+
+
+def _body(fields: dict[str, object]) -> bytes:
+    return json.dumps({"model": "timed", "max_tokens": 1, **fields}, separators=(",", ":")).encode()
+
+
+def _filled(begin: str, unit: str, end: str) -> bytes:
+    """A body in which ``unit`` comes as often as fits."""
+    head, tail = '{"model":"timed","max_tokens":1,' + begin, end + "}"
+    return (head + unit * ((MAX_BODY_BYTES - len(head) - len(tail)) // len(unit)) + tail).encode()
+
+
+def _keys(begin: str, end: str = "") -> bytes:
+    names = ",".join(f'"{i:06}":1' for i in range((MAX_BODY_BYTES - 200) // 11))
+    return ('{"model":"timed",' + begin + names + end + "}").encode()
+
+
+async def exchange(connection: Connection, head: str, body: bytes = b"") -> tuple[int, bytes]:
+    """(status, body) of an answer that tells its length."""
+    reader, writer = connection
+    writer.write(f"{head} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+    writer.write(body)
+    told = (await reader.readuntil(b"\r\n\r\n")).lower()
+    length = int(told.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+    return int(told.split(b" ", 2)[1]), await reader.readexactly(length)
+
+
+async def probe(port: int, waits_s: list[float]) -> None:
+    """Ask ``/live`` until cancelled; how long each answer took."""
+    connection = await asyncio.open_connection("127.0.0.1", port)
+    while True:
+        began_s = time.perf_counter()
+        await exchange(connection, "GET /live")
+        waits_s.append(time.perf_counter() - began_s)
+        await asyncio.sleep(0.005)
+
+
+async def send(port: int, path: str, body: bytes) -> str:
+    """The answer in a few words."""
+    connection = await asyncio.open_connection("127.0.0.1", port)
+    status, answer = await exchange(connection, f"POST {path}", body)
+    connection[1].close()
+    return str(status) if status == 200 else f"{status} {json.loads(answer)['error']['message'][:90]}"
+
+
+async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s: float) -> Row:
+    port, came, waits_s = int(rig.router.address.rpartition(":")[2]), list[float](), list[float]()
+    others = [asyncio.create_task(rig.ways["router, HTTP"](0, LONG, came)), asyncio.create_task(probe(port, waits_s))]
+    await asyncio.sleep(SETTLE_S)
+    probed, began_s = len(waits_s), time.perf_counter()
+    answers = await asyncio.gather(*(send(port, path, body) for _ in range(at_once)))
+    took_s = time.perf_counter() - began_s
+    await asyncio.sleep(2 * SETTLE_S)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    gaps_s = [after - before for before, after in itertools.pairwise(came) if after > began_s]
+    return {"body": name, "stream_ms": 1e3 * (max(gaps_s) - step_s),
+            "live_ms": 1e3 * max(waits_s[probed:]), "answered_s": took_s, "answers": "; ".join(sorted(set(answers)))}
+
+
+async def measure(together: int, times: int, timing: Timing) -> list[Row]:
+    rows: list[Row] = []
+    async with routed(timing) as rig:
+        for name, (path, body) in {"a short one": (COMPLETIONS, _body({"prompt": "a"})), **bodies()}.items():
+            tried = [await one(rig, name, path, body, together, timing.step_s) for _ in range(times)]
+            rows.append(min(tried, key=waited_ms))
+            print(f"{name}: {waited_ms(rows[-1]):.0f} ms", flush=True)
+    return rows
+
+
+def waited_ms(row: Row) -> float:
+    return max(number(row, "stream_ms"), number(row, "live_ms"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--together", type=int, default=1, help="bodies of a kind at once")
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    arguments = parser.parse_args()
+    rows = finished(measure(arguments.together, arguments.times, Timing(step_s=arguments.step_ms / 1e3)))
+    write("worst", rows, f"bench.worst: 2 MiB of one kind, {arguments.together} at once")
+    print(f"at worst a stream or /live waited {max(map(waited_ms, rows[1:])):.0f} ms (goal {GOAL_MS})")
+
+
+if __name__ == "__main__":
+    main()
