@@ -3,8 +3,8 @@
 Behind the router is a target that computes nothing. A stream runs and ``/live`` is asked without end, while a body of
 2 MiB comes, or ``--together`` of them, one kind after the other. Told for each kind: how long the stream waited for a
 token beyond its step, and ``/live`` for its answer, at worst; the answer to the body, and when all of them had theirs.
-The first row has a short body: it is what this machine does to them. Client and services share the cores, and others may
-add to it but never take away: the best of ``--times`` counts.
+The first row has a short body: it is what this machine does to them. Client and services share the cores, and others
+may add to it but never take away: the best of ``--times`` counts.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
-    gaps_s = [after - before for before, after in itertools.pairwise(came) if after > began_s]
+    gaps_s = [after - before for before, after in itertools.pairwise([*came, time.perf_counter()]) if after > began_s]
     return {"body": name, "stream_ms": 1e3 * (max(gaps_s) - step_s),
             "live_ms": 1e3 * max(waits_s[probed:]), "answered_s": took_s, "answers": "; ".join(sorted(set(answers)))}
 

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from router_service.app import MAX_CONTAINERS
 from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
 from router_service.openai import ChatBody, CompletionBody, parse
+from router_service.tenants import Tenant
 from router_service.text_files import longest_token
 from router_service.tokens import TextCodec
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
@@ -56,7 +57,7 @@ async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folde
     async with routing(tiny_folder, target, max_in_flight=1) as r:
         gateway = r.service.gateway
         codec = gateway.codec = WatchedCodec(tiny_folder)
-        await gateway.admission.enter(1)
+        place = await gateway.admission.enter(Tenant(), 1)
         waiting = [asyncio.create_task(r.post(CHAT, messages=HELLO)),
                    asyncio.create_task(r.post(COMPLETIONS, prompt="x"))]
         await until(lambda: gateway.admission.queued == 2, asyncio.sleep)
@@ -64,7 +65,7 @@ async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folde
             assert (await r.post(path, **asked)).status_code == 429
         assert (await r.post(COMPLETIONS, prompt=["x", "x"])).json()["error"]["param"] == "n"
         assert not codec.threads, "neither who was refused nor who waits"
-        gateway.admission.leave(1)
+        place.leave()
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
         assert len(codec.threads) == 2 and threading.get_ident() not in codec.threads
         assert gateway.admission.in_flight == 0
