@@ -20,7 +20,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s test-chaos fuzz test-vllm vllm lint proto bench bench-peers bench-load bench-router \
+.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm lint proto bench bench-peers bench-load bench-router \
 	bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
@@ -42,7 +42,10 @@ test-k8s: .venv/.project k8s-tools  ## chart and discovery on a real API server 
 	$(BIN)/pytest -rs tests_k8s $(ARGS)
 
 test-chaos: setup  ## random faults under random traffic on timed devices, with a checker of every answer (ARGS="--histories 100 --seed 7")
-	$(BIN)/pytest -rs tests_chaos $(ARGS)
+	$(BIN)/pytest -rs tests_chaos/test_chaos.py $(ARGS)
+
+test-soak: setup  ## requests of every kind and end for minutes: memory, files and threads of each process stay as they are (ARGS="--requests 100000")
+	$(BIN)/pytest -rs tests_chaos/test_soak.py $(ARGS)
 
 fuzz: setup  ## search for bytes that something which takes them from outside neither lets in nor refuses (ARGS="frame-of-draft --seconds 60")
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet atheris==3.0.0

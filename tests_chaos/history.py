@@ -105,11 +105,11 @@ def tokenizer() -> Tokenizer:
 @cache
 def streams() -> tuple[int, ...]:
     """Those that a word of one token begins."""
-    return tuple(stream for stream in range(FIRST, STREAMS) if _word(stream))
+    return tuple(stream for stream in range(FIRST, STREAMS) if word(stream))
 
 
 @cache
-def _word(stream: int) -> str:
+def word(stream: int) -> str:
     """A text whose only token is of this stream; "" if none is."""
     for token in range(stream * SYMBOLS, (stream + 1) * SYMBOLS):
         text = tokenizer().decode([token])
@@ -121,7 +121,7 @@ def _word(stream: int) -> str:
 @cache
 def _reference(seed: int, stream: int, tokens: int) -> tuple[int, ...]:
     """What the weights of ``seed`` answer."""
-    law, newest, whole = Law(Timing(seed=seed)), tokenizer().encode(_word(stream), add_special_tokens=False).ids[0], []
+    law, newest, whole = Law(Timing(seed=seed)), tokenizer().encode(word(stream), add_special_tokens=False).ids[0], []
     for position in range(tokens):
         newest = int(law.following([newest], [position])[0])
         whole.append(newest)
@@ -153,7 +153,7 @@ class Answer:
         ask, pieces = self.ask, 0
         async with AsyncClient(address) as client:
             try:
-                async for delta in client.complete(_word(ask.stream), model="timed", max_tokens=ask.tokens,
+                async for delta in client.complete(word(ask.stream), model="timed", max_tokens=ask.tokens,
                                                    temperature=0.0, ignore_eos=True, speculate=ask.speculate):
                     self._say(delta.text, [token.id for token in delta.tokens])
                     self.finish, pieces = delta.finish or self.finish, pieces + 1
@@ -167,7 +167,7 @@ class Answer:
 
     async def _over_http(self, address: str) -> None:
         ask, pieces, done = self.ask, 0, False
-        body = {"model": "timed", "prompt": _word(ask.stream), "max_tokens": ask.tokens, "temperature": 0.0,
+        body = {"model": "timed", "prompt": word(ask.stream), "max_tokens": ask.tokens, "temperature": 0.0,
                 "stream": True, "ignore_eos": True, "speculate": ask.speculate}
         try:
             async with (httpx.AsyncClient(timeout=2 * WITHIN_S) as client,
