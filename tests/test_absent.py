@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +69,9 @@ def test_a_head_of_the_targets_kind_has_its_familys_norm(kind: str) -> None:
 def test_a_model_type_that_is_no_name_is_refused(kind: Any) -> None:
     with pytest.raises(ModelError, match="model_type"):
         ours(SAID | {"model_type": kind})
+
+
+def test_a_config_that_is_too_deep_to_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read as JSON"):
+        ModelConfig.from_folder(tmp_path)

@@ -167,7 +167,8 @@ def test_a_copy_has_every_kind_of_layer_and_short_windows() -> None:
     (AutoConfig.for_model("diffllama").to_dict(), "diffllama model: engine hf would answer wrongly"),
     ({"model_type": ["llama"]}, "transformers cannot load it"),
     ({"model_type": "llama", "num_attention_heads": 0}, "transformers cannot load it"),
-    ({"model_type": "llama", "num_hidden_layers": 1 << 20}, "1048576 layers"),
+    ({"model_type": "qwen2", "num_hidden_layers": 10**15}, "num_hidden_layers: 1000000000000000 layers"),
+    ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 1025}}, "num_hidden_layers: 1025 layers"),
 ])
 def test_a_folder_is_tried_before_its_weights_are_read(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

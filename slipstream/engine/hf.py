@@ -40,8 +40,8 @@ from slipstream.base.errors import ModelError
 from slipstream.engine.attention import AttentionPlan, attend, plan_attention, plan_pages
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
-from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, take, tell_unread
-from slipstream.engine.trial import check, told
+from slipstream.engine.model import ModelConfig, Tensors, device_of, dtype_of, end_tokens, read_json, take, tell_unread
+from slipstream.engine.trial import check, check_layers, told
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 
@@ -119,7 +119,9 @@ class HFModel:
     @staticmethod
     def from_folder(folder: str | Path, dtype: str, device: str) -> HFModel:
         """Load a local folder, once a tiny copy has passed its trial. Raises ModelError."""
+        path = Path(folder) / "config.json"
         try:
+            check_layers(read_json(path), str(path))
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             tried(config)
             auto: Any = AutoModelForCausalLM

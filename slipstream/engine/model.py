@@ -164,7 +164,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors "
                          "('slipstream models prepare' makes one)") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected an object, found {type(content).__name__}")

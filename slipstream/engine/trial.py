@@ -69,6 +69,15 @@ Build = Callable[[Any], Any]  # a configuration -> a model of transformers with 
 Serve = Callable[[Any], CausalModel]  # such a model through our slots
 
 
+def check_layers(raw: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError for more layers than any model has: configuration classes write lists as long."""
+    for name, value in raw.items():
+        if name in LAYERS and isinstance(value, (int, float)) and value > MOST_LAYERS:
+            raise ModelError(f"{where}: {name}: {value} layers are more than {MOST_LAYERS}")
+        if isinstance(value, dict):
+            check_layers(value, where)
+
+
 def check(config: Any, build: Build, serve: Serve) -> None:
     """Try the model that a configuration of transformers describes. Raises ModelError that names what differs."""
     where = f"{config.model_type} model"
@@ -248,8 +257,6 @@ def _agreeing(small: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kept(raw: Mapping[str, Any], layers: int, apart: Mapping[int, Any]) -> list[int]:
     """Numbers of the layers that a copy has: the first of each kind, and some more. apart: what one has for itself."""
-    if layers > MOST_LAYERS:
-        raise ModelError(f"{layers} layers are more than {MOST_LAYERS}")
     lists = [value for value in raw.values() if _of_layers(value, layers)]
     named = [value for name, value in raw.items() if not _of_layers(value, layers) and _names_layers(name, value)]
     counts = [(name, value) for name, value in raw.items() if name in (*FIRST, *LAST) and isinstance(value, int)]
