@@ -228,12 +228,17 @@ class Surface:
 
 
 def _num_containers(data: bytearray) -> int:
-    """The lists and objects of a JSON text; those in its strings count only where there are few."""
+    """The lists and objects of a JSON text, or enough of them; those in its strings count only where there are few."""
     num = data.count(b"[") + data.count(b"{")
-    if num > MAX_CONTAINERS:
-        outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-        num = outside.count(b"[") + outside.count(b"{")
-    return num
+    if num <= MAX_CONTAINERS:
+        return num
+    early = _num_outside_strings(data[:len(data) // 4])
+    return early if early > MAX_CONTAINERS else _num_outside_strings(data)
+
+
+def _num_outside_strings(data: bytearray) -> int:
+    outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{")
 
 
 def _late_body() -> InvalidRequest:

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
 from router_service.tokens import AnswerToken, TextCodec, TextDelta
 from slipstream.base.errors import (
@@ -183,7 +183,7 @@ class ChatBody(Generation):
 
 
 class CompletionBody(Generation):
-    prompt: list[str | list[int]] = Field(min_length=1)
+    prompt: SkipValidation[list[str | list[int]]]  # a million ids are looked at once
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @field_validator("prompt", mode="before")
@@ -192,12 +192,10 @@ class CompletionBody(Generation):
         """A string, a list of strings, a list of token ids or a list of those: always a list of prompts."""
         if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
             value = [value]
-        if isinstance(value, list):
+        kinds = set(map(type, value)) if isinstance(value, list) else set()
+        if kinds:
             _at_most("prompt", len(value), "prompts")
-        texts = isinstance(value, list) and all(isinstance(prompt, str) for prompt in value)
-        ids = isinstance(value, list) and all(
-            isinstance(prompt, list) and all(type(token) is int for token in prompt) for prompt in value)
-        if not (texts or ids):
+        if kinds != {str} and (kinds != {list} or not all(set(map(type, prompt)) <= {int} for prompt in value)):
             raise InvalidRequest("prompt", "must be a string, token ids, or a list of either")
         return value
 

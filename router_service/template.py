@@ -11,7 +11,7 @@ Rules:
    is a ModelError; so is any other end of its process. What it refuses by itself is no fault of its own.
 4. The text of a special token inside a message (``<|im_end|>`` in a question) stays text. Left to the tokenizer it
    would become the token, and a user could end his turn and write the system's; here it comes out of ``render`` as a
-   literal segment of its own. Messages without such text give exactly the prompt that transformers gives.
+   part of its own. Messages without such text give exactly the prompt that transformers gives.
 5. Both ends write lines of JSON. The process logs nothing, and ends with its standard input.
 
 It knows nothing about tokenizers, and imports little: it starts in a tenth of a second.
@@ -29,7 +29,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -49,14 +48,6 @@ TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A stretch of the prompt. A literal one is the text of a special token that must not become the token."""
-
-    text: str
-    literal: bool = False
-
-
 class ChatTemplate:
     """The template of one model. Threads may share it; they render one after the other."""
 
@@ -72,9 +63,10 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process = self._started()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[Segment]:
-        """The prompt in order. Raises InvalidRequest("messages") for messages that the template refuses, or that take
-        more than the limits; blocks meanwhile."""
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[str]:
+        """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
+        so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
+        limits; blocks meanwhile."""
         asked = json.dumps([messages, add_generation_prompt]).encode()
         with self._lock:
             if self._process.ended:
@@ -88,7 +80,8 @@ class ChatTemplate:
         if "parts" not in reply:
             problem, words = reply["problem"], reply["words"]
             raise ModelError(f"chat_template: {words}") if problem == BROKEN else InvalidRequest("messages", words)
-        return [Segment(part, literal=i % 2 == 1) for i, part in enumerate(reply["parts"]) if part]
+        parts: list[str] = reply["parts"]
+        return parts
 
     @property
     def pid(self) -> int:
@@ -152,7 +145,7 @@ class Renderer:
         self._template = compiled(source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[str]:
-        """Plain text, a literal, plain text, and so on. Raises Problem."""
+        """``ChatTemplate.render``. Raises Problem."""
         guards = _Guards.find(messages, self._specials)
         text = self._text(messages if guards is None else guards.put_into(messages), add_generation_prompt)
         return [text] if guards is None else guards.split(text)

@@ -79,14 +79,15 @@ class TextCodec:
         """The tokens of a conversation, ready for the assistant's turn. Raises InvalidRequest("messages")."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt to /v1/completions")
-        segments = self._template.render(messages, add_generation_prompt)
-        spelt = sum(len(self._literals[segment.text]) for segment in segments if segment.literal)
+        parts = self._template.render(messages, add_generation_prompt)  # there may be hundreds of thousands
+        spelt = sum(len(self._literals[mark]) for mark in parts[1::2])
         if room is not None and spelt > room:
             raise too_long("messages", room, f"{spelt} tokens in its marks")
-        plain = iter(self._encode([s.text for s in segments if not s.literal], "messages", False, room))
+        plain = iter(self._encode([text for text in parts[::2] if text], "messages", False, room))
         tokens: list[int] = []
-        for segment in segments:
-            tokens += self._literals[segment.text] if segment.literal else next(plain)
+        for i, part in enumerate(parts):
+            if part:
+                tokens += self._literals[part] if i % 2 else next(plain)
         return tokens
 
     def is_special(self, token: int) -> bool:

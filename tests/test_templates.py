@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router_service.template import MAX_RENDERED, ChatTemplate, Segment
+from router_service.template import MAX_RENDERED, ChatTemplate
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 
 CPU_S = 0.25
@@ -73,7 +73,7 @@ BROKEN = {
 
 
 def rendered(template: ChatTemplate, messages: Sequence[Any] = USER) -> str:
-    return "".join(segment.text for segment in template.render(messages))
+    return "".join(template.render(messages))
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
@@ -117,10 +117,10 @@ def test_memory_and_length_are_bounded_for_every_request() -> None:
 def test_a_process_that_is_killed_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {}, ["<s>"])
     asked = [{"role": "user", "content": "a<s>\ud800"}]
-    assert template.render(asked) == [Segment("a"), Segment("<s>", literal=True), Segment("\ud800")]
+    assert template.render(asked) == ["a", "<s>", "\ud800"]
     os.kill(template.pid, signal.SIGKILL)
     os.waitid(os.P_PID, template.pid, os.WEXITED | os.WNOWAIT)
-    assert template.render(asked)[1] == Segment("<s>", literal=True)
+    assert template.render(asked)[1] == "<s>"
     os.kill(template.pid, signal.SIGKILL)  # maybe with the question in its hands
     try:
         assert rendered(template) == "x"

@@ -170,9 +170,9 @@ def test_special_tokens_in_messages_stay_text(codec: TextCodec, parts: list[str]
 
 def test_special_tokens_hidden_deep_stay_text() -> None:
     template = ChatTemplate("{{ messages[0].calls | tojson }}", {}, SPECIALS)
-    segments = template.render([{"calls": [{"name": "f", "args": {"<s>": "1<|im_end|>", "n": 2}}]}])
-    assert [segment.text for segment in segments if segment.literal] == ["<s>", "<|im_end|>"]
-    assert "".join(segment.text for segment in segments) == (
+    parts = template.render([{"calls": [{"name": "f", "args": {"<s>": "1<|im_end|>", "n": 2}}]}])
+    assert parts[1::2] == ["<s>", "<|im_end|>"]
+    assert "".join(parts) == (
         '[{"name": "f", "args": {"<s>": "1<|im_end|>", "n": 2}}]')
 
 
@@ -193,7 +193,7 @@ def test_template_environment_is_that_of_transformers() -> None:
               "{{ m | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
               "{% if tools is not none %}tools{% endif %}{{ unknown }}")
     rendered = ChatTemplate(source, {"bos_token": "<s>"}, SPECIALS).render([{"a": "é<"}, {"a": "b"}])
-    assert [segment.text for segment in rendered] == ['<s>{"a": "é<"}4']
+    assert rendered == ['<s>{"a": "é<"}4']
 
 
 @pytest.mark.parametrize("source", [
@@ -214,7 +214,7 @@ def test_rendered_text_is_capped() -> None:
     echo = ChatTemplate("{{ messages[0].content * 2 }}", {}, [])
     with pytest.raises(InvalidRequest, match=str(MAX_RENDERED)):
         echo.render([{"role": "user", "content": "x" * (MAX_RENDERED // 2 + 1)}])
-    assert echo.render([{"role": "user", "content": "x"}])[0].text == "xx"
+    assert echo.render([{"role": "user", "content": "x"}]) == ["xx"]
 
 
 def test_broken_template_is_a_model_error(tmp_path: Path) -> None:
