@@ -214,7 +214,15 @@ class Balancer:
         """Whether any target has a draft connected."""
         return any(target.drafted for target in self._known)
 
-    def submit(self, request: Request) -> Answer:
+    def identity(self, tag: str) -> Identity:
+        """Whose ``tag`` that is, among the targets that are known. Raises ModelChanged, or Unavailable."""
+        known = [target.identity for target in self._known if target.identity is not None]
+        found = next((identity for identity in known if identity.tag == tag), None)
+        if found is None:
+            raise _gone() if known else Unavailable("no target has answered yet; try again soon")
+        return found
+
+    def submit(self, request: Request) -> RoutedAnswer:
         """Never raises; the answer's iteration does."""
         self._retries = min(self._retries + self.rules.retry_share, 10.0)
         return RoutedAnswer(self, request)
@@ -263,8 +271,7 @@ class Balancer:
         if request.answered and known:
             known = [t for t in known if request.identity is not None and t.identity == request.identity]
             if not known:
-                raise ModelChanged("the model that began this answer is no longer served; ask again for one of the "
-                                   "model that is here now")
+                raise _gone()
         left = [t for t in known if not t.draining]
         now = self._clock()
         usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
@@ -382,6 +389,11 @@ class Balancer:
         return Unavailable("the target was lost before the answer's end; ask again")
 
 
+def _gone() -> ModelChanged:
+    return ModelChanged("the model that began this answer is no longer served; ask again for one of the model that is "
+                        "here now")
+
+
 class RoutedAnswer:
     """An answer that finds its target, and another one when that cannot finish it."""
 
@@ -396,7 +408,7 @@ class RoutedAnswer:
         self._speculate = request.speculate
         self._begun = False  # by the present target
         self._emitted: list[int] = []
-        self._identity: Identity | None = None  # of who began it; None: it is not begun, or nobody knows
+        self._identity = request.identity  # of who began it; None: it is not begun, or nobody knows
         self._finished = False
 
     def __aiter__(self) -> RoutedAnswer:
@@ -424,6 +436,11 @@ class RoutedAnswer:
                 await self.aclose()
             return piece
         raise StopAsyncIteration
+
+    @property
+    def identity(self) -> Identity | None:
+        """Whose it is, once it is begun; None: that is not known."""
+        return self._identity
 
     def set_speculation(self, allowed: bool) -> None:
         self._speculate = allowed

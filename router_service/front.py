@@ -2,7 +2,8 @@
 
 Rules:
 1. Options become a body and pass through ``openai.parse``: both surfaces have the same defaults and limits.
-2. An empty model name means the one that is here.
+2. The first delta says whose the answer is, so that another router can go on with it (``Begun``).
+3. An empty model name means the one that is here.
 
 It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 """
@@ -35,7 +36,7 @@ class GatewayFront:
             raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
             if options.top_logprobs is not None:
                 raw["logprobs"] = True
-            return self._gateway.plan_chat(parse(ChatBody, raw))
+            return self._gateway.plan_chat(parse(ChatBody, raw), options.begun)
 
         return self._run("chat", plan)
 
@@ -44,7 +45,7 @@ class GatewayFront:
             raw = self._raw(model, options)
             raw["prompt"] = prompt
             raw["logprobs"] = raw.pop("top_logprobs", None)
-            return self._gateway.plan_completion(parse(CompletionBody, raw))
+            return self._gateway.plan_completion(parse(CompletionBody, raw), options.begun)
 
         return self._run("completions", plan)
 
@@ -52,7 +53,7 @@ class GatewayFront:
         return [self._gateway.model]
 
     def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
-        raw = {f.name: getattr(options, f.name) for f in fields(options)}
+        raw = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "begun"}
         raw["stop"] = list(options.stop)
         raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
         raw["model"] = model or self._gateway.model
@@ -61,10 +62,12 @@ class GatewayFront:
     async def _run(self, endpoint: str, plan: Callable[[], Asked]) -> AsyncGenerator[Delta, None]:
         try:
             run = await self._gateway.start(plan(), self._tenant)
+            identity = run.identity
             try:
                 async for _, delta in run:
-                    if delta.text or delta.tokens or delta.finish:
-                        yield _delta(delta, run.usage() if delta.finish else None)
+                    if delta.text or delta.tokens or delta.finish or identity:
+                        yield _delta(delta, run.usage() if delta.finish else None, identity)
+                        identity = ""
             finally:
                 await run.aclose()
         except SlipstreamError as error:
@@ -72,7 +75,7 @@ class GatewayFront:
             raise
 
 
-def _delta(delta: TextDelta, usage: Usage | None) -> Delta:
+def _delta(delta: TextDelta, usage: Usage | None, identity: str) -> Delta:
     tokens = [TextToken(token.id, token.text, token.drafted,
                         token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens]
-    return Delta(delta.text, tuple(tokens), delta.finish, usage)
+    return Delta(delta.text, tuple(tokens), delta.finish, usage, identity)

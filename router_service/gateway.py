@@ -5,7 +5,9 @@ Rules:
    is rendered and tokenized, beside the event loop, and is checked against the model's context before it takes more.
 2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
 3. No run outlives ``request_timeout_s``.
-4. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
+4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
+   client has; what the client was told already is not told again.
+5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
 """
@@ -29,7 +31,8 @@ from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans
-from slipstream.protocol.chat import Usage
+from slipstream.protocol.chat import Begun, Usage
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Request, TargetInfo
 
 MAX_N = 8  # answers that one request may ask for
@@ -44,6 +47,7 @@ class Asked:
     options: Options
     messages: Sequence[Mapping[str, str]] = field(default=(), repr=False)
     prompts: Sequence[str | Sequence[int]] = field(default=(), repr=False)
+    begun: Begun | None = None  # of its only answer
 
     @property
     def num_answers(self) -> int:
@@ -65,6 +69,8 @@ class Job:
     max_tokens: tuple[int, ...]  # one a prompt
     options: Options
     vocab_size: int
+    begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
+    identity: Identity | None = None  # who began it
 
     @property
     def num_answers(self) -> int:
@@ -121,14 +127,14 @@ class Gateway:
         """Nothing runs any more."""
         self._lanes.close()
 
-    def plan_chat(self, body: ChatBody) -> Asked:
+    def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
-        return self._checked(Asked("chat", body.model, body.options(), messages=messages))
+        return self._checked(Asked("chat", body.model, body.options(), messages=messages, begun=begun))
 
-    def plan_completion(self, body: CompletionBody) -> Asked:
+    def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        return self._checked(Asked("completions", body.model, body.options(), prompts=body.prompt))
+        return self._checked(Asked("completions", body.model, body.options(), prompts=body.prompt, begun=begun))
 
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
@@ -162,9 +168,10 @@ class Gateway:
         sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS, stop_token_ids=stop_ids)
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace,
-                          namespace=tenant.namespace)
-        answer = self._fallback.follow(self._balancer.submit(request), options.speculate, request.speculate)
-        return Completion(request, answer, self.codec, options.stop, job.vocab_size)
+                          namespace=tenant.namespace, identity=job.identity).after(job.begun)
+        routed = self._balancer.submit(request)
+        answer = self._fallback.follow(routed, options.speculate, request.speculate)
+        return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -190,8 +197,21 @@ class Gateway:
             self.codec.encode(prompt, room) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
-        return Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
-                   info.vocab_size)
+        job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
+                  info.vocab_size)
+        return job if asked.begun is None else self._going_on(job, asked.begun)
+
+    def _going_on(self, job: Job, begun: Begun) -> Job:
+        tokens = begun.tokens
+        if job.num_answers > 1:
+            raise InvalidRequest("begun", "is for requests of one answer")
+        if not 0 < len(tokens) < job.max_tokens[0]:
+            raise InvalidRequest("begun.tokens", f"must be at least 1 and fewer than the answer's {job.max_tokens[0]}")
+        if min(tokens) < 0 or max(tokens) >= job.vocab_size:
+            raise InvalidRequest("begun.tokens", f"one is outside the vocabulary of {job.vocab_size}")
+        if not (job.options.ignore_eos or set(tokens).isdisjoint(self.codec.stop_token_ids)):
+            raise InvalidRequest("begun.tokens", "one of them ends an answer")
+        return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
 
     def _info(self) -> TargetInfo:
         info = self._balancer.info
@@ -246,6 +266,12 @@ class Run:
         # No queue between a single answer and its reader.
         self._many = merged(self.completions) if job.num_answers > 1 else None
 
+    @property
+    def identity(self) -> str:
+        """The tag of whose the first answer is; "" for nobody known."""
+        identity = self.completions[0].identity()
+        return "" if identity is None else identity.tag
+
     async def begin(self) -> None:
         """Wait for the first delta; call it once, before iterating."""
         self._first = await anext(self)
@@ -277,7 +303,7 @@ class Run:
         tallies = [completion.tally for completion in self.completions]
         return Usage(
             prompt_tokens=sum(map(len, self.job.prompts)),
-            completion_tokens=sum(tally.tokens for tally in tallies),
+            completion_tokens=self._generated() + len(self.job.begun),
             accepted_prediction_tokens=sum(tally.accepted for tally in tallies),
             rejected_prediction_tokens=sum(max(tally.drafted - tally.accepted, 0) for tally in tallies),
             cached_tokens=sum(tally.cached_tokens for tally in tallies[:: self.job.options.n]),
@@ -298,10 +324,13 @@ class Run:
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
             used = self.usage()
-            self._place.spend(used.completion_tokens)
+            self._place.spend(self._generated())
             self._place.leave()
             self._count()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
+
+    def _generated(self) -> int:
+        return sum(completion.tally.tokens for completion in self.completions)
 
     def _time(self) -> None:
         if self._came is None:

@@ -34,6 +34,7 @@ from router_service.template import ChatTemplate
 from router_service.text_files import literals, longest_token, stop_token_ids, template_source
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.models.folder import load_tokenizer
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import Answer, Finish, Piece, Request, State, TokenLogprob
 
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -258,12 +259,17 @@ class Tally:
     first_state: State | None = None
 
 
-class Completion:
-    """The text of ``answer``, which ends with a finish or an error, to ``request``. Iterate once; errors of the answer
-    come out of the iteration."""
+TAIL = 64  # tokens: a character has at most four bytes
 
-    def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str],
-                 vocab_size: int) -> None:
+
+class Completion:
+    """The text of ``answer``, which ends with a finish or an error, to ``request``, after what it has been answered
+    already. Iterate once; errors of the answer come out of the iteration. ``identity``: whose it is."""
+
+    def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
+                 identity: Callable[[], Identity | None] = lambda: None) -> None:
+        """Raises InvalidRequest where the answer was over before."""
+        self.identity = identity
         self.tally = Tally()
         self.finished = False
         self._answer = answer
@@ -275,6 +281,17 @@ class Completion:
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
         self._length = 0  # of the text so far
         self._clear = 0  # of the text that may go out
+        if request.answered:
+            self._recall(request, stops)
+
+    def _recall(self, request: Request, stops: Sequence[str]) -> None:
+        """Be as one that has given the tokens that are there. A text's end is all that matters of it: less than a
+        character, and what could still become a stop string."""
+        end = max(TAIL, *map(len, stops)) if stops else TAIL
+        for token in request.tokens[max(len(request.tokens) - end, len(request.tokens) - request.answered):]:
+            if self._push(token, False, None):
+                raise InvalidRequest("begun.tokens", "a stop string ends them")
+        self._held.clear()
 
     def __aiter__(self) -> Completion:
         return self

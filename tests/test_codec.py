@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
-from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
     Close,
@@ -198,6 +198,10 @@ def test_requests_and_texts_come_back() -> None:
     assert decode_info(encode_info(INFO)) == INFO
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
     assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
+    begun = ChatOptions(begun=Begun("whose", (3, 1, 2)))
+    assert decode_complete(encode_complete("m", "hi", begun)) == ("m", "hi", begun)
+    first = Delta("a", (TextToken(1, "a"),), identity="whose")
+    assert decode_delta(encode_delta(first)) == first
     assert decode_delta(encode_delta(DELTA)) == DELTA and decode_delta(encode_delta(Delta("x"))) == Delta("x")
     wire = inference_pb2.CompleteResponse.FromString(encode_delta(DELTA))
     assert wire.delta.text == DELTA.text and wire.SerializeToString() == encode_delta(DELTA)

@@ -18,6 +18,8 @@ MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
 MAX_STOPS = 4
 MAX_BIASES = 300
+MAX_BEGUN = 1 << 18  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -26,8 +28,17 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What came of an answer that broke off: ``tokens``, and whose it was, as its first delta said."""
+
+    identity: str
+    tokens: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How an answer is made. ``stop`` and ``logit_bias`` (token id, bias) are empty by default."""
+    """How an answer is made. ``stop`` and ``logit_bias`` (token id, bias) are empty by default. ``begun``: it goes on
+    from there, and deltas are of what is new. Its seed has to be said again."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -44,6 +55,7 @@ class ChatOptions:
     ignore_eos: bool | None = None
     top_logprobs: int | None = None
     speculate: bool | None = None  # False: plain decoding for this request
+    begun: Begun | None = None
 
 
 class TextToken(NamedTuple):
@@ -75,12 +87,14 @@ class Usage:
 
 
 class Delta(NamedTuple):
-    """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop" or "length")."""
+    """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop" or "length"). ``identity``: in
+    the first one, what ``Begun`` needs; "" where it cannot be picked up."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
     finish: str = ""
     usage: Usage | None = None
+    identity: str = ""
 
     def __repr__(self) -> str:
         return f"Delta(tokens={len(self.tokens)}, finish={self.finish!r}, usage={self.usage})"

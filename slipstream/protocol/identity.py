@@ -11,6 +11,7 @@ It knows nothing about files, engines or who compares.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -20,3 +21,9 @@ class Identity:
     dtype: str
     quantize: str
     kernels: str  # whose, for what kind of device, of which releases
+
+    @property
+    def tag(self) -> str:
+        """A digest of it, for those who keep it without a need to read it."""
+        parts = (self.weights, self.dtype, self.quantize, self.kernels)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

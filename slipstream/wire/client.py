@@ -8,70 +8,146 @@ Rules:
 1. Options are the fields of ``ChatOptions``; one that is left out takes the server's default.
 2. Errors are those of ``slipstream.base.errors``, as they were raised there; no gRPC error leaves a client.
 3. Leaving the loop early ends the answer on the server.
+4. An answer whose router is lost or leaves is asked for again, and goes on where it stopped: from the tokens that came,
+   with the seed that was sent, at a target that is the one that began it. The loop sees a pause. It ends with the error
+   when ``TRIES`` in a row brought nothing, or when what began it is no longer served.
+5. Of several addresses one is used until it fails, then the next.
 
 It knows nothing about tokenizers or models.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import ChatOptions, Delta, Message
+from slipstream.base.errors import Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
 from slipstream.wire.status import translated
 from slipstream.wire.tls import TlsFiles
 
 INFO_S = 10.0  # for the short calls
+TRIES = 6  # without a delta; with the pauses between them they last eight seconds
+PAUSE_S = 0.25  # doubles with each try in a row
 
 Deltas = TypeVar("Deltas", Iterator[Delta], AsyncIterator[Delta])
 Conversation = str | Sequence[Message | Mapping[str, str]]
 
 
+class Asked:
+    """One answer, and what came of it so far."""
+
+    def __init__(self, name: str, encode: Callable[[ChatOptions], bytes], options: ChatOptions) -> None:
+        """name: of the call. Raises InvalidRequest for options that cannot be sent."""
+        self.name = name
+        self._encode = encode
+        # The server's choice of a seed would be lost with it.
+        self._options = options if options.seed is not None else replace(options, seed=secrets.randbits(63))
+        self._identity = options.begun.identity if options.begun is not None else ""
+        self._tokens = list(options.begun.tokens) if options.begun is not None else []
+        self._came: list[Delta] = []  # of the present call
+        self._rounds = self._accepted = 0  # of those before
+        self._failed = 0  # calls in a row that brought nothing
+        self.request()
+
+    def request(self) -> bytes:
+        """What is left to ask."""
+        begun = Begun(self._identity, tuple(self._tokens)) if self._tokens else None
+        return self._encode(replace(self._options, begun=begun))
+
+    def take(self, delta: Delta) -> Delta:
+        """A delta that came, as it is for its reader."""
+        self._came.append(delta)
+        self._tokens += [token.id for token in delta.tokens]
+        self._identity = delta.identity or self._identity
+        if (usage := delta.usage) is None or not self._rounds:
+            return delta
+        return delta._replace(usage=replace(
+            usage, rounds=usage.rounds + self._rounds,
+            accepted_prediction_tokens=usage.accepted_prediction_tokens + self._accepted))
+
+    def again(self, error: SlipstreamError) -> float:
+        """The call broke off: how long to wait before the next. Raises ``error`` where there is none to make."""
+        self._failed = 1 if self._came else self._failed + 1
+        if self._failed >= TRIES or (self._tokens and not self._identity):
+            raise error
+        self._rounds += len(self._came)
+        self._accepted += sum(token.drafted for delta in self._came for token in delta.tokens)
+        self._came = []
+        return PAUSE_S * 2.0 ** (self._failed - 1)
+
+
 class Caller(Generic[Deltas]):
     """What both clients say; how deltas come is theirs."""
 
-    def __init__(self, address: str, api_key: str, channel: Any) -> None:
-        self._address = address
+    def __init__(self, addresses: str | Sequence[str], api_key: str, open_: Callable[[str], Any]) -> None:
+        self._addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not self._addresses:
+            raise InvalidRequest("address", "names no router")
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._channel = channel
+        self._channels = [open_(address) for address in self._addresses]
+        self._at = 0  # of them is used
 
     def chat(self, messages: Conversation, *, model: str = "", **options: Any) -> Deltas:
         """Deltas of the answer; the last one has ``finish`` and ``usage``. A string is one message of the user."""
-        return self._stream(self._begin("Chat", encode_chat(model, _messages(messages), _options(options))))
+        turns = _messages(messages)
+        return self._stream(Asked("Chat", lambda options: encode_chat(model, turns, options), _options(options)))
 
     def complete(self, prompt: str, *, model: str = "", **options: Any) -> Deltas:
         """Deltas of what follows ``prompt``, without a chat template."""
-        return self._stream(self._begin("Complete", encode_complete(model, prompt, _options(options))))
+        return self._stream(Asked("Complete", lambda options: encode_complete(model, prompt, options),
+                                  _options(options)))
 
-    def _begin(self, name: str, request: bytes) -> Callable[[], Any]:
-        method = self._channel.unary_stream(f"/{INFERENCE_SERVICE}/{name}")
-        return partial(method, request, metadata=self._metadata)
+    def _begin(self, at: int, asked: Asked) -> Any:
+        method = self._channels[at].unary_stream(f"/{INFERENCE_SERVICE}/{asked.name}")
+        return method(asked.request(), metadata=self._metadata)
 
-    def _models(self) -> Any:
-        method = self._channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
+    def _models(self, at: int) -> Any:
+        method = self._channels[at].unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
         return method(b"", metadata=self._metadata, timeout=INFO_S)
 
-    def _stream(self, begin: Callable[[], Any]) -> Deltas:
-        """The deltas of the call that ``begin`` begins, when they are asked for."""
+    def _leave(self, at: int) -> None:
+        """Whoever is there cannot be asked; others may have found out before."""
+        if self._at == at:
+            self._at = (at + 1) % len(self._channels)
+
+    def _stream(self, asked: Asked) -> Deltas:
+        """The deltas of ``asked``, when they are asked for."""
         raise NotImplementedError
 
 
 class Client(Caller[Iterator[Delta]]):
     """For programs without asyncio; may be used from any thread."""
 
-    def __init__(self, address: str = "127.0.0.1:8001", *, api_key: str = "", tls: TlsFiles | None = None) -> None:
-        super().__init__(address, api_key, open_sync_channel(address, tls))
+    def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
+                 tls: TlsFiles | None = None) -> None:
+        super().__init__(address, api_key, lambda one: open_sync_channel(one, tls))
 
     def models(self) -> list[str]:
-        with translated(self._address):
-            return decode_models(self._models())
+        for _ in self._channels[1:]:
+            with suppress(Unavailable):
+                return self._ask_models()
+        return self._ask_models()
+
+    def _ask_models(self) -> list[str]:
+        at = self._at
+        try:
+            with translated(self._addresses[at]):
+                return decode_models(self._models(at))
+        except Unavailable:
+            self._leave(at)
+            raise
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Client:
         return self
@@ -79,28 +155,48 @@ class Client(Caller[Iterator[Delta]]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stream(self, begin: Callable[[], Any]) -> Iterator[Delta]:
-        call = begin()
-        try:
-            with translated(self._address):
-                for data in call:
-                    yield decode_delta(data)
-        finally:
-            call.cancel()
+    def _stream(self, asked: Asked) -> Iterator[Delta]:
+        while True:
+            at = self._at
+            call = self._begin(at, asked)
+            try:
+                with translated(self._addresses[at]):
+                    for data in call:
+                        yield asked.take(decode_delta(data))
+                return
+            except (Unavailable, Draining) as error:
+                self._leave(at)
+                pause_s = asked.again(error)
+            finally:
+                call.cancel()
+            time.sleep(pause_s)
 
 
 class AsyncClient(Caller[AsyncIterator[Delta]]):
     """For programs with asyncio. Make it on the event loop that uses it."""
 
-    def __init__(self, address: str = "127.0.0.1:8001", *, api_key: str = "", tls: TlsFiles | None = None) -> None:
-        super().__init__(address, api_key, open_channel(address, tls))
+    def __init__(self, address: str | Sequence[str] = "127.0.0.1:8001", *, api_key: str = "",
+                 tls: TlsFiles | None = None) -> None:
+        super().__init__(address, api_key, lambda one: open_channel(one, tls))
 
     async def models(self) -> list[str]:
-        with translated(self._address):
-            return decode_models(await self._models())
+        for _ in self._channels[1:]:
+            with suppress(Unavailable):
+                return await self._ask_models()
+        return await self._ask_models()
+
+    async def _ask_models(self) -> list[str]:
+        at = self._at
+        try:
+            with translated(self._addresses[at]):
+                return decode_models(await self._models(at))
+        except Unavailable:
+            self._leave(at)
+            raise
 
     async def aclose(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -108,14 +204,21 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _stream(self, begin: Callable[[], Any]) -> AsyncIterator[Delta]:
-        call = begin()
-        try:
-            with translated(self._address):
-                async for data in call:
-                    yield decode_delta(data)
-        finally:
-            call.cancel()
+    async def _stream(self, asked: Asked) -> AsyncIterator[Delta]:
+        while True:
+            at = self._at
+            call = self._begin(at, asked)
+            try:
+                with translated(self._addresses[at]):
+                    async for data in call:
+                        yield asked.take(decode_delta(data))
+                return
+            except (Unavailable, Draining) as error:
+                self._leave(at)
+                pause_s = asked.again(error)
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause_s)
 
 
 def _messages(conversation: Conversation) -> tuple[Message, ...]:

@@ -21,10 +21,12 @@ import grpc
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError, TooLarge
 from slipstream.protocol.chat import (
+    MAX_BEGUN,
     MAX_BIASES,
     MAX_BODY_BYTES,
     MAX_ITEMS,
     MAX_STOPS,
+    Begun,
     ChatOptions,
     Delta,
     Message,
@@ -36,7 +38,7 @@ from slipstream.wire.channel import INFERENCE_SERVICE
 from slipstream.wire.fields import made, parse, shared
 from slipstream.wire.status import Context, abort
 
-SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in ("logit_bias", "stop"))
+SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in ("logit_bias", "stop", "begun"))
 
 
 def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
@@ -89,6 +91,8 @@ def _options(options: ChatOptions) -> inference_pb2.Options:
             _set(wire, name, value)
     for token, bias in options.logit_bias:
         wire.logit_bias[token] = bias
+    if options.begun is not None:
+        wire.begun.CopyFrom(inference_pb2.Begun(identity=options.begun.identity, tokens=options.begun.tokens))
     return wire
 
 
@@ -104,7 +108,9 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
     _at_most("logit_bias", wire.logit_bias, MAX_BIASES)
     values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
     bias = tuple(sorted(wire.logit_bias.items()))
-    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop))
+    _at_most("begun.tokens", wire.begun.tokens, MAX_BEGUN)
+    begun = Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None
+    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop), begun=begun)
 
 
 def encode_delta(delta: Delta) -> bytes:
@@ -122,6 +128,8 @@ def encode_delta(delta: Delta) -> bytes:
             item.logprob = token.logprob
     if delta.finish:
         wire.finish_reason = delta.finish
+    if delta.identity:
+        wire.identity = delta.identity
     if delta.usage is not None:
         wire.usage.CopyFrom(inference_pb2.Usage(**shared(delta.usage)))
     return message.SerializeToString()
@@ -135,7 +143,7 @@ def decode_delta(data: bytes) -> Delta:
     tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None)
                    for token in wire.tokens)
     usage = made(Usage, wire.usage) if wire.HasField("usage") else None
-    return Delta(wire.text, tokens, wire.finish_reason, usage)
+    return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity)
 
 
 def encode_models(ids: list[str]) -> bytes:

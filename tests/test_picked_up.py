@@ -1,0 +1,231 @@
+"""An answer whose router dies is picked up where it stopped, by any router, at a target of the same identity, and its
+reader sees one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.fleet import free_port
+from router_service.tokens import Completion, TextCodec, TextDelta
+from slipstream.base.config import WireSection
+from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
+from slipstream.client import AsyncClient, Client
+from slipstream.protocol.chat import Begun, Delta
+from slipstream.protocol.identity import Identity
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
+from slipstream.wire import client as wire_client
+from slipstream.wire.server import GrpcServer
+from slipstream.wire.target import TargetServicer
+from tests.echo import EchoTarget, answer_bytes
+from tests.routing import Routing, routing
+
+TEXT = "one ∑ two €€ three END of it"
+STREAMS = 24
+
+
+class Given:
+    """An Answer of these tokens, one a piece."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for token in self._tokens[:-1]:
+            yield Piece((token,))
+        yield Piece(tuple(self._tokens[-1:]), finish="length")
+
+    def set_speculation(self, allowed: bool) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+
+async def deltas_of(codec: TextCodec, request: Request, tokens: list[int], stops: list[str]) -> list[TextDelta]:
+    return [delta async for delta in Completion(request, Given(tokens), codec, stops, 260)]
+
+
+@pytest.mark.parametrize("stops", [[], ["END"], ["END of me", "twx"], ["€€!" * 30, " th"]], ids=str)
+async def test_text_goes_on_from_every_cut(tiny_folder: Path, stops: list[str]) -> None:
+    """In the middle of a character, and of what may become a stop string, too."""
+    codec, tokens = TextCodec(tiny_folder), list(TEXT.encode())
+    request = Request("r", (1, 2, 3), Sampling(), len(tokens))
+    whole = await deltas_of(codec, request, tokens, stops)
+    for cut in range(1, len(whole)):
+        told = [token.id for delta in whole[:cut] for token in delta.tokens]
+        if not told:
+            continue
+        rest = await deltas_of(codec, request.after(told), tokens[len(told) :], stops)
+        for side in (lambda delta: delta.text, lambda delta: delta.tokens):
+            assert _joined(whole[:cut] + rest, side) == _joined(whole, side)
+        assert rest[-1].finish == whole[-1].finish
+
+
+def _joined(deltas: list[TextDelta], side: Any) -> Any:
+    return [part for delta in deltas for part in side(delta)]
+
+
+@asynccontextmanager
+async def two(folder: Path, *targets: EchoTarget, **section: Any) -> AsyncIterator[tuple[Routing, Routing, list[str]]]:
+    """Two routers over the same targets, and their addresses."""
+    async with routing(folder, *targets, **section) as one, routing(folder, *targets, **section) as other:
+        yield one, other, [f"127.0.0.1:{router.service.grpc_port}" for router in (one, other)]
+
+
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_client, "PAUSE_S", 0.01)
+
+
+async def answered(client: AsyncClient, prompt: str, **options: Any) -> list[Delta]:
+    return [delta async for delta in client.complete(prompt, max_tokens=60, **options)]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0, "stop": "w9"}, {"seed": 7, "top_logprobs": 0}], ids=str)
+async def test_a_router_that_goes_away_is_not_missed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     options: dict[str, Any]) -> None:
+    fast(monkeypatch)
+    target = EchoTarget(end=50, accepted=0)
+    async with two(tiny_folder, target) as (one, _, addresses):
+        async with AsyncClient(addresses) as client:
+            seen: list[Delta] = []
+            async for delta in client.complete("hello", max_tokens=60, **options):
+                seen.append(delta)
+                if len(seen) == 5:
+                    await one.service.drain(0)
+            usage = seen[-1].usage
+        seed = target.requests[0].sampling.seed
+        assert len(target.requests) == 2 and target.requests[1].sampling.seed == seed
+        assert target.requests[1].answered >= 5 and target.requests[1].identity == target.identity
+        async with AsyncClient(addresses[1]) as client:
+            alone = await answered(client, "hello", **{**options, "seed": seed % 2**63})
+    assert text(seen) == text(alone) and [t for d in seen for t in d.tokens] == [t for d in alone for t in d.tokens]
+    assert usage is not None and alone[-1].usage is not None
+    assert usage.completion_tokens == alone[-1].usage.completion_tokens
+    assert usage.rounds >= alone[-1].usage.rounds - 1
+
+
+def text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+async def test_two_targets_of_other_models_do_not_go_on_with_each_others_answers(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast(monkeypatch)
+    target = EchoTarget(end=50, accepted=0)
+    async with two(tiny_folder, target) as (one, _, addresses), AsyncClient(addresses) as client:
+        seen = []
+        with pytest.raises(ModelChanged):
+            async for delta in client.complete("hello", max_tokens=60):
+                seen.append(delta)
+                if len(seen) == 5:
+                    target.identity = Identity("other", "float32", "none", "echo")
+                    await one.service.drain(0)
+    assert text(seen) and not seen[-1].finish
+
+
+@pytest.mark.parametrize(("begun", "field"), [
+    (Begun("", (5,)), None), (Begun("0" * 32, (5,)), None),
+    (Begun("own", (5,) * 60), "begun.tokens"), (Begun("own", (260,)), "begun.tokens"),
+    (Begun("own", (-1,)), "begun.tokens"), (Begun("own", (257,)), "begun.tokens"),
+    (Begun("own", tuple(b"a stop")), "begun.tokens")], ids=str)
+async def test_what_nobody_began_is_refused(tiny_folder: Path, begun: Begun, field: str | None) -> None:
+    target = EchoTarget()
+    assert target.identity is not None
+    if begun.identity == "own":
+        begun = replace(begun, identity=target.identity.tag)
+    async with (routing(tiny_folder, target) as router,
+                AsyncClient(f"127.0.0.1:{router.service.grpc_port}") as client):
+        with pytest.raises(ModelChanged if field is None else InvalidRequest) as raised:
+            await answered(client, "hello", stop="stop", begun=begun)
+    assert field is None or getattr(raised.value, "field", None) == field
+    assert not target.requests
+
+
+async def test_nobody_is_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast(monkeypatch)
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    async with AsyncClient(addresses) as client:
+        with pytest.raises(Unavailable):
+            await answered(client, "hello")
+
+    def use() -> None:
+        with Client(addresses) as client, pytest.raises(Unavailable):
+            list(client.chat("hello"))
+
+    await asyncio.to_thread(use)
+
+
+async def test_no_answer_is_lost_with_one_of_two_routers(tiny_folder: Path, tmp_path: Path) -> None:
+    """Processes, and a signal that none of them hears."""
+    target = EchoTarget(end=200, accepted=0, pause_s=0.005)
+    server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target)])
+    await server.start()
+    routers = [Process(tiny_folder, server.port, tmp_path / f"{name}.log") for name in ("one", "other")]
+    try:
+        async with AsyncClient([router.address for router in routers]) as client:
+            await until_answers(client, routers)
+            begun, seen = asyncio.Semaphore(0), [list[Delta]() for _ in range(STREAMS)]
+
+            async def ask(number: int) -> None:
+                async for delta in client.complete("x" * (1 + number), max_tokens=220):
+                    seen[number].append(delta)
+                    if len(seen[number]) == 3:
+                        begun.release()
+
+            asking = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
+            for _ in asking:
+                await begun.acquire()
+            assert len(target.running) == STREAMS
+            routers[0].kill()
+            await asyncio.gather(*asking)
+    finally:
+        for router in routers:
+            router.kill()
+        await server.drain(0)
+    first = {len(request.tokens): request for request in target.requests if not request.answered}
+    assert sum(bool(request.answered) for request in target.requests) == STREAMS
+    for number, deltas in enumerate(seen):
+        reference = bytes(answer_bytes(first[1 + number])[:200]).decode()
+        assert text(deltas) == reference and deltas[-1].finish == "stop"
+
+
+class Process:
+    """A router of its own, without torch."""
+
+    def __init__(self, folder: Path, target: int, log: Path) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        settings = (f"model.path={folder}", f"router.targets=[127.0.0.1:{target}]",
+                    f"router.grpc_listen={self.address}", f"router.listen=127.0.0.1:{free_port()}",
+                    f"router.metrics_listen=127.0.0.1:{free_port()}")
+        flags = [part for setting in settings for part in ("--set", setting)]
+        self.process = subprocess.Popen([sys.executable, "-m", "router_service", *flags], stdin=subprocess.DEVNULL,
+                                        stdout=log.open("wb"), stderr=subprocess.STDOUT, env=dict(os.environ))
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+async def until_answers(client: AsyncClient, routers: list[Process]) -> None:
+    for router in reversed(routers):
+        async with AsyncClient(router.address) as one:
+            while True:
+                try:
+                    await one.models()
+                    break
+                except Unavailable:
+                    assert router.process.poll() is None
+                    await asyncio.sleep(0.1)
+    assert await client.models()
