@@ -103,7 +103,7 @@ async def test_a_router_that_goes_away_is_not_missed(tiny_folder: Path, monkeypa
             async for delta in client.complete("hello", max_tokens=60, **options):
                 seen.append(delta)
                 if len(seen) == 5:
-                    await one.service.drain(0)
+                    await leave(one, target)
             usage = seen[-1].usage
         seed = target.requests[0].sampling.seed
         assert len(target.requests) == 2 and target.requests[1].sampling.seed == seed
@@ -114,6 +114,13 @@ async def test_a_router_that_goes_away_is_not_missed(tiny_folder: Path, monkeypa
     assert usage is not None and alone[-1].usage is not None
     assert usage.completion_tokens == alone[-1].usage.completion_tokens
     assert usage.rounds >= alone[-1].usage.rounds - 1
+
+
+async def leave(router: Routing, target: EchoTarget) -> None:
+    """End the router while its answers stand still."""
+    target.go.clear()
+    await router.service.drain(0)
+    target.go.set()
 
 
 def text(deltas: list[Delta]) -> str:
@@ -131,7 +138,7 @@ async def test_two_targets_of_other_models_do_not_go_on_with_each_others_answers
                 seen.append(delta)
                 if len(seen) == 5:
                     target.identity = Identity("other", "float32", "none", "echo")
-                    await one.service.drain(0)
+                    await leave(one, target)
     assert text(seen) and not seen[-1].finish
 
 
@@ -169,7 +176,7 @@ async def test_nobody_is_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
 
 async def test_no_answer_is_lost_with_one_of_two_routers(tiny_folder: Path, tmp_path: Path) -> None:
     """Processes, and a signal that none of them hears."""
-    target = EchoTarget(end=200, accepted=0, pause_s=0.005)
+    target = EchoTarget(end=200, accepted=0, stall_after=5)  # all of them stand still in mid-answer
     server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target)])
     await server.start()
     routers = [Process(tiny_folder, server.port, tmp_path / f"{name}.log") for name in ("one", "other")]
@@ -181,13 +188,13 @@ async def test_no_answer_is_lost_with_one_of_two_routers(tiny_folder: Path, tmp_
             async def ask(number: int) -> None:
                 async for delta in client.complete("x" * (1 + number), max_tokens=220):
                     seen[number].append(delta)
-                    if len(seen[number]) == 3:
+                    if len(seen[number]) == 5:
                         begun.release()
 
             asking = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
             for _ in asking:
                 await begun.acquire()
-            assert len(target.running) == STREAMS
+            target.stall_after = -1
             routers[0].kill()
             await asyncio.gather(*asking)
     finally:
