@@ -107,8 +107,8 @@ class RouterService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._targets.aclose()
-        calls.cancel()
         await self._grpc.drain(1.0)
+        await calls  # cancelled instead, it would take down what both wait for
         await self._http.close()
         self.gateway.close()
         await asyncio.to_thread(self._metrics.close)
