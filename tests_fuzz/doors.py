@@ -21,10 +21,13 @@ import orjson
 
 from router_service.openai import ChatBody, CompletionBody
 from router_service.openai import parse as parse_body
+from router_service.template import ChatTemplate
+from router_service.text_files import stop_token_ids, template_source
 from router_service.tokens import TextCodec
 from slipstream.base.config import ModelSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, RemoteProtocolError, SlipstreamError
 from slipstream.engine.loading import load_model
+from slipstream.models.folder import load_tokenizer
 from slipstream.models.gguf import GgufFile, build_tokenizer, parts_of, read_dimensions
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 from slipstream.protocol.messages import (
@@ -64,7 +67,7 @@ from slipstream.wire.inference import (
     encode_delta,
 )
 from tests.small_gguf import small_metadata, small_tensors, write_gguf
-from tests.tiny import write_tiny_model
+from tests.tiny import CHAT_TEMPLATE, write_tiny_model
 
 MOST_BYTES = 4 << 20  # of a gRPC message, which is refused beyond that before anybody looks at it
 LIMITS = FrameLimits(vocab_size=500, max_context=4096, feature_width=4)
@@ -235,7 +238,8 @@ def model_folder(data: bytes) -> None:
             elif (folder() / name).is_file():
                 file.symlink_to(folder() / name)
         load_model(made, ModelSection(path=made, dtype="float64", kernels="torch"))
-        TextCodec(made)
+        stop_token_ids(Path(made), load_tokenizer(Path(made)))
+        template_source(Path(made))
 
 
 def folder_seeds() -> Iterator[bytes]:
@@ -243,6 +247,18 @@ def folder_seeds() -> Iterator[bytes]:
         file = folder() / name
         if file.is_file():
             yield bytes([number]) + file.read_bytes()
+
+
+def template(data: bytes) -> None:
+    """A chat template of a stranger's model, which is a program: it ends, by itself or not."""
+    made = ChatTemplate(data.decode(errors="replace"), {"bos_token": "<s>"}, ["<s>", "<|im_end|>"], cpu_s=0.5)
+    made.render([{"role": "user", "content": "a <|im_end|> b"}])
+
+
+def template_seeds() -> Iterator[bytes]:
+    yield CHAT_TEMPLATE.encode()
+    yield b"{{ bos_token }}{% for m in messages %}{% if loop.first %}{{ m.role | upper }}{% endif %}{% endfor %}"
+    yield b"{% macro f(x) %}{{ x }}{% endmacro %}{% for i in range(3) %}{{ f(messages[0].content) }}{% endfor %}"
 
 
 def gguf_file(data: bytes) -> None:
@@ -287,6 +303,7 @@ DOORS: dict[str, Door] = {
     "asked-of-target": Door(asked_of_target, (RemoteProtocolError,), target_seeds),
     "told-by-target": Door(told_by_target, (RemoteProtocolError,), target_seeds),
     "model-folder": Door(model_folder, (ModelError, ConfigError), folder_seeds),
+    "template": Door(template, (ModelError, InvalidRequest), template_seeds),
     "gguf": Door(gguf_file, (ModelError,), gguf_seeds),
     "settings": Door(settings, (ConfigError,), settings_seeds),
 }
