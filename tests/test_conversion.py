@@ -137,6 +137,19 @@ def test_cut_files_are_refused(small_gguf: Path, tmp_path: Path, keep: int) -> N
         GgufFile(path)
 
 
+def test_a_length_beyond_the_file_is_refused_before_it_is_read(small_gguf: Path, tmp_path: Path) -> None:
+    """The list of tokens says that it has 2 ** 40 entries: its reader would believe that for hours."""
+    key = b"tokenizer.ggml.tokens"
+    whole = bytearray(small_gguf.read_bytes())
+    length = whole.index(key) + len(key) + 8  # after the kind of the value and of its entries
+    assert int.from_bytes(whole[length:length + 8], "little") == len(TOKENS)
+    whole[length:length + 8] = (1 << 40).to_bytes(8, "little")
+    path = tmp_path / "long.gguf"
+    path.write_bytes(whole)
+    with pytest.raises(ModelError, match="damaged"):
+        GgufFile(path)
+
+
 def test_missing_file_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"nothing\.gguf"):
         GgufFile(tmp_path / "nothing.gguf")

@@ -19,6 +19,7 @@ from tests_fuzz import kept
 
 SECONDS_EACH = 10  # an input that takes longer is a find: cost comes before work
 MEMORY_MB = 4096  # and one that takes more
+FINDS = Path("build/fuzz")
 
 
 def search(door: str, runs: int, seconds: int) -> str:
@@ -36,7 +37,8 @@ def search(door: str, runs: int, seconds: int) -> str:
 
 def _fuzz(door: str, *flags: str) -> str:
     command = [sys.executable, "-m", "tests_fuzz.one", door, f"-timeout={SECONDS_EACH}", f"-rss_limit_mb={MEMORY_MB}",
-               *flags]
+               f"-artifact_prefix={FINDS}/", *flags]
+    FINDS.mkdir(parents=True, exist_ok=True)
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                          check=False)
     if ran.returncode:

@@ -37,10 +37,28 @@ Value = TypeVar("Value", str, int, float, bool)
 
 MAGIC = b"GGUF"
 # The reader of the gguf library trusts what it reads; a damaged file shows up as one of these.
-DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError)
+DAMAGE = (ValueError, KeyError, IndexError, TypeError, OverflowError, OSError, AttributeError, RecursionError)
+MOST_PARTS = 1 << 23  # values, and lengths of texts, that a header may hold: four for each token of a million
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 MAX_DIMENSION = 1 << 20  # of any single size that the metadata names
 HEADER_ALIGN = 64
+
+
+class BoundedReader(gguf.GGUFReader):
+    """The library's reader, which takes the lengths in a file at their word: a list in a file of some kilobytes could
+    keep it busy for hours. Reading ends with ValueError where the file does, or beyond what any model holds."""
+
+    def __init__(self, path: Path) -> None:
+        self._parts = 0
+        super().__init__(path)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise ValueError(f"its header holds more than {MOST_PARTS} values")
+        if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            raise ValueError("it ends in the midst of its header or of a tensor")
+        return super()._get(offset, dtype, count, override_order)
 
 
 class GgufFile:
@@ -59,7 +77,7 @@ class GgufFile:
         if magic != MAGIC:
             raise ModelError(f"{path.name}: not a GGUF file (it does not begin with 'GGUF')")
         try:
-            reader = gguf.GGUFReader(path)
+            reader = BoundedReader(path)
         except DAMAGE as error:
             raise ModelError(f"{path.name}: damaged GGUF file: {error}") from error
         self._fields: dict[str, Any] = dict(reader.fields)
