@@ -23,7 +23,7 @@ from tests.certificates import authority, issue, needs_openssl
 from tests.test_cli import on_free_ports, read_until
 
 WALKED = {"listen", "grpc_listen", "metrics_listen", "targets", "api_keys_file", "model_name"}
-ALIKE = {"max_in_flight", "request_timeout_s", "drain_s"}  # a client asks in the same way, whatever they say
+ALIKE = {"max_in_flight", "max_wait_s", "request_timeout_s", "drain_s"}  # a client asks in the same way
 
 
 def test_every_setting_of_the_router_is_walked_through_or_changes_nothing_for_a_client() -> None:
