@@ -103,8 +103,9 @@ class _Process:
     """The other end of a process that renders."""
 
     def __init__(self) -> None:
-        self._popen = popen = subprocess.Popen([sys.executable, "-P", "-m", "router_service.template"],
-                                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        begin = f"import sys; sys.path[:] = {sys.path!r}; from {__spec__.name} import main; main()"  # as found here
+        self._popen = popen = subprocess.Popen([sys.executable, "-P", "-c", begin], stdin=subprocess.PIPE,
+                                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.pid = popen.pid
         weakref.finalize(self, _end, popen)
 
@@ -302,6 +303,3 @@ def main() -> None:
         sys.stdout.write(written + "\n")
         sys.stdout.flush()
 
-
-if __name__ == "__main__":
-    main()
