@@ -18,8 +18,8 @@ Rules of a session:
    then can be verified without waiting.
 2. A target that holds nothing, or little, waits or goes on without drafts: its next growth is a whole tree, sent at
    once. One that holds more gets further levels as they are made, if it allows that.
-3. Growth stops at ``extra`` nodes beyond what the target would verify, where nothing likely is left, or where the
-   drafter has nothing more to say; a commit begins it anew.
+3. Growth stops at ``extra`` nodes beyond what the target would verify, where nothing likely is left, where the
+   drafter has nothing more to say, or at as many growths as were asked for (``conduct``); a commit begins it anew.
 
 It knows nothing about verification, policies or how frames travel.
 """
@@ -43,7 +43,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import NoSpans, Span, Spans, Unfollowed
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import FaultRate
+from slipstream.protocol.conduct import GROWTHS, FaultRate
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Commit,
@@ -81,16 +81,18 @@ class Drafted:
     extra: int = 0  # nodes grown beyond those; 0: one growth a commit, until the target allows more
     usual: float = 0.0  # what a whole tree promises
     barren: int = 0  # growths in a row without a likely node
+    said: int = 0  # growths since it was asked
 
     def told(self, message: Open | Commit, run_ahead: int) -> None:
         """The target said what is committed and what it wants."""
-        self.wanted, self.stale, self.barren = message.wanted, message.wanted > 0, 0
+        self.wanted, self.stale, self.barren, self.said = message.wanted, message.wanted > 0, 0, 0
         self.extra = run_ahead if message.ahead else 0
 
     def grew(self, growth: Growth) -> bool:
         """``growth`` is the drafter's. Whether there is anything to say: a target may wait to hear of its newest
         commit, be it that there is nothing."""
         answer, self.stale = self.stale or len(growth.ids) > 0, False
+        self.said += answer
         if not self.extra:
             return answer
         if 0 < len(growth.ids) == self.tree.num_sent:
@@ -114,7 +116,7 @@ class Drafted:
     def hungry(self) -> bool:
         """Whether to grow on. A drafter that began anew after a commit says nothing new until it is below what the
         target holds, so it may be silent for as many levels as the tree has."""
-        if not self.extra or self.wanted < 1 or not self.room:
+        if not self.extra or self.wanted < 1 or not self.room or self.said >= GROWTHS:
             return False
         return not self.barren or self.barren <= self.tree.sent_depth()
 

@@ -72,6 +72,15 @@ def test_it_grows_on_while_nothing_comes_and_stops_at_its_bound() -> None:
     assert len(bench.side.tree) - 1 > 8
 
 
+@pytest.mark.parametrize("most", [2, 3])
+def test_it_says_no_more_than_a_commit_allows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draft_service.worker.GROWTHS", most)
+    bench = Bench(run_ahead=200)
+    said = len(bench.deliver(bench.side.attach(wanted=4, ahead=True))) + bench.idle()
+    assert said == most
+    assert len(bench.deliver(bench.side.commit(bench.true_path(1), wanted=4, ahead=True))) + bench.idle() == most
+
+
 def test_its_hello_says_how_far_it_grows_ahead() -> None:
     assert [Bench(nodes).worker.peer_up(Listener(), HELLO).run_ahead for nodes in (0, 12)] == [0, 12]
 
