@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from draft_service.assembly import Draft, build
 from slipstream.base.config import Config
+from slipstream.base.errors import SlipstreamError
 from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
@@ -49,8 +50,10 @@ async def host(config: Config, draft: Draft, stop: asyncio.Event, ready: Callabl
             logger("draft").info("draining")
             draft.worker.drain()
             await server.drain(DRAIN_S)
-    finally:
+    except SlipstreamError:
         await server.drain(0.0)
+        raise
+    finally:
         await asyncio.to_thread(draft.worker.stop)
         await asyncio.to_thread(metrics.close)
     logger("draft").info("stopped")

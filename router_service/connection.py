@@ -482,10 +482,12 @@ class HttpListener:
         self._server.lifespan = config.lifespan_class(config)
         self._loop: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self) -> asyncio.Task[None]:
+        """Returns what runs until it is closed."""
         # Not ``Server.serve``: that one takes the process's signals, which belong to the composition root.
         await self._server.startup(sockets=[self._socket])
         self._loop = asyncio.create_task(self._server.main_loop())
+        return self._loop
 
     def refuse(self) -> None:
         """Take no new connection; open ones go on."""

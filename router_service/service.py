@@ -83,7 +83,7 @@ class RouterService:
         self._metrics.start()
         await self._balancer.poll()
         await self._grpc.start()
-        await self._http.start()
+        self.vitals.follow(await self._http.start())
         self._tasks = [asyncio.create_task(work) for work in
                        (self._balancer.run(), self._fallback.run(), self._show_ready(), self._keys.follow(),
                         watch_lag(self.gateway.metrics.lag),
