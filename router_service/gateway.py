@@ -143,7 +143,8 @@ class Gateway:
         place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
-            job = await self._lanes.run(asked.size, partial(self._job, asked))
+            # A conversation may have to wait for the process of its template.
+            job = await self._lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
             place.spend(sum(map(len, job.prompts)))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             run = Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)

@@ -4,7 +4,8 @@ Rules:
 1. Long texts have a lane of their own: a short one never waits for a long one.
 2. Each lane works on one text at a time, whatever its clients do: who goes away frees his place in the lane when the
    work that was begun is done.
-3. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused, and told to come back when they will
+3. What takes less than a thread's turn needs none: it is done at once, on the event loop.
+4. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused, and told to come back when they will
    have been served at the pace of the latest one.
 
 It knows nothing about what a text is turned into. The work has to leave the interpreter to others by itself.
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 from slipstream.base.errors import CapacityError
 
+BRIEF_TEXT = 512  # characters or token ids: half a millisecond of a slow tokenizer
 LONG_TEXT = 16_384  # characters, or token ids
 MAX_WAITING = 8  # long texts: a body of 2 MiB takes one to three seconds
 Made = TypeVar("Made")
@@ -34,8 +36,11 @@ class Lanes:
         self._num_long = 0  # in the long lane, the one that is worked on included
         self._took_s = 1.0  # the latest long text
 
-    async def run(self, size: int, work: Callable[[], Made]) -> Made:
-        """What ``work`` on a text of that size returns or raises. Raises CapacityError."""
+    async def run(self, size: int, work: Callable[[], Made], at_once: bool = False) -> Made:
+        """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
+        text needs no thread. Raises CapacityError."""
+        if at_once and size <= BRIEF_TEXT:
+            return work()
         loop = asyncio.get_running_loop()
         if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
