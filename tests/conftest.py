@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from tests.tiny import write_tiny_model
@@ -31,6 +33,17 @@ def one_thread() -> Iterator[None]:
     """A service sets torch's threads for its whole process, which is its own: the next test's is not."""
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """A service configures the logs of its whole process, too."""
+    root, was_configured = logging.getLogger(), structlog.is_configured()
+    handlers, level = root.handlers, root.level
+    yield
+    if not was_configured:
+        structlog.reset_defaults()
+        root.handlers, root.level = handlers, level
 
 
 @pytest.fixture(scope="session")

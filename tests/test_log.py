@@ -6,23 +6,11 @@ import errno
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
-import structlog
 
 from slipstream.base.config import LogSection
 from slipstream.observe.log import REFUSED, REFUSED_KEYS, configure, logger
-
-
-@pytest.fixture(autouse=True)
-def put_back() -> Iterator[None]:
-    """The logging of the other tests."""
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    yield
-    structlog.reset_defaults()
-    root.handlers, root.level = handlers, level
 
 
 @pytest.fixture
