@@ -11,6 +11,7 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from slipstream_vllm.options import Options
@@ -25,6 +26,17 @@ MOMENT_S = 1e-5  # of each look at the clock
 EVENT_S = 2e-4  # of each thing that drafts told
 MOST = 4
 Event = Callable[[], None]
+
+
+def lucky(text: Sequence[int], chance: float, salt: int = 0) -> bool:
+    """Drawn by the text: by its first token, which no two answers side by side share, and by its length."""
+    drawn = blake2b(bytes((salt, text[0], len(text) & 255, len(text) >> 8)), digest_size=4).digest()
+    return int.from_bytes(drawn) < chance * (1 << 32)
+
+
+def right(chance: float) -> Callable[[Sequence[int]], int]:
+    """What a draft says whose tokens are right so often."""
+    return lambda text: chosen(text) if lucky(text, chance) else (chosen(text) + 1) % 256
 
 
 class World:
@@ -82,6 +94,7 @@ class Draft:
     chains: Chains
     delay_s: float = 0.002
     says: Callable[[Sequence[int]], int] = chosen
+    matches: float = 1.0  # share of texts for which it has something to say
     lives: bool = True
     texts: dict[int, list[int]] = field(default_factory=dict)
     _ids: int = 0
@@ -116,6 +129,8 @@ class Draft:
             self.chains.following.received(self, [growth], [])
 
     def growth(self, session: int, text: list[int], count: int) -> Growth:
+        if not lucky(text, self.matches, salt=1):
+            return Growth.empty(session, len(text))
         tokens = list[int]()
         for _ in range(count):
             tokens.append(self.says([*text, *tokens]))
@@ -130,15 +145,16 @@ class Engine:
     and ``row_s`` more for each of its rows."""
 
     def __init__(self, world: World, requests: int = 1, step_s: float = 0.02, row_s: float = 0.0002,
-                 length: int = 300, deadline_s: float = 0.05) -> None:
+                 length: int = 300, deadline_s: float = 0.05, always: bool = False) -> None:
         self.world, self.length = world, length
         self._step_s, self._row_s = step_s, row_s
-        options = Options(("a:1",), deadline_s=deadline_s, prompt_lookup=False)
+        options = Options(("a:1",), deadline_s=deadline_s, prompt_lookup=False, always=always)
         self.metrics = TargetMetrics("function")
         self.chains = Chains(options, MOST, self.metrics, world.clock, inbox=Inbox(world.clock, world))
         self.says: dict[str, Callable[[Sequence[int]], int]] = {}  # of each place, where it is not ``chosen``
         self.able: set[str] = set()  # places that may be drafted for; none: all
-        self.texts = {f"{place}.0": list(PROMPT) for place in range(requests)}
+        self._answers = 0
+        self.texts = {f"{place}.0": self._prompt() for place in range(requests)}
         self._chains: dict[str, list[int]] = {}
         self.longest_s = 0.0  # proposal
         self.accepted = self.steps = 0
@@ -156,6 +172,11 @@ class Engine:
             self.step()
         return self.accepted - before
 
+    def tokens_per_s(self, seconds: float) -> float:
+        """Of all, over so long."""
+        steps, began_s, accepted = self.steps, self.world.now_s, self.runs(seconds)
+        return (accepted + len(self.texts) * (self.steps - steps)) / (self.world.now_s - began_s)
+
     def rests(self, seconds: float) -> None:
         """All requests end, and others come after a while."""
         ended = list(self.texts)
@@ -167,7 +188,11 @@ class Engine:
         for name in ended:
             place, number = name.split(".")
             del self.texts[name]
-            self.texts[f"{place}.{int(number) + 1}"] = list(PROMPT)
+            self.texts[f"{place}.{int(number) + 1}"] = self._prompt()
+
+    def _prompt(self) -> list[int]:
+        self._answers += 1
+        return [self._answers % 251, *PROMPT[1:]]
 
     def step(self) -> None:
         finished = [name for name, text in self.texts.items() if len(text) >= len(PROMPT) + self.length]

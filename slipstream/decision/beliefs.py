@@ -6,7 +6,8 @@ Rules:
 2. A round never speaks about a depth that it did not reach: acceptance is censored at the offered depth and at the
    first rejection.
 3. One ``Beliefs`` is shared by the sessions of a target, or by the answers of a draft pool.
-4. Where drafts have devices of their own, an exchange costs the session that waits for it; on shared cores, all.
+4. Where drafts have devices of their own, an exchange costs the session that waits for it; on shared cores, all. Where
+   an engine steps all together, those who wait share what it costs the others to stand.
 5. Whoever tries what should not pay takes it from the ``Purse``, and nowhere else: probes while speculation is off,
    waits that are tried, plain steps that are measured, sessions that begin with a guess.
 
@@ -20,6 +21,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from weakref import WeakSet
 
@@ -38,7 +40,7 @@ class DraftLatency:
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
-        self.held = 0.0  # others that stand still with each who waits, for nothing: in engines that step all together
+        self.held = 0.0  # who stands still for nothing with each who waits: in engines that step all together
         self.mean_s: float | None = None  # of the present load; None: nothing is known
         self._load = self._level = 1
         self._seen: dict[int, Latencies] = {}
@@ -64,11 +66,11 @@ class DraftLatency:
         """What all but a few exchanges stay below."""
         return self._known.usual_s if self._known is not None else unknown_s
 
-    def toll_s(self, unknown_s: float, wait_s: float) -> float:
+    def toll_s(self, unknown_s: float, wait_s: float, held: float | None = None) -> float:
         """What an exchange with a wait of ``wait_s`` takes from the others, each of whom could step meanwhile: nothing,
-        where drafts have a device of their own and nobody is held."""
+        where drafts have a device of their own and nobody is ``held`` (None: as many as in the newest step)."""
         if not self.shared:
-            return self.held * wait_s
+            return (self.held if held is None else held) * wait_s
         return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
 
     def observe(self, seconds: float) -> None:
@@ -153,6 +155,8 @@ PRIOR_TRIALS = 2.0
 TOLD_TRIALS = 6.0  # what is known from other sessions counts for more than a guess
 KEEP, KEEP_LONG = 0.95, 0.995  # of the trials at a depth, for each new one: of a session, of all sessions
 ALONE = 0.995  # of what rounds without a drafter gave, for each new one
+SURE = 2  # steps near a row count, before a guess no longer stands for it
+FEW = 4  # steps in a row that may be asked to be plain: prompts in each of them must not forbid drafts
 
 
 class StepCosts:
@@ -161,11 +165,12 @@ class StepCosts:
     Shared by all sessions of a target. Between profiled row counts it interpolates, beyond the last it goes on with the
     last slope, and it never falls as rows grow. A profile of one row count makes further rows free.
 
-    A profile may be a guess: then the first steps near a row count say what it costs, and the first of all what height
-    the others have.
+    A profile may be a guess: then the first steps near a row count say what it costs, the first of all what height the
+    others have, and those beside two that were seen stand on the line through them. What is never tried stays a
+    guess, so it says of which row counts a step is ``due``.
     """
 
-    __slots__ = ("_costs", "_factors", "_profile", "_rows", "_seen", "_steps")
+    __slots__ = ("_ages", "_costs", "_factors", "_profile", "_rows", "_seen", "_steps")
 
     def __init__(self, profile: Mapping[int, float], guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -173,29 +178,48 @@ class StepCosts:
         self._rows = sorted(profile)
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
-        self._seen = [0.0] * len(self._rows) if guessed else None  # steps near each
+        self._seen = [0] * len(self._rows) if guessed else None  # steps to which each was nearest
+        self._ages = [0] * len(self._rows)  # steps since one was near each
         self._costs: list[float] = []
-        self._steps: dict[tuple[int, int], Sequence[float]] = {}  # sessions of one step ask for the same
+        self._steps: dict[tuple[int, int, int], Sequence[float]] = {}  # sessions of one step ask for the same
         self._update()
 
-    def steps(self, rows: int, most: int) -> Sequence[float]:
-        """Seconds that steps of ``rows``, ``rows`` + 1, … ``rows`` + ``most`` rows are expected to take."""
-        known = self._steps.get((rows, most))
+    @property
+    def guessed(self) -> bool:
+        return self._seen is not None
+
+    def due(self, rows: int, every: int) -> bool:
+        """Whether a step of ``rows`` rows should be taken to see what it costs: none, or none of the last ``every``,
+        was near. Only where the profile is a guess."""
+        if self._seen is None:
+            return False
+        point = self._nearest(rows)
+        age = self._ages[point]
+        return (age >= every or self._seen[point] < SURE) and age % every < FEW
+
+    def known(self, rows: int) -> bool:
+        """Whether more than a guess stands for steps near ``rows`` rows."""
+        return self._seen is None or self._seen[self._nearest(rows)] >= SURE
+
+    def steps(self, rows: int, most: int, each: int = 1) -> Sequence[float]:
+        """Seconds that steps of ``rows``, ``rows`` + ``each``, … ``rows`` + ``most`` * ``each`` rows are expected to
+        take."""
+        known = self._steps.get((rows, most, each))
         if known is None:
-            known = self._steps[rows, most] = self._interpolated(rows, most)
+            known = self._steps[rows, most, each] = self._interpolated(rows, most, each)
         return known
 
     def cost(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take."""
         return self.steps(rows, 0)[0]
 
-    def _interpolated(self, rows: int, most: int) -> list[float]:
+    def _interpolated(self, rows: int, most: int, each: int) -> list[float]:
         # Written out: it is made anew after each step.
         points, costs = self._rows, self._costs
         if len(points) == 1:
             return costs * (most + 1)
         low, last, found = max(0, bisect_right(points, rows) - 1), len(points) - 2, []
-        for count in range(rows, rows + most + 1):
+        for count in range(rows, rows + most * each + 1, each):
             while low < last and count >= points[low + 1]:
                 low += 1
             low = min(low, last)
@@ -210,25 +234,29 @@ class StepCosts:
         surprise = math.log(seconds / self.cost(rows))
         if self._seen is None or any(self._seen):  # else nothing is known that it could be odd against
             surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        low, share = self._place(rows)
-        share = min(1.0, share)
-        for point in range(len(self._rows)):
-            weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
-            self._factors[point] += surprise * self._pull(point, weight)
         if self._seen is not None:
-            self._seen[low] += 1.0 - share
-            if share:
-                self._seen[low + 1] += share
+            self._learn(rows, surprise, self._seen)
+        else:
+            low, share = self._place(rows)
+            share = min(1.0, share)
+            for point in range(len(self._rows)):
+                weight = 1.0 - share if point == low else share if point == low + 1 else 0.0
+                self._factors[point] += surprise * (FAR + NEAR * weight)
         self._update()
 
-    def _pull(self, point: int, weight: float) -> float:
-        # Of a surprise at a point, to which the step was near by ``weight``.
-        usual = FAR + NEAR * weight
-        if self._seen is None:
-            return usual
-        if not any(self._seen):
-            return 1.0
-        return max(usual, weight / (1.0 + self._seen[point])) if weight else usual
+    def _learn(self, rows: int, surprise: float, seen: list[int]) -> None:
+        # A guess: all of the first surprise moves the whole profile, and that of the first steps near a point the point.
+        nearest, first = self._nearest(rows), not any(seen)
+        for point in range(len(self._rows)):
+            pull = FAR if point != nearest else max(FAR + NEAR, 1.0 / (1 + seen[point]))
+            self._factors[point] += surprise * (1.0 if first else pull)
+        seen[nearest] += 1
+        self.passes()
+        self._ages[nearest] = 0
+
+    def passes(self) -> None:
+        """A step that says nothing about row counts: it computed prompts."""
+        self._ages = [age + 1 for age in self._ages]
 
     def _place(self, rows: int) -> tuple[int, float]:
         # The profiled point below and how far towards the next; beyond the last the share exceeds 1.
@@ -237,11 +265,25 @@ class StepCosts:
             return 0, 0.0
         return low, max(0.0, (rows - self._rows[low]) / (self._rows[low + 1] - self._rows[low]))
 
+    def _nearest(self, rows: int) -> int:
+        low, share = self._place(rows)
+        return low + (share >= 0.5 and low + 1 < len(self._rows))
+
     def _update(self) -> None:
         highest = 0.0
         self._steps.clear()
         self._costs = [highest := max(highest, seconds * math.exp(factor))
                        for seconds, factor in zip(self._profile, self._factors, strict=True)]
+        if self._seen is not None:
+            self._bridge([point for point, steps in enumerate(self._seen) if steps])
+
+    def _bridge(self, seen: Sequence[int]) -> None:
+        # What nobody measured stands on the line through what was: a guess there would be a bargain, or a bogey.
+        rows, costs = self._rows, self._costs
+        for low, high in pairwise(seen):
+            slope = (costs[high] - costs[low]) / (rows[high] - rows[low])
+            for point in range(low + 1, high if high < seen[-1] else len(rows)):
+                costs[point] = costs[low] + slope * (rows[point] - rows[low])
 
 
 class Acceptance:
@@ -348,12 +390,13 @@ class Ledger:
 
 class Beliefs:
     """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
-    cores of their target."""
+    cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
 
-    __slots__ = ("_accepted", "_drafted", "alone", "costs", "latency", "purse", "worth")
+    __slots__ = ("_accepted", "_drafted", "alone", "costs", "latency", "purse", "together", "worth")
 
-    def __init__(self, costs: StepCosts, shared_cores: bool = False) -> None:
+    def __init__(self, costs: StepCosts, shared_cores: bool = False, together: bool = False) -> None:
         self.costs = costs
+        self.together = together
         self.latency = DraftLatency(shared_cores)
         self.purse = Purse(TOGETHER if shared_cores else 1)
         self.worth = 1.0  # of a second that drafting takes, by one of plain decoding: what prompt lookup makes in it

@@ -5,9 +5,11 @@ Rules:
    others:  gain = tokens * plain / (plain + worth * ((1 + others) * (verify - plain) + wait + toll)).
    It is above 1 exactly when more tokens are made than without a drafter: ``worth`` is what else a second would give
    (``beliefs.alone``), so a draft has to beat prompt lookup, not just plain steps.
-2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side.
+2. The rows of others are worth a token each, drafts or not: the estimate errs to the plain side. In an engine that
+   steps all ``together`` each is priced as if all did as it does, which is what its steps measure.
 3. A wait is granted while its round reaches ``leave_gain``, or ``enter_gain`` where a drafter has to read the prompt
-   first. One that does not is tried when the purse can pay for what it should lose.
+   first. One that does not is tried when the purse can pay for what it should lose. Where all stand while one waits,
+   it is granted to as many at once as are worth the time of all; a try is one of all.
 4. Nothing changes here. What a decision spends is said in it, and paid by whoever takes it. It is a value: it holds
    until the next commit. ``why`` is for people: it goes to traces, spans and logs.
 
@@ -169,7 +171,11 @@ class Prices:
 
     @staticmethod
     def of(beliefs: Beliefs, others: int, most: int) -> Prices:
-        return Prices(beliefs.costs.steps(others + 1, most), others + 1, beliefs.worth)
+        rows = others + 1
+        if not beliefs.together or rows == 1:
+            return Prices(beliefs.costs.steps(rows, most), rows, beliefs.worth)
+        all_s = beliefs.costs.steps(rows, most, rows)
+        return Prices([all_s[0] + (step_s - all_s[0]) / rows for step_s in all_s], rows, beliefs.worth)
 
     @property
     def plain_s(self) -> float:
@@ -250,17 +256,21 @@ class Wait:
     spends_s: float = 0.0
 
 
-def _wait(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, gain: float, rules: Rules) -> Wait:
-    latency = beliefs.latency
-    toll_s = latency.toll_s(prices.plain_s, latency.mean_s or 0.0)
+def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None, tries: bool) -> Wait:
+    """``held``: see ``DraftLatency.toll_s``; ``tries``: whether it may be one that should not pay."""
+    prices, standing, latency = turn.prices, turn.case.standing, beliefs.latency
+    toll_s = latency.toll_s(prices.plain_s, latency.mean_s or 0.0, held)
     if standing.trying or (latency.mean_s is None and not toll_s):
         return Wait(True, standing.trying)
-    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[nodes]) * prices.plain_s
-    if won_s >= gain * prices.seconds(nodes, (latency.mean_s or 0.0) + toll_s):
+    gain = rules.leave_gain if turn.case.seen.followed else rules.enter_gain
+    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[turn.nodes]) * prices.plain_s
+    if won_s >= gain * prices.seconds(turn.nodes, (latency.mean_s or 0.0) + toll_s):
         return Wait(True)
+    if not tries:
+        return Wait(False)
     loses_s = latency.least_s(usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
-    tries = beliefs.purse.affords_wait(loses_s)
-    return Wait(tries, tries, loses_s if tries else 0.0)
+    affords = beliefs.purse.affords_wait(loses_s)
+    return Wait(affords, affords, loses_s if affords else 0.0)
 
 
 def _plain_loses_s(prices: Prices, standing: Standing) -> float:
@@ -286,40 +296,124 @@ def _deadline_s(beliefs: Beliefs, standing: Standing, rules: Rules) -> float:
     return min(usual_s, max(left_s, rules.deadline_min_s)) if left_s > 0 else 0.0
 
 
+class Case(NamedTuple):
+    """One session that decides."""
+
+    standing: Standing
+    seen: Seen
+    leads: bool = False  # one more session may be grown ahead
+
+
+class Turn(NamedTuple):
+    """A case with what follows from it alone."""
+
+    case: Case
+    prices: Prices
+    nodes: int  # of a tree that is there
+    lookup: int
+    plain: bool  # a step to measure what one costs
+    loses_s: float  # by that
+    drafts: bool
+
+
 def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads: bool = False) -> Decision:
-    """The coming round. ``leads``: one more session may be grown ahead."""
+    """The coming round of one session."""
+    (decision,) = decide_all(beliefs, [Case(standing, seen, leads)], rules)
+    return decision
+
+
+def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[Decision]:
+    """The coming rounds of sessions that were in one step."""
+    turns = [_turn(beliefs, case, rules) for case in cases]
+    waits = _together(turns, beliefs, rules) if beliefs.together else [_asks(turn, beliefs, rules) for turn in turns]
+    return [_decision(beliefs, turn, wait, rules) for turn, wait in zip(turns, waits, strict=True)]
+
+
+def _turn(beliefs: Beliefs, case: Case, rules: Rules) -> Turn:
+    standing, seen = case.standing, case.seen
     prices = Prices.of(beliefs, seen.others, standing.most)
     nodes = tree_nodes(prices, beliefs, standing, rules)
     lookup = _lookup(prices, nodes, beliefs, standing, seen, rules)
-    plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
-    loses_s = _plain_loses_s(prices, standing) if plain else 0.0
-    plain = plain and beliefs.purse.left_s >= loses_s
-    wants = standing.wants
-    drafts = wants and not plain
-    wait = _asks(prices, nodes, beliefs, standing, seen, rules) if drafts else Wait(False)
+    loses_s = _plain_loses_s(prices, standing)
+    if beliefs.costs.guessed:  # one plain step of all, or nobody learns what it costs
+        plain = beliefs.costs.due(prices.rows, rules.plain_every) and not rules.whole_trees
+        loses_s, lookup = loses_s * beliefs.costs.known(prices.rows), 0 if plain else lookup
+    else:
+        plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
+        plain = plain and beliefs.purse.left_s >= loses_s
+    return Turn(case, prices, nodes, lookup, plain, loses_s if plain else 0.0, standing.wants and not plain)
+
+
+def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules) -> Decision:
+    (standing, seen, leads), lookup, wants = turn.case, turn.lookup, turn.case.standing.wants
     if lookup and wait.tries:
         wait = Wait(False)
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
     asks = wait.granted if beliefs.latency.shared else wants
-    verify = nodes if drafts else 0
+    verify = turn.nodes if turn.drafts else 0
     want = verify if asks and not lookup else 0
-    waits = wait.granted and seen.followed and not (standing.idle or standing.silent)
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
                     bool(want and seen.grows_ahead and leads and not beliefs.latency.shared),
-                    _deadline_s(beliefs, standing, rules) if waits else 0.0,
-                    _enough(prices, nodes, beliefs, standing) if wants and not lookup else 0.0,
-                    _why(lookup, plain, wait, wants, standing, seen), loses_s if plain else wait.spends_s, wait.tries)
+                    _deadline_s(beliefs, standing, rules) if wait.granted and _waits(turn) else 0.0,
+                    _enough(turn.prices, turn.nodes, beliefs, standing) if wants and not lookup else 0.0,
+                    _why(turn, wait), turn.loses_s if turn.plain else wait.spends_s, wait.tries)
 
 
-def _asks(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> Wait:
+def _waits(turn: Turn) -> bool:
+    """Whether it would stand still, if that is granted."""
+    standing = turn.case.standing
+    return turn.drafts and turn.nodes > 0 and turn.case.seen.followed and not (standing.idle or standing.silent)
+
+
+def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None, tries: bool = True) -> Wait:
+    standing, seen = turn.case.standing, turn.case.seen
+    if not turn.drafts:
+        return Wait(False)
     if standing.probe_left_s is not None or standing.silent or not (seen.followed or beliefs.latency.shared):
         return Wait(True)
     if standing.idle:
         return Wait(False)
-    if beliefs.latency.shared and beliefs.latency.load != prices.rows:  # all who run, not who is in this step
+    if beliefs.latency.shared and beliefs.latency.load != turn.prices.rows:  # all who run, not who is in this step
         prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
-        nodes = tree_nodes(prices, beliefs, standing, rules)
-    return _wait(prices, nodes, beliefs, standing, rules.leave_gain if seen.followed else rules.enter_gain, rules)
+        turn = turn._replace(prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))
+    return _wait(turn, beliefs, rules, held, tries)
+
+
+def _together(turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[Wait]:
+    """Of one step. Whoever is least worth the time of all leaves the others to pay for it, until all who are left
+    are worth it."""
+    able = [at for at, turn in enumerate(turns) if _waits(turn)]
+    waits = [Wait(False) if _waits(turn) else _asks(turn, beliefs, rules) for turn in turns]
+    found = _worth(able, waits, turns, beliefs, rules)
+    if found or not able:
+        return waits
+    # Nobody waits: who tries it tries it with all, as all stand.
+    held = (turns[0].prices.rows - len(able)) / len(able)
+    tried = [_asks(turns[at], beliefs, rules, held) for at in able]
+    if beliefs.purse.affords_wait(sum(wait.spends_s for wait in tried)):
+        for at, wait in zip(able, tried, strict=True):
+            waits[at] = wait
+    return waits
+
+
+def _worth(able: Sequence[int], waits: list[Wait], turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[int]:
+    """Who of ``able`` waits; what each is granted is written into ``waits``."""
+    waiting = list(able)
+    while waiting:
+        held = max(0, turns[0].prices.rows - len(waiting)) / len(waiting)
+        for at in waiting:
+            waits[at] = _asks(turns[at], beliefs, rules, held, tries=False)
+        left = [at for at in waiting if waits[at].granted]
+        if len(left) == len(waiting):
+            break
+        waiting = left
+    return waiting
+
+
+def held(decisions: Sequence[Decision], rows: int) -> float:
+    """Of a step of ``rows`` sessions: who stands still for nothing with each who waits."""
+    waiting = sum(decision.wait_s > 0 for decision in decisions)
+    return max(0, rows - waiting) / waiting if waiting else 0.0
 
 
 def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> bool:
@@ -329,10 +423,20 @@ def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules
     return not idle and (standing.mode is not Mode.PLAIN or standing.wants)
 
 
-def _why(lookup: int, plain: bool, wait: Wait, wants: bool, standing: Standing, seen: Seen) -> Why:
-    rows: tuple[tuple[bool, Why], ...] = (
-        (not standing.allowed, "forbidden"), (lookup > 0, "prompt lookup"),
-        (standing.probe_left_s is not None, "a probe"), (plain, "measures plain"),
-        (not wants or standing.idle > 0, "drafts do not pay"), (wait.tries, "tries a wait"),
-        (not seen.followed, "no drafter"), (not wait.granted, "too slow"))
-    return next((why for holds, why in rows if holds), "drafts pay")
+def _why(turn: Turn, wait: Wait) -> Why:
+    standing = turn.case.standing
+    if not standing.allowed:
+        return "forbidden"
+    if turn.lookup:
+        return "prompt lookup"
+    if turn.plain and standing.wants:
+        return "measures plain"
+    if standing.probe_left_s is not None:
+        return "a probe"
+    if not standing.wants or standing.idle:
+        return "drafts do not pay"
+    if wait.tries:
+        return "tries a wait"
+    if not turn.case.seen.followed:
+        return "no drafter"
+    return "drafts pay" if wait.granted else "too slow"

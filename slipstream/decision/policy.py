@@ -25,11 +25,13 @@ answers, each as one round with its own ``plain_s``. It knows no clock, no sessi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, Ledger
 from slipstream.decision.decide import (
+    Case,
     Decision,
     Mode,
     Prices,
@@ -39,7 +41,8 @@ from slipstream.decision.decide import (
     Seen,
     Standing,
     Transition,
-    decide,
+    decide_all,
+    held,
     overloaded,
     too_slow,
     tree_nodes,
@@ -120,21 +123,39 @@ class SpeculationPolicy:
     def decide(self, now_s: float, seen: Seen) -> Decision:
         """The coming round, from what is there after a commit. It is paid for; asked again before the round is over,
         the last answer counts."""
-        beliefs, rules = self._beliefs, self._rules
+        decision = decide_all(self._beliefs, [self._case(seen)], self._rules)[0]
+        self._takes(decision, seen)
+        return decision
+
+    @staticmethod
+    def decide_step(asking: Sequence[tuple[SpeculationPolicy, Seen]]) -> list[Decision]:
+        """The same for sessions of one target that were in one step."""
+        if not asking:
+            return []
+        beliefs, rules = asking[0][0]._beliefs, asking[0][0]._rules
+        decisions = decide_all(beliefs, [policy._case(seen) for policy, seen in asking], rules)
+        for (policy, seen), decision in zip(asking, decisions, strict=True):
+            policy._takes(decision, seen)
+        if beliefs.together:
+            beliefs.latency.held = held(decisions, asking[0][1].others + 1)
+        return decisions
+
+    def _case(self, seen: Seen) -> Case:
         if self._stands is not None:
             self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
-        leads = seen.grows_ahead and beliefs.leads(self, rules.few)
-        decision = self._stands = decide(beliefs, self._at, seen, rules, leads)
-        self._others = seen.others
+        return Case(self._at, seen, seen.grows_ahead and self._beliefs.leads(self, self._rules.few))
+
+    def _takes(self, decision: Decision, seen: Seen) -> None:
+        beliefs = self._beliefs
+        self._stands, self._others = decision, seen.others
         beliefs.asks(self, decision.want > 0)
         if decision.tries and not self._at.trying:
             beliefs.purse.pay_wait(decision.spends_s)
             self._at.trying = True
         elif decision.spends_s:
             beliefs.purse.pay(decision.spends_s)
-        return decision
 
     def _take_back(self, decision: Decision) -> None:
         self._stands = None
@@ -165,11 +186,11 @@ class SpeculationPolicy:
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
         beliefs, told, drafted = self._beliefs, self._others, round_.drafted
-        beside = max(told or 0, round_.rows - 1 - drafted, 0)
+        beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
         others = beside if told is None else told
         steps = ((round_.plain_s, round_.verify_s) if round_.plain_s is not None else
-                 beliefs.costs.steps(beside + 1, drafted))
+                 Prices.of(beliefs, beside, drafted).steps)
         self._plain_s, step_s = steps[0], steps[-1]
         waiting = 1 if round_.plain_s is not None else others + 1
         exchanged = (drafted or round_.wait_s) and not round_.lookup

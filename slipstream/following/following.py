@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import log
+from typing import NamedTuple
 
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import RemoteProtocolError
@@ -263,25 +264,32 @@ class Followed:
         self.detach()
         self.decision = self._alone()
 
-    def commit(self, verified: Verified, step: Step) -> RoundRecord:
-        """Make ``tokens`` part of the session, decide the next round, and have the drafter told by the next flush."""
-        now_s, tokens, side = step.ended_s, verified.tokens, self.side
-        record = self._learn(verified, step, now_s)
+    def learn(self, verified: Verified, step: Step) -> Learned:
+        """What a step gave, and what the next round is decided by."""
+        record = self._learn(verified, step, step.ended_s)
         if verified.finish:
-            side.commit(tokens)
-            return record
-        chain, chances = self._look_up(tokens)
-        self.waiting.unasked += len(tokens)
-        decision = self.decision = self._decide(now_s, step.sessions - 1, chances)
+            return Learned(self, verified, record, (), (), None)
+        chain, chances = self._look_up(verified.tokens)
+        self.waiting.unasked += len(verified.tokens)
+        return Learned(self, verified, record, chain, chances, self._sees(step.ended_s, step.sessions - 1, chances))
+
+    def commit(self, learned: Learned, decision: Decision | None, step: Step) -> None:
+        """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
+        round; None: nobody drafts there."""
+        now_s, verified, side = step.ended_s, learned.verified, self.side
+        if verified.finish:
+            side.commit(verified.tokens)
+            return
+        decision = self.decision = decision or self._alone()
         if decision.want:
             self.waiting.asks()
-        message = side.commit(tokens, self._rows_of(verified), verified.drafted, decision.want, decision.ahead)
+        message = side.commit(verified.tokens, self._rows_of(verified), verified.drafted, decision.want, decision.ahead)
         self._shared.pool.say(self.link, message)
         self._follow(now_s, step.sessions - 1)
         self._await(now_s)
         if decision.lookup:
-            side.add_lookup(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
-        return record
+            chances = learned.chances[: decision.lookup]
+            side.add_lookup(learned.chain[: decision.lookup], [log(chance) for chance in chances])
 
     def wants_rows(self) -> tuple[FeatureSpec, int] | None:
         """Which feature rows its drafter reads, and the first position whose row it has not had."""
@@ -353,10 +361,10 @@ class Followed:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 
-    def _look_up(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    def _look_up(self, tokens: tuple[int, ...]) -> tuple[Sequence[int], Sequence[float]]:
         most = self._shared.policy.max_nodes if self._shared.lookup else 0
         if not most or not self.policy.allowed:
-            return [], []
+            return (), ()
         if self._lookup is None:
             self._lookup = PromptLookup([*self.side.tokens, *tokens])
         else:
@@ -364,10 +372,15 @@ class Followed:
         return self._lookup.chain(min(most, self.left - len(tokens) - 1))
 
     def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
+        seen = self._sees(now_s, others, chances)
+        return self.policy.decide(now_s, seen) if seen is not None else self._alone()
+
+    def _sees(self, now_s: float, others: int, chances: Sequence[float]) -> Seen | None:
+        """None: there is nothing to decide."""
         followed = self.link is not None
         if not followed and not chances and not self._looks(now_s):
-            return self._alone()
-        return self.policy.decide(now_s, Seen(others, followed, chances, self.waiting.unasked, self._runs_ahead))
+            return None
+        return Seen(others, followed, chances, self.waiting.unasked, self._runs_ahead)
 
     def _alone(self) -> Decision:
         return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
@@ -430,6 +443,19 @@ class Followed:
             self._shared.changed(self.session, change, self.decision.why, link)
 
 
+class Learned(NamedTuple):
+    """A session between a step and the decision that follows."""
+
+    followed: Followed
+    verified: Verified
+    record: RoundRecord
+    chain: Sequence[int]  # that the text foretells
+    chances: Sequence[float]  # of it
+    seen: Seen | None  # None: there is nothing to decide
+
+
+Failed = Callable[[int, Exception], None]  # a session, and what went wrong in it
+
 AT_ONCE = 64  # items of a frame that are looked at before the clock is
 GLANCE_S = 0.005  # for what has come, where nobody waits
 LANES = 16  # rows of a trace for sessions; later ones share them
@@ -440,12 +466,13 @@ class Following:
 
     def __init__(self, config: TargetSection, costs: StepCosts, metrics: TargetMetrics, gives: GiveRows = no_rows,
                  clock: Callable[[], float] = time.monotonic, trace: Trace | None = None, inbox: Inbox | None = None,
-                 changed: Changed | None = None) -> None:
-        """gives: see ``pool.DraftPool``; changed: told of sessions that have another mode, in place of the log."""
+                 changed: Changed | None = None, together: bool = False) -> None:
+        """gives: see ``pool.DraftPool``; changed: told of sessions that have another mode, in place of the log;
+        together: the engine's steps are of all its sessions at once."""
         self.inbox = inbox or Inbox(clock)
         self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
-        self._beliefs = Beliefs(costs, config.shared_cores)
+        self._beliefs = Beliefs(costs, config.shared_cores, together)
         self._shared = Shared(self.pool, config.policy, self._beliefs, metrics, config.prompt_lookup, changed or logged)
         self._most = config.max_sessions
         self._costs = costs
@@ -530,15 +557,29 @@ class Following:
             followed.begin(now_s, others)
             others += 1
 
-    def committed(self, batch: Sequence[Verified], step: Step) -> list[RoundRecord]:
-        """What a step gave. Drafters hear of it with the next ``flush``."""
-        records = []
+    def committed(self, batch: Sequence[Verified], step: Step, failed: Failed | None = None) -> list[RoundRecord]:
+        """What a step gave. Drafters hear of it with the next ``flush``. failed: is told of a session in which
+        something went wrong, which has no record then; without it that is raised."""
+        learned = list[Learned]()
         for verified in batch:
-            followed = self.sessions[verified.session]
-            base, began_s = followed.side.base, followed.waiting.committed_s
-            records.append(record := followed.commit(verified, step))
+            try:
+                learned.append(self.sessions[verified.session].learn(verified, step))
+            except Exception as error:
+                _fails(failed, verified.session, error)
+        decisions = iter(SpeculationPolicy.decide_step([(one.followed.policy, one.seen) for one in learned
+                                                        if one.seen is not None]))
+        records = list[RoundRecord]()
+        for one in learned:
+            decision = next(decisions) if one.seen is not None else None
+            followed, base, began_s = one.followed, one.followed.side.base, one.followed.waiting.committed_s
+            try:
+                followed.commit(one, decision, step)
+            except Exception as error:
+                _fails(failed, followed.session, error)
+                continue
+            records.append(one.record)
             if self._trace.keeps:
-                self._picture(followed, base, began_s, record, step)
+                self._picture(followed, base, began_s, one.record, step)
         self._told += records
         self._step = step
         return records
@@ -552,14 +593,15 @@ class Following:
             self._metrics.rounds([(one.drafted, min(one.accepted, one.tokens - 1), one.outcome) for one in told])
             self.pool.judge([(one.link, one.drafted, one.accepted) for one in told if one.drafted and one.link])
         step, self._step = self._step, None
-        if step is not None and not step.prefill:  # a prompt's rows cost something else
+        if step is not None and step.prefill:  # a prompt's rows cost something else
+            self._costs.passes()
+        elif step is not None:
             self._costs.observe(step.rows, step.seconds)
         return left
 
-    def take(self, sessions: Sequence[Followed], within_s: float = 0.0, held: int = 0) -> list[DraftTree]:
+    def take(self, sessions: Sequence[Followed], within_s: float = 0.0) -> list[DraftTree]:
         """What each should verify now. Waits for growth that is worth it, at most so long; never for nothing, and no
-        longer for much. ``held``: others that stand still meanwhile and cannot be drafted for."""
-        self._beliefs.latency.held = held / max(1, len(sessions))
+        longer for much."""
         began_s = self._clock()
         until_s = began_s + within_s
         self.inbox.drain(until_s=max(until_s, began_s + GLANCE_S))
@@ -639,3 +681,9 @@ class Following:
                          why=record.why)
         if followed.link is not None:
             self._trace.left("device", "commit", commit_key(followed.session, base), step.ended_s)
+
+
+def _fails(failed: Failed | None, session: int, error: Exception) -> None:
+    if failed is None:
+        raise error
+    failed(session, error)

@@ -96,7 +96,7 @@ class Chains:
         costs = StepCosts(GUESSED_COSTS, guessed=True)
         self.following = Following(options.section(most), costs, metrics,
                                    states.gives if states is not None else no_rows, clock, inbox=inbox,
-                                   changed=self._changes.changed)
+                                   changed=self._changes.changed, together=True)
         self._states = states
         self._costs = costs
         self._teller = Teller(options.rounds) if options.rounds is not None else None
@@ -170,13 +170,12 @@ class Chains:
         self._told.clear()
         self.following.inbox.drain(until_s=now_s + GLANCE_S)
         step = self._measured(rows, scheduled, now_s)
-        self.following.committed((), step)  # what it took is told, whoever was in it
-        asked = [self._heard(row, step) if row.new and row.drafts and self._wanted(row) else None for row in rows]
+        asked = self._heard([row if row.new and row.drafts and self._wanted(row) else None for row in rows], step)
         self.following.flush()
         self._say(step)
         waits_s = self._clock()
         drafted = [one for one in asked if one is not None]
-        self.following.take(drafted, max(0.0, now_s + self._deadline_s - waits_s), len(rows) - len(drafted))
+        self.following.take(drafted, max(0.0, now_s + self._deadline_s - waits_s))
         taken_s = self._clock()
         chains = [self._chain(row, one) if one is not None else [] for row, one in zip(rows, asked, strict=True)]
         self._changes.look(self._sessions.values())
@@ -192,21 +191,40 @@ class Chains:
         prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new for row in rows)
         return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prompts)
 
-    def _heard(self, row: Row, step: Step) -> Followed | None:
-        """Its session, which knows of what the step gave. None: it has none any more."""
+    def _heard(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
+        """The session of each, which knows of what the step gave. None: it has none any more, or none is wanted."""
+        goes_on = {one.session: row for row in rows if row is not None and (one := self._follows(row)) is not None}
+        opens = {row.request for row in rows if row is not None} - {row.request for row in goes_on.values()}
+
+        def failed(session: int, error: Exception) -> None:  # rule 2
+            self._tell("no drafts for a request", error)
+            self._lose(goes_on.pop(session).request)
+
+        records = self.following.committed([self._verified(row) for row in goes_on.values()], step, failed)
+        for (session, row), record in zip(goes_on.items(), records, strict=True):
+            mode = self.following.sessions[session].policy.mode
+            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, mode.value))
+        return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
+
+    def _follows(self, row: Row) -> Followed | None:
+        """Its session, if it only goes on with what the step gave."""
+        one = self._sessions.get(row.request)
+        return one if one is not None and one.side.base + len(row.new) == row.length else None
+
+    def _verified(self, row: Row) -> Verified:
+        one = self._sessions[row.request]
+        newest = self._states.newest(row.request) if self._states is not None and one.reads else None
+        return Verified(one.session, row.new, row.drafted, min(row.drafted, len(row.new) - 1),
+                        row.drafted if row.depth is None else row.depth, rows=newest)
+
+    def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
+        """Its session, with the states that it lacks."""
         try:
+            if opens:
+                self.following.begin([self._open(row)], step.ended_s)
             one = self._sessions.get(row.request)
-            if one is None or one.side.base + len(row.new) != row.length:
-                one = self._open(row)
-                self.following.begin([one], step.ended_s)
-            else:
-                newest = self._states.newest(row.request) if self._states is not None and one.reads else None
-                accepted = min(row.drafted, len(row.new) - 1)
-                depth = row.drafted if row.depth is None else row.depth
-                (record,) = self.following.committed([Verified(one.session, row.new, row.drafted, accepted, depth,
-                                                               rows=newest)], step)
-                self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value))
-            self._give_rows(row, one)
+            if one is not None:
+                self._give_rows(row, one)
             return one
         except Exception as error:  # rule 2
             self._tell("no drafts for a request", error)
