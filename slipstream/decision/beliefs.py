@@ -245,7 +245,7 @@ class StepCosts:
         self._update()
 
     def _learn(self, rows: int, surprise: float, seen: list[int]) -> None:
-        # A guess: all of the first surprise moves the whole profile, and that of the first steps near a point the point.
+        # Of a guess: the first surprise moves the whole profile, those of the first steps near a point that point.
         nearest, first = self._nearest(rows), not any(seen)
         for point in range(len(self._rows)):
             pull = FAR if point != nearest else max(FAR + NEAR, 1.0 / (1 + seen[point]))
@@ -392,7 +392,7 @@ class Beliefs:
     """What the sessions of one target (or the answers of one draft pool) share. ``shared_cores``: drafts compute on the
     cores of their target. ``together``: each step is one of all sessions, so that who waits holds all."""
 
-    __slots__ = ("_accepted", "_drafted", "alone", "costs", "latency", "purse", "together", "worth")
+    __slots__ = ("_accepted", "_drafted", "_share", "alone", "costs", "latency", "purse", "together", "worth")
 
     def __init__(self, costs: StepCosts, shared_cores: bool = False, together: bool = False) -> None:
         self.costs = costs
@@ -403,6 +403,7 @@ class Beliefs:
         self.alone = Ledger(keep=ALONE)  # all rounds, as they would be with what the text foretells and no drafter
         # Sampled text is harder to foresee, so what is known of it is kept apart.
         self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
+        self._share = 1.0
         self._drafted: WeakSet[object] = WeakSet()  # who asks for drafts
 
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
@@ -410,16 +411,20 @@ class Beliefs:
         self.alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
         self.worth = max(1.0, self.alone.gain)
 
-    def begin(self, sampled: bool, price_s: float) -> Acceptance:
-        """What a new session believes: as others have seen it. If the purse has ``price_s`` it begins with a guess, so
-        that a changed world is seen."""
+    def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
+        """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
+        seen it. If the purse has ``price_s`` it begins with a guess, so that a changed world is seen."""
         known = self._accepted[sampled]
         if not known.known:
-            return known.fresh()
+            return known.fresh(), 1.0
         if self.purse.left_s < price_s:
-            return known.heir()
+            return known.heir(), self._share
         self.purse.pay(price_s)
-        return known.fresh()
+        return known.fresh(), 1.0
+
+    def exchanged(self, drafted: bool) -> None:
+        """An exchange of any session, and whether it gave something to verify."""
+        self._share += (1.0 - KEEP_LONG) * (drafted - self._share)
 
     def accepted(self, sampled: bool, drafted: int, accepted: int, depth: int) -> None:
         """A round of any session (see ``Acceptance.observe``)."""

@@ -349,7 +349,7 @@ def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules) -> Decisio
     if lookup and wait.tries:
         wait = Wait(False)
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
-    asks = wait.granted if beliefs.latency.shared else wants
+    asks = wait.granted if beliefs.latency.shared else wants and (wait.granted or _lasts(turn, beliefs, rules))
     verify = turn.nodes if turn.drafts else 0
     want = verify if asks and not lookup else 0
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
@@ -363,6 +363,18 @@ def _waits(turn: Turn) -> bool:
     """Whether it would stand still, if that is granted."""
     standing = turn.case.standing
     return turn.drafts and turn.nodes > 0 and turn.case.seen.followed and not (standing.idle or standing.silent)
+
+
+def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
+    """Whether a tree that comes behind the step is worth being read. In a step of all its first token is decided by
+    then."""
+    standing, seen = turn.case.standing, turn.case.seen
+    if not beliefs.together or not seen.followed or seen.grows_ahead:
+        return True
+    if turn.nodes < 2:
+        return False
+    expected = standing.acceptance.expected(standing.most)
+    return standing.share * (expected[turn.nodes] - expected[1]) > 1 - rules.leave_gain
 
 
 def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None, tries: bool = True) -> Wait:

@@ -91,8 +91,9 @@ class SpeculationPolicy:
         self._rules = rules = rules or Rules.of(config)
         self._sampled = sampled
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
-        self._at = Standing(Mode.SPECULATE if self._able else Mode.PLAIN,
-                            beliefs.begin(sampled, rules.patience * self._plain_s), config.max_nodes, self._able)
+        acceptance, share = beliefs.begin(sampled, rules.patience * self._plain_s)
+        self._at = Standing(Mode.SPECULATE if self._able else Mode.PLAIN, acceptance, config.max_nodes, self._able,
+                            share=share)
         self._others: int | None = None  # as the decision that stands has seen them
         self._stands: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s
@@ -212,6 +213,7 @@ class SpeculationPolicy:
         latency, waited = self._beliefs.latency, round_.wait_s > 0
         if round_.drafted or waited:
             self._at.share += 0.1 * ((round_.drafted > 0) - self._at.share)
+            self._beliefs.exchanged(round_.drafted > 0)
         if round_.first:
             return
         if round_.exchange_s is not None:
