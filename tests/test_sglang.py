@@ -110,7 +110,7 @@ def test_answers_are_the_engines_own_and_drafts_are_used(known: dict[str, Custom
                                         speculative_ngram_max_bfs_breadth=breadth))
     requests = two()
     with drafted(worker):
-        assert play(worker, requests, 30) > 40
+        assert play(worker, requests, 45) > 40
     for request in requests:
         assert list(request.output_ids) == plain(len(request.output_ids))
 

@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 from weakref import WeakSet
 
 KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
@@ -77,7 +76,9 @@ class DraftLatency:
         if self._level not in self._seen:
             self._seen[self._level] = Latencies()
         self._seen[self._level].observe(seconds)
-        self._look_up()
+        if self._known is not self._seen[self._level]:
+            self._look_up()
+        self.mean_s = self._known.mean_s if self._known is not None else None
 
     def forget(self) -> None:
         self._seen.clear()
@@ -100,10 +101,10 @@ class Latencies:
 
     def observe(self, seconds: float) -> None:
         self._kept.append(seconds)
-        self.least_s = min(self._kept)
-        self.mean_s = median(self._kept) if len(self._kept) == KEPT else self.least_s
-        apart_s = [abs(kept - self.mean_s) for kept in self._kept]
-        deviation_s = sum(apart_s) / len(apart_s) if len(apart_s) > 1 else seconds / 2
+        ordered = sorted(self._kept)
+        self.least_s = ordered[0]
+        mean_s = self.mean_s = ordered[KEPT // 2] if len(ordered) == KEPT else self.least_s
+        deviation_s = sum([abs(kept - mean_s) for kept in ordered]) / len(ordered) if len(ordered) > 1 else seconds / 2
         # As TCP keeps its round trips (RFC 6298); where all take the same, a moment more is no surprise.
         self.usual_s = self.mean_s + max(4.0 * deviation_s, MOMENT * self.mean_s)
 
@@ -207,6 +208,16 @@ class StepCosts:
         known = self._steps.get((rows, most, each))
         if known is None:
             known = self._steps[rows, most, each] = self._interpolated(rows, most, each)
+        return known
+
+    def shares(self, sessions: int, most: int) -> Sequence[float]:
+        """Seconds of a step of ``sessions`` with one row each, and what 1, 2, … ``most`` rows more add to it for one of
+        them where all have as many."""
+        known = self._steps.get((sessions, most, 0))
+        if known is None:
+            plain_s, *others = self.steps(sessions, most, sessions)
+            known = [plain_s, *(plain_s + (step_s - plain_s) / sessions for step_s in others)]
+            self._steps[sessions, most, 0] = known
         return known
 
     def cost(self, rows: int) -> float:

@@ -172,10 +172,8 @@ class Prices:
     @staticmethod
     def of(beliefs: Beliefs, others: int, most: int) -> Prices:
         rows = others + 1
-        if not beliefs.together or rows == 1:
-            return Prices(beliefs.costs.steps(rows, most), rows, beliefs.worth)
-        all_s = beliefs.costs.steps(rows, most, rows)
-        return Prices([all_s[0] + (step_s - all_s[0]) / rows for step_s in all_s], rows, beliefs.worth)
+        steps = beliefs.costs.shares(rows, most) if beliefs.together else beliefs.costs.steps(rows, most)
+        return Prices(steps, rows, beliefs.worth)
 
     @property
     def plain_s(self) -> float:

@@ -2,7 +2,7 @@
 
 Rules:
 1. Its verbs belong to the engine thread; what links tell (``LinkEvents``) waits in the inbox until that thread looks.
-2. It blocks nowhere but in ``take``, and there never longer than it is told.
+2. It blocks nowhere but in ``wait``, and there never longer than it is told.
 3. What can wait until the drafts have heard of a commit (counters, costs) waits until ``flush``.
 4. What a round needs is decided once, when the round before is committed (or a drafter joins): ``Followed.decision``
    holds until the next commit.
@@ -224,8 +224,15 @@ class Followed:
 
     def chain(self, most: int) -> list[int]:
         """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""
-        tree = self.take(self.nodes)
-        return [int(tree.tokens[node]) for node in tree.best_path()[1 : 1 + min(most, self.left - 1)]]
+        rows = self.nodes
+        if rows == 1:
+            return []
+        tree = self.side.tree
+        if not tree.is_chain:  # of one, the best nodes are the first
+            tree = tree.best(rows)
+            tree = tree.select(tree.best_path())
+        tokens: list[int] = tree.tokens.tolist()
+        return tokens[1 : min(rows, 1 + most, self.left)]
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
@@ -600,8 +607,12 @@ class Following:
         return left
 
     def take(self, sessions: Sequence[Followed], within_s: float = 0.0) -> list[DraftTree]:
-        """What each should verify now. Waits for growth that is worth it, at most so long; never for nothing, and no
-        longer for much."""
+        """What each should verify now, after ``wait``."""
+        self.wait(sessions, within_s)
+        return [followed.take(followed.nodes) for followed in sessions]
+
+    def wait(self, sessions: Sequence[Followed], within_s: float) -> None:
+        """For growth that is worth it, at most so long; never for nothing, and no longer for much."""
         began_s = self._clock()
         until_s = began_s + within_s
         self.inbox.drain(until_s=max(until_s, began_s + GLANCE_S))
@@ -610,7 +621,6 @@ class Following:
                 one.waiting.stood = True
             due_s = max(one.waiting.until_s for one in waiting)
             self.inbox.drain(max(1e-4, min(due_s, until_s) - now_s), until_s)
-        return [followed.take(followed.nodes) for followed in sessions]
 
     def coming(self, waiting: Sequence[Followed]) -> tuple[float, int]:
         """When the growth that ``waiting`` wait for should be here, and how many rows they would verify then."""

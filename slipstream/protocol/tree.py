@@ -84,6 +84,10 @@ class DraftTree:
             np.zeros(1, np.float32),
         )
 
+    @property
+    def is_chain(self) -> bool:
+        return self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
+
     def depths(self) -> Ints:
         """int32 [N]: edges between each node and the root. A node's position is ``base - 1 + depth``."""
         return np.array(self.levels(), np.int32)

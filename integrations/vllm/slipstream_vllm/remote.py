@@ -175,7 +175,7 @@ class Chains:
         self._say(step)
         waits_s = self._clock()
         drafted = [one for one in asked if one is not None]
-        self.following.take(drafted, max(0.0, now_s + self._deadline_s - waits_s))
+        self.following.wait(drafted, max(0.0, now_s + self._deadline_s - waits_s))
         taken_s = self._clock()
         chains = [self._chain(row, one) if one is not None else [] for row, one in zip(rows, asked, strict=True)]
         self._changes.look(self._sessions.values())
@@ -201,7 +201,7 @@ class Chains:
             self._lose(goes_on.pop(session).request)
 
         records = self.following.committed([self._verified(row) for row in goes_on.values()], step, failed)
-        for (session, row), record in zip(goes_on.items(), records, strict=True):
+        for (session, row), record in zip(goes_on.items(), records, strict=True) if self._teller is not None else ():
             mode = self.following.sessions[session].policy.mode
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, mode.value))
         return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
