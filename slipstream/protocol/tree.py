@@ -86,7 +86,8 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        return self.parents.tolist() == list(range(-1, len(self.tokens) - 1))
+        parents: list[int] = self.parents.tolist()
+        return parents == list(range(-1, len(self.tokens) - 1))
 
     def depths(self) -> Ints:
         """int32 [N]: edges between each node and the root. A node's position is ``base - 1 + depth``."""
