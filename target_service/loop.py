@@ -23,7 +23,8 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, RanksLost
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
-from slipstream.following.following import Following, RoundRecord, Step, Verified
+from slipstream.following.followed import RoundRecord, Step, Verified
+from slipstream.following.following import Following
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans, Spans

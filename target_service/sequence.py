@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache
 from slipstream.engine.runner import FeatureRows, ModelRunner
-from slipstream.following.following import Followed, Following
+from slipstream.following.followed import Followed
+from slipstream.following.following import Following
 from slipstream.observe.spans import Span, Spans
 from slipstream.protocol.messages import FeatureSpec
 from slipstream.protocol.requests import Finish, Piece, Request

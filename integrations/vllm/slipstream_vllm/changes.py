@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slipstream.decision.decide import Mode, Transition, Why
-from slipstream.following.following import Followed
+from slipstream.following.followed import Followed
 from slipstream.protocol.messages import Link
 
 

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
-from slipstream.following.following import Followed, Following, Step, Verified
+from slipstream.following.followed import Followed, Step, Verified
+from slipstream.following.following import Following
 from slipstream.following.inbox import Inbox
 from slipstream.following.pool import no_rows
 from slipstream.following.rounds import Told, ToldStep

@@ -1,0 +1,440 @@
+"""One session that may be drafted for: its tree, who drafts, what was decided, and when.
+
+Its rules are those of ``following``, which has all of them. It belongs to the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
+from typing import NamedTuple
+
+from slipstream.base.config import PolicySection
+from slipstream.decision.beliefs import Beliefs
+from slipstream.decision.decide import Decision, Mode, Reason, Round, Seen, Transition, Why
+from slipstream.decision.policy import SpeculationPolicy
+from slipstream.following.pool import DraftPool
+from slipstream.observe.log import logger
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.lookup import PromptLookup
+from slipstream.protocol.messages import (
+    Close,
+    Drop,
+    Features,
+    FeatureSpec,
+    Growth,
+    Link,
+)
+from slipstream.protocol.requests import Finish
+from slipstream.protocol.session import TargetSide
+from slipstream.protocol.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A forward that is done. ``rows``: of all sessions; ``nodes``: draft tokens among them."""
+
+    began_s: float
+    seconds: float
+    rows: int
+    sessions: int  # that it verified a tree for
+    nodes: int = 0
+    prefill: bool = False  # it computed prompts too
+
+    @property
+    def ended_s(self) -> float:
+        return self.began_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What one session got out of a step: ``tokens`` to commit, the first ``accepted`` of them draft tokens."""
+
+    session: int
+    tokens: tuple[int, ...]
+    drafted: int  # draft tokens that were verified
+    accepted: int
+    depth: int  # of the deepest of them
+    finish: Finish = ""  # why the answer ends here; "": it goes on
+    rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What became of a round, and why it was as it was."""
+
+    drafted: int
+    accepted: int
+    tokens: int
+    waited_s: float  # it stood still for its drafter
+    outcome: str  # one of the metric's
+    why: Why
+    link: Link | None  # who drafted, if anybody did
+
+
+Changed = Callable[[int, Transition, Why, Link | None], None]
+
+
+def logged(session: int, change: Transition, why: Why, _: Link | None) -> None:
+    """A line for each."""
+    logger("target").info("mode changed", scope="session", session=session, before=change.before.value,
+                          after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    pool: DraftPool
+    policy: PolicySection
+    beliefs: Beliefs
+    metrics: TargetMetrics
+    lookup: bool  # in the text itself
+    tell: Changed
+
+    def changed(self, session: int, change: Transition, why: Why, link: Link | None) -> None:
+        """Another mode from now on. ``why``: of the decision that stood then; ``link``: who drafted."""
+        self.metrics.mode.changed(change.before.value, change.after.value, change.reason)
+        self.tell(session, change, why, link)
+
+
+PENDING = 16  # committed tokens that a drafter takes in together with a tree
+ASKED = 4  # commits whose answers may still come
+
+
+class Waiting:
+    """Of one session, since its newest commit."""
+
+    __slots__ = ("_asked", "_heard_s", "_latency_s", "committed_s", "first", "stood", "unasked", "until_s")
+
+    def __init__(self) -> None:
+        self.committed_s = 0.0  # when the newest token was committed
+        self.until_s = 0.0  # the deadline of the drafter's answer
+        self.stood = False  # a step went without it since then, because it waited
+        self.first = True  # the drafter that follows has not been awaited yet, or not for long
+        self.unasked = 0  # tokens that were committed since a tree was asked for
+        self._heard_s: float | None = None  # when the drafter answered for it
+        self._asked: dict[int, float] = {}  # base -> when
+        self._latency_s: float | None = None  # of an answer that came since the last round
+
+    def attached(self) -> None:
+        """A drafter follows from here, and has the whole text to read."""
+        self.first, self.unasked = True, 0
+
+    def asks(self) -> None:
+        """A tree is asked for. What the drafter has to catch up with takes time that no later answer takes."""
+        self.first, self.unasked = self.first or self.unasked > PENDING, 0
+
+    def begin(self, now_s: float, wait_s: float, base: int | None) -> None:
+        """The drafter hears of the newest token now. ``base``: what its answer will name, if that tells its latency."""
+        self.committed_s, self.until_s, self.stood, self._heard_s = now_s, now_s + wait_s, False, None
+        if base is not None and not self.first:
+            self._asked[base] = now_s
+            if len(self._asked) > ASKED:
+                del self._asked[min(self._asked)]
+
+    def heard(self, now_s: float, base: int, newest: int, joined: bool, answered: bool) -> None:
+        """Growth for ``base`` came, of which something ``joined`` the tree at ``newest``; ``answered``: it is what was
+        waited for."""
+        if answered and self._heard_s is None:
+            self._heard_s = now_s
+        if joined and base < newest:
+            # It crossed the commit, so its drafter believes in a tree here: what comes next is one more level of it.
+            self._asked.pop(newest, None)
+        asked_s = self._asked.pop(base, None)
+        if asked_s is not None:
+            self._latency_s = max(0.0, now_s - asked_s)
+
+    def stood_s(self, began_s: float) -> float:
+        """Seconds that it stood still before the step that began at ``began_s``."""
+        if not self.stood:
+            return 0.0
+        answered_s = self._heard_s if self._heard_s is not None else min(began_s, self.until_s)
+        return max(0.0, answered_s - self.committed_s)
+
+    def latency(self) -> float | None:
+        """What the newest answer took; told once."""
+        latency_s, self._latency_s = self._latency_s, None
+        return latency_s
+
+
+ROWS = 256  # feature rows of one item: well below the message limit for any known model
+RETRY_S = 1.0  # after a drafter gave the session up for lack of room
+LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
+
+
+class Followed:
+    """One session. Made by ``Following.open``."""
+
+    __slots__ = ("_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun",
+                 "decision", "link", "policy", "reads", "session", "side", "waiting")
+
+    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
+        """limit: tokens that the session has at most, its prompt included."""
+        self.session = side.session
+        self.side = side
+        self.policy = policy
+        self.link: Link | None = None
+        self.reads: FeatureSpec | None = None  # what its drafter reads of the engine's states
+        self._runs_ahead = False  # whether its drafter grows on while the engine verifies, where it may
+        self.begun = False
+        self.decision = self._alone()
+        self.waiting = Waiting()
+        self._shared = shared
+        self._limit = limit
+        self._lookup: PromptLookup | None = None
+        self._retry_at_s = 0.0  # no drafter is looked for before
+        self._opened_s = -RETRY_S  # when the newest drafter was told of it
+        self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be committed."""
+        return self._limit - self.side.base
+
+    @property
+    def nodes(self) -> int:
+        """Rows to verify now, root included."""
+        held, decision = len(self.side.tree) - 1, self.decision
+        return 1 if not held or self.left == 1 else 1 + min(held, decision.lookup or decision.verify)
+
+    def take(self, rows: int) -> DraftTree:
+        """The best of its tree in at most so many rows, root included."""
+        return self.side.tree.best(min(rows, self.nodes))
+
+    def chain(self, most: int) -> list[int]:
+        """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""
+        rows = self.nodes
+        if rows == 1:
+            return []
+        tree = self.side.tree
+        if not tree.is_chain:  # of one, the best nodes are the first
+            tree = tree.best(rows)
+            tree = tree.select(tree.best_path())
+        tokens: list[int] = tree.tokens.tolist()
+        return tokens[1 : min(rows, 1 + most, self.left)]
+
+    def waits(self, now_s: float) -> bool:
+        """Whether the step should leave it out for a while, because growth may still come in time."""
+        if self.link is None or self.side.heard or now_s >= self.waiting.until_s:
+            return False
+        tree = self.side.tree
+        return len(tree) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+
+    def begin(self, now_s: float, others: int) -> None:
+        """It is computed from now on, beside so many ``others``."""
+        self.begun = True
+        self.decision = self._decide(now_s, others, ())
+        self._follow(now_s, others)
+        self._await(now_s)
+
+    def pause(self) -> None:
+        """It is not computed for a while."""
+        self.begun = False
+        self.detach()
+
+    def detach(self) -> None:
+        """Nobody follows it any more; its drafter, if it had one, is told."""
+        self._leave(self.side.detach())
+
+    def close(self) -> None:
+        """The answer is over."""
+        self._leave(self.side.close())
+
+    def allow(self, allowed: bool, now_s: float) -> None:
+        """Its client (or the router's policy) allows or forbids speculation from now on."""
+        if allowed:
+            self._note(self.policy.allow(now_s), self.link)
+            return
+        self._note(self.policy.forbid(now_s), self.link)
+        self._lookup = None  # it would miss tokens
+        self.detach()
+        self.decision = self._alone()
+
+    def learn(self, verified: Verified, step: Step) -> Learned:
+        """What a step gave, and what the next round is decided by."""
+        record = self._learn(verified, step, step.ended_s)
+        if verified.finish:
+            return Learned(self, verified, record, (), (), None)
+        chain, chances = self._look_up(verified.tokens)
+        self.waiting.unasked += len(verified.tokens)
+        return Learned(self, verified, record, chain, chances, self._sees(step.ended_s, step.sessions - 1, chances))
+
+    def commit(self, learned: Learned, decision: Decision | None, step: Step) -> None:
+        """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
+        round; None: nobody drafts there."""
+        now_s, verified, side = step.ended_s, learned.verified, self.side
+        if verified.finish:
+            side.commit(verified.tokens)
+            return
+        decision = self.decision = decision or self._alone()
+        if decision.want:
+            self.waiting.asks()
+        message = side.commit(verified.tokens, self._rows_of(verified), verified.drafted, decision.want, decision.ahead)
+        self._shared.pool.say(self.link, message)
+        self._follow(now_s, step.sessions - 1)
+        self._await(now_s)
+        if decision.lookup:
+            chances = learned.chances[: decision.lookup]
+            side.add_lookup(learned.chain[: decision.lookup], [log(chance) for chance in chances])
+
+    def wants_rows(self) -> tuple[FeatureSpec, int] | None:
+        """Which feature rows its drafter reads, and the first position whose row it has not had."""
+        return (self.reads, self._rows_from) if self.reads is not None else None
+
+    def give_rows(self, start: int, count: int, rows: bytes) -> None:
+        """Rows of committed tokens from ``start`` on, in order; what is left out is a gap that the drafter bridges."""
+        if self.reads is None:
+            return
+        size = len(rows) // max(1, count)
+        for at in range(0, count, ROWS):
+            self._shared.pool.say(self.link, Features(self.session, start + at, rows[at * size : (at + ROWS) * size],
+                                                      min(ROWS, count - at), self.reads.dtype))
+        self._rows_from = start + count
+
+    def receive(self, message: Growth | Drop, now_s: float) -> None:
+        """Take what its drafter sent, which came at ``now_s``. Raises RemoteProtocolError for what cannot be."""
+        joined = self.side.receive(message)
+        if isinstance(message, Drop):
+            self._dropped(message.reason, now_s)
+            return
+        if joined < 0:
+            self._shared.metrics.stale_growth()
+            return
+        self.waiting.heard(now_s, message.base, self.side.base, joined > 0, self.side.heard)
+
+    def lost(self, now_s: float, reason: Reason, moves: bool = False, had: Link | None = None) -> None:
+        """Nobody follows it any more, through no wish of ours. ``moves``: another drafter takes over at its next
+        commit, if one has room; else it decodes alone. ``had``: who followed, if that is over already."""
+        link = self._unlink()
+        if link is not None:
+            self.side.lost()
+        if moves and self._shared.pool.has_room:
+            self._shared.metrics.moved()
+            return
+        self._note(self.policy.drafter_lost(now_s, reason), link or had)
+
+    def _dropped(self, reason: str, now_s: float) -> None:
+        link = self._unlink()
+        self._shared.pool.part(link)
+        if reason == "draining" and link is not None:
+            self._shared.pool.set_leaving(link, True)
+        elif reason in ("capacity", "failed", "invalid"):
+            self._retry_at_s = now_s + RETRY_S
+        else:  # whoever drops what it was just given must not have the whole text again for each token
+            self._retry_at_s = max(self._retry_at_s, self._opened_s + RETRY_S)
+        self.lost(now_s, "draft_unavailable", moves=reason == "draining", had=link)
+        if now_s >= self._retry_at_s:
+            self.policy.drafter_ready(now_s)
+
+    def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
+        before, waiting, lookup = self.decision, self.waiting, self.decision.lookup > 0
+        waited_s = waiting.stood_s(step.began_s) if self.link is not None and self.side.num_output else 0.0
+        round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
+                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
+                       late=waiting.stood and not self.side.heard, exchange_s=None if lookup else waiting.latency(),
+                       first=waiting.first, lookup=lookup)
+        # The first token comes with the prompt: nobody waits for a drafter there.
+        waiting.first = waiting.first and (lookup or self.side.num_output == 0)
+        if (change := self.policy.observe(now_s, round_)) is not None:
+            self._note(change, self.link)
+        return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
+                           self._outcome(verified.drafted), before.why, None if before.lookup else self.link)
+
+    def _outcome(self, drafted: int) -> str:
+        if drafted:
+            return "prompt_lookup" if self.decision.lookup else "used"
+        if self.policy.mode is Mode.PLAIN:
+            return "plain"
+        return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
+
+    def _look_up(self, tokens: tuple[int, ...]) -> tuple[Sequence[int], Sequence[float]]:
+        most = self._shared.policy.max_nodes if self._shared.lookup else 0
+        if not most or not self.policy.allowed:
+            return (), ()
+        if self._lookup is None:
+            self._lookup = PromptLookup([*self.side.tokens, *tokens])
+        else:
+            self._lookup.commit(tokens)
+        return self._lookup.chain(min(most, self.left - len(tokens) - 1))
+
+    def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
+        seen = self._sees(now_s, others, chances)
+        return self.policy.decide(now_s, seen) if seen is not None else self._alone()
+
+    def _sees(self, now_s: float, others: int, chances: Sequence[float]) -> Seen | None:
+        """None: there is nothing to decide."""
+        followed = self.link is not None
+        if not followed and not chances and not self._looks(now_s):
+            return None
+        return Seen(others, followed, chances, self.waiting.unasked, self._runs_ahead)
+
+    def _alone(self) -> Decision:
+        return Decision(self.policy.mode, 0, 0, 0, False, False, 0.0, 0.0,
+                        "no drafter" if self.policy.allowed else "forbidden")
+
+    def _looks(self, now_s: float) -> bool:
+        """Whether a drafter could be found for it."""
+        return now_s >= self._retry_at_s and self._shared.pool.has_room
+
+    def _follow(self, now_s: float, others: int) -> None:
+        if self.link is not None:
+            if not self.decision.follow:
+                self.detach()
+        elif self._looks(now_s):
+            if self.decision.follow:
+                self._attach(now_s, others)
+            elif self._shared.beliefs.latency.shared:  # to ask again takes time from the step
+                self._retry_at_s = now_s + LOOK_S
+
+    def _attach(self, now_s: float, others: int) -> None:
+        self.link = self._shared.pool.join()
+        hello = self._shared.pool.hello(self.link)
+        if hello is None:
+            return
+        self.reads, self._runs_ahead = hello.features, hello.run_ahead > 0
+        self._opened_s = now_s
+        # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
+        message = self.side.attach(self.decision.want, self.decision.ahead)
+        self._shared.pool.say(self.link, message)
+        self.waiting.attached()
+        self._rows_from = max(0, self.side.base - hello.max_context)
+        if not self.decision.lookup:
+            self.decision = self._decide(now_s, others, ())
+
+    def _unlink(self) -> Link | None:
+        """Whom it had, and has no more."""
+        link, self.link, self.reads, self._runs_ahead = self.link, None, None, False
+        return link
+
+    def _leave(self, message: Close | None) -> None:
+        link = self._unlink()
+        self._shared.pool.part(link)
+        self._shared.pool.say(link, message)
+
+    def _await(self, now_s: float) -> None:
+        """Its drafter hears of its newest token now; from here on it may wait."""
+        tells = self.link is not None and self.decision.want and len(self.side.tree) == 1
+        self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
+                           self.side.base if tells else None)
+
+    def _rows_of(self, verified: Verified) -> Features | None:
+        if self.reads is None or not verified.rows:
+            return None
+        start, count = self.side.base - 1, len(verified.tokens)
+        self._rows_from = start + count
+        return Features(self.session, start, verified.rows, count, self.reads.dtype)
+
+    def _note(self, change: Transition | None, link: Link | None) -> None:
+        if change is not None:
+            self._shared.changed(self.session, change, self.decision.why, link)
+
+
+class Learned(NamedTuple):
+    """A session between a step and the decision that follows."""
+
+    followed: Followed
+    verified: Verified
+    record: RoundRecord
+    chain: Sequence[int]  # that the text foretells
+    chances: Sequence[float]  # of it
+    seen: Seen | None  # None: there is nothing to decide
