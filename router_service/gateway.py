@@ -126,6 +126,7 @@ class Gateway:
     def close(self) -> None:
         """Nothing runs any more."""
         self._lanes.close()
+        self.codec.close()
 
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""

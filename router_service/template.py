@@ -83,6 +83,10 @@ class ChatTemplate:
         parts: list[str] = reply["parts"]
         return parts
 
+    def close(self) -> None:
+        """End the process, which would else end with this object."""
+        self._process.end()
+
     @property
     def pid(self) -> int:
         """Of the process that renders; it changes where one has ended."""
@@ -107,7 +111,7 @@ class _Process:
         self._popen = popen = subprocess.Popen([sys.executable, "-P", "-c", begin], stdin=subprocess.PIPE,
                                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self.pid = popen.pid
-        weakref.finalize(self, _end, popen)
+        self.end = weakref.finalize(self, _end, popen)
 
     @property
     def ended(self) -> bool:

@@ -70,6 +70,11 @@ class TextCodec:
         self._template = None if source is None else ChatTemplate(*source, self._specials.values())
         self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
 
+    def close(self) -> None:
+        """No conversation is asked for any more."""
+        if self._template is not None:
+            self._template.close()
+
     def encode(self, text: str, room: int | None = None) -> list[int]:
         """The tokens of a raw prompt, begun as the tokenizer begins texts (BOS where the model has one). Raises
         InvalidRequest("prompt"), also for more tokens than there is ``room`` for."""
