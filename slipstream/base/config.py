@@ -75,19 +75,17 @@ class ModelSection(Section):
     engine: Literal["decoder", "hf"] = Field("decoder", description="hf: any transformers causal LM, slower")
     threads: int = Field(0, ge=0, description="of the model on a CPU, and of a draft; 0: as many as there are "
                          "cores, and half of them")
-    kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU, built once with "
-                             "its C++ compiler, and on a GPU, where Triton is, after a trial; torch's elsewhere; "
-                             "native: those on a CPU, after a trial that drafts change no bit, or an error; torch: "
-                             "none of ours, drafts' included")
-    quantize: Quantize = Field("none", description="int8: weights as whole numbers, for kernels of our own on a CPU; "
-                               "fp8: 8 bits in floating point, for GPUs (Hopper or newer); both may change answers")
+    kernels: Kernels = Field("auto", description="auto: kernels of our own for bfloat16 on a CPU with a C++ compiler, "
+                             "and on a GPU with Triton, after a trial; else torch's; native: those on a CPU, after a "
+                             "trial that drafts change no bit, or an error; torch: none of ours, drafts' included")
+    quantize: Quantize = Field("none", description="int8: for kernels of our own on a CPU; fp8: for GPUs (Hopper or "
+                               "newer); both may change answers")
     tensor_parallel: int = Field(1, ge=1, le=16, description="GPUs of one target that share its model, layer by layer; "
                                  "its heads and intermediate_size must divide by it")
 
 
 class GrowthSection(Section):
-    """The shape of a model drafter's tree. `slipstream tune` finds the one that pays on a device; the defaults are what
-    it found for the default model and its head on two CPU cores."""
+    """The shape of a model drafter's tree. `slipstream tune` finds the one that pays on a device."""
 
     num_steps: int = Field(3, ge=1, le=16, description="depth of the tree")
     topk: int = Field(4, ge=1, le=16, description="children of a node; 1 is a chain")
