@@ -44,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(folder: Path, given: object = None, **changes: Any) -> SimpleNamespace:
     """SGLang's arguments, as far as they are read or settled."""
     file = folder / "slipstream.json"
-    file.write_text(json.dumps(given or {"drafts": ["127.0.0.1:1"], "prompt_lookup": False, "always": True}))
+    file.write_text(json.dumps(given or {"drafts": ["127.0.0.1:1"], "prompt_lookup": False, "always": True,
+                                        "deadline_s": 30.0}))  # nothing that is counted hangs on the machine's pace
     return SimpleNamespace(**{
         "speculative_adaptive_config": str(file), "speculative_num_draft_tokens": None, "speculative_num_steps": None,
         "speculative_ngram_max_bfs_breadth": 10, "speculative_eagle_topk": None, "disable_overlap_schedule": True,
