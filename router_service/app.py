@@ -30,20 +30,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
 from router_service.connection import DONE, EventStream, Presence, connection_of, event, framed
+from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
+from router_service.dialects.problems import Problem, http_problem, problem_of
+from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.gateway import Asked, Gateway, Run
-from router_service.openai import (
-    Body,
-    ChatBody,
-    ChatReply,
-    Chunks,
-    CompletionBody,
-    Problem,
-    Reply,
-    TextReply,
-    http_problem,
-    parse,
-    problem_of,
-)
 from router_service.tenants import ApiKeys
 from router_service.tokens import TextDelta
 from slipstream import __version__

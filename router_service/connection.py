@@ -49,7 +49,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router_service.admission import WAITING, Limit
-from router_service.openai import Problem, http_problem, problem_of
+from router_service.dialects.problems import Problem, http_problem, problem_of
 from slipstream.base.address import host_port
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import CapacityError, ConfigError, Unavailable

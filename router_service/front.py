@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
 from typing import Any
 
+from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.gateway import Asked, Gateway
-from router_service.openai import ChatBody, CompletionBody, parse
 from router_service.tenants import Tenant
 from router_service.tokens import TextDelta
 from slipstream.base.errors import SlipstreamError

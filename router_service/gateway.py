@@ -23,8 +23,8 @@ from functools import partial
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
+from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.lanes import Lanes
-from router_service.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.tenants import Tenant
 from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection

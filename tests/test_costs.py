@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from router_service.app import MAX_CONTAINERS
+from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
-from router_service.openai import ChatBody, CompletionBody, parse
 from router_service.tenants import Tenant
 from router_service.text_files import longest_token
 from router_service.tokens import TextCodec

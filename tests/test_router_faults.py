@@ -12,8 +12,8 @@ import pytest
 
 from router_service.admission import WAITING
 from router_service.app import create_app
+from router_service.dialects.openai import ChatBody
 from router_service.gateway import Asked
-from router_service.openai import ChatBody
 from router_service.tenants import ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router_service.openai import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
+from router_service.dialects.openai import INERT, UNSUPPORTED, ChatBody, CompletionBody, parse
 from slipstream.base.errors import InvalidRequest
 
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 5, 1 << 62, 1 << 80, 0.5, -3.5, 1e308, float("nan"), float("inf"), "",

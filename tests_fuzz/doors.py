@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from router_service.openai import ChatBody, CompletionBody
-from router_service.openai import parse as parse_body
+from router_service.dialects.openai import ChatBody, CompletionBody
+from router_service.dialects.openai import parse as parse_body
 from router_service.template import ChatTemplate
 from router_service.text_files import stop_token_ids, template_source
 from router_service.tokens import TextCodec

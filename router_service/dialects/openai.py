@@ -1,4 +1,4 @@
-"""The OpenAI API's format: what may be asked, checked to the last field; answers, whole and in chunks; errors.
+"""The OpenAI API's requests: what may be asked, checked to the last field.
 
 Rules:
 1. A field is either honoured or refused with 400 and its name; nothing that would change the answer is ignored.
@@ -7,11 +7,6 @@ Rules:
 3. An unknown key is refused and the nearest known one named. The first one ends the check: there may be any number.
 4. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
    and messages are the same.
-5. ``usage.completion_tokens_details`` says what speculation did, in the fields that the API has for predicted tokens.
-   The object ``slipstream`` is an extension of whole answers and of the usage chunk; other clients skip it.
-6. A chunk that would say nothing is not made (None).
-7. A client's mistake is explained; a mistake of ours is not (its text may hold anything). What may be tried again says
-   when.
 
 Format: the OpenAI API, with the extensions ``speculate``, ``top_k``, ``min_p``, ``repetition_penalty``,
 ``ignore_eos`` and ``min_tokens``. It knows nothing about models, routes or the network.
@@ -20,29 +15,18 @@ Format: the OpenAI API, with the extensions ``speculate``, ``top_k``, ``min_p``,
 from __future__ import annotations
 
 import difflib
-import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
-from router_service.tokens import AnswerToken, TextCodec, TextDelta
 from slipstream.base.errors import (
-    CapacityError,
-    DeadlineExceeded,
-    Draining,
     InvalidRequest,
-    ModelChanged,
-    QuotaExceeded,
-    SlipstreamError,
-    Unavailable,
-    status_of,
 )
-from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS, Usage
+from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
 from slipstream.protocol.messages import Sampling
 
 MAX_STOP_CHARS = 64
@@ -74,10 +58,6 @@ TOLD: Mapping[str, str] = MappingProxyType({
     "greater_than_equal": "must be at least {ge}", "less_than_equal": "must be at most {le}",
     "less_than": "must be below {lt}",
 })
-Json = dict[str, Any]
-PLACE = "\x00text\x00"
-LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
-CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,195 +261,3 @@ def _refusal(error: ValidationError) -> InvalidRequest:
     words = TOLD.get(problem["type"])
     told = problem["msg"][:1].lower() + problem["msg"][1:] if words is None else words.format(**problem.get("ctx", {}))
     return InvalidRequest(where, told)
-
-
-class Reply(Protocol):
-    """How one endpoint writes its answers. ``logprobs``: whether they are asked for."""
-
-    logprobs: bool
-
-    def opening(self, number: int) -> Json | None: ...
-
-    def chunk(self, number: int, delta: TextDelta) -> Json | None: ...
-
-    def usage_chunk(self, usage: Usage) -> Json: ...
-
-    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json: ...
-
-
-class ChatReply:
-    """``chat.completion`` and its chunks."""
-
-    def __init__(self, run_id: str, created: int, model: str, codec: TextCodec, logprobs: bool) -> None:
-        self._head: Json = {"id": f"chatcmpl-{run_id}", "created": created, "model": model}
-        self._codec = codec
-        self.logprobs = logprobs
-
-    def opening(self, number: int) -> Json | None:
-        return self._chunk([_choice(number, {"role": "assistant", "content": ""})])
-
-    def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        logprobs = self._logprobs_of(delta.tokens)
-        if not (delta.text or delta.finish or (logprobs and logprobs["content"])):
-            return None
-        return self._chunk([_choice(number, {"content": delta.text} if delta.text else {}, delta.finish, logprobs)])
-
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._chunk([]) | _usage(usage)
-
-    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
-        choices = []
-        for number, deltas in enumerate(answers):
-            message = {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None}
-            choices.append({"index": number, "message": message, "finish_reason": deltas[-1].finish,
-                            "logprobs": self._logprobs_of([token for delta in deltas for token in delta.tokens])})
-        return {**self._head, "object": "chat.completion", "choices": choices, **_usage(usage)}
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        return {**self._head, "object": "chat.completion.chunk", "choices": choices}
-
-    def _logprobs_of(self, tokens: Sequence[AnswerToken]) -> Json | None:
-        if not self.logprobs:
-            return None
-        content = []
-        for token in tokens:
-            if token.logprob is not None:
-                top = [self._entry(t, logprob) for t, logprob in token.logprob.top]
-                content.append({**self._entry(token.id, token.logprob.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> Json:
-        return {"token": self._codec.token_text(token), "logprob": max(logprob, LOWEST),
-                "bytes": list(self._codec.token_bytes(token))}
-
-
-class TextReply:
-    """``text_completion``, which has one form for whole answers and chunks."""
-
-    def __init__(self, run_id: str, created: int, model: str, codec: TextCodec, logprobs: bool) -> None:
-        self._head: Json = {"id": f"cmpl-{run_id}", "object": "text_completion", "created": created, "model": model}
-        self._codec = codec
-        self.logprobs = logprobs
-        self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
-
-    def opening(self, number: int) -> Json | None:
-        return None
-
-    def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        choice = self._choice(number, [delta])
-        if not (delta.text or delta.finish or (choice["logprobs"] and choice["logprobs"]["tokens"])):
-            return None
-        return {**self._head, "choices": [choice]}
-
-    def usage_chunk(self, usage: Usage) -> Json:
-        return {**self._head, "choices": [], **_usage(usage)}
-
-    def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
-        choices = [self._choice(number, deltas) for number, deltas in enumerate(answers)]
-        return {**self._head, "choices": choices, **_usage(usage)}
-
-    def _choice(self, number: int, deltas: Sequence[TextDelta]) -> Json:
-        tokens = [token for delta in deltas for token in delta.tokens]
-        logprobs = self._logprobs_of(tokens, self._lengths.get(number, 0)) if self.logprobs else None
-        text = "".join(delta.text for delta in deltas)
-        self._lengths[number] = self._lengths.get(number, 0) + len(text)
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
-
-    def _logprobs_of(self, tokens: Sequence[AnswerToken], offset: int) -> Json:
-        columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token in tokens:
-            if token.logprob is not None:
-                columns["tokens"].append(self._codec.token_text(token.id))
-                columns["token_logprobs"].append(max(token.logprob.logprob, LOWEST))
-                columns["top_logprobs"].append({self._codec.token_text(t): max(logprob, LOWEST)
-                                                for t, logprob in token.logprob.top})
-                columns["text_offset"].append(offset)
-            offset += len(token.text)
-        return columns
-
-
-class Chunks:
-    """The chunks of a stream as JSON. Those that say a text and nothing else are written once, then again around every
-    text."""
-
-    __slots__ = ("_around", "_reply")
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-
-    def written(self, number: int, delta: TextDelta) -> bytes:
-        """b"" for a chunk that is not made."""
-        if self._reply.logprobs or delta.finish:
-            chunk = self._reply.chunk(number, delta)
-            return b"" if chunk is None else orjson.dumps(chunk)
-        if not delta.text:
-            return b""
-        around = self._around.get(number)
-        if around is None:
-            head, _, tail = orjson.dumps(self._reply.chunk(number, TextDelta(PLACE))).rpartition(orjson.dumps(PLACE))
-            around = self._around[number] = head, tail
-        return around[0] + orjson.dumps(delta.text) + around[1]
-
-
-def _choice(number: int, delta: Json, finish: str = "", logprobs: Json | None = None) -> Json:
-    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish or None}
-
-
-def _usage(usage: Usage) -> Json:
-    drafted = usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
-    return {
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": usage.accepted_prediction_tokens,
-                "rejected_prediction_tokens": usage.rejected_prediction_tokens,
-            },
-        },
-        "slipstream": {"rounds": usage.rounds, "acceptance_length": round(usage.acceptance_length, 4),
-                       "drafted_tokens": drafted, "lossy": usage.lossy},
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """An error that is ready to be sent."""
-
-    status: int
-    message: str
-    kind: str
-    param: str | None = None
-    code: str | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
-
-
-def problem_of(error: BaseException) -> Problem:
-    """What a client is told about ``error``."""
-    _, status, kind = status_of(error)
-    if not isinstance(error, SlipstreamError) or status == 500:
-        return Problem(500, "internal error; the server's log has it under this request's id", "server_error")
-    if isinstance(error, InvalidRequest):
-        return Problem(status, str(error), kind, error.field, error.code)
-    headers: tuple[tuple[str, str], ...] = ()
-    code = kind
-    if isinstance(error, CapacityError):
-        headers, code = (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),), "server_overloaded"
-        if isinstance(error, QuotaExceeded):
-            code = "rate_limit_exceeded"
-    elif isinstance(error, Draining | ModelChanged | Unavailable):
-        headers = (("retry-after", "1"),)
-    elif isinstance(error, DeadlineExceeded):
-        headers, code = (("x-should-retry", "false"),), "request_timeout"
-    return Problem(status, str(error), kind, None, code, headers)
-
-
-def http_problem(status: int, message: str) -> Problem:
-    """A refusal that has no error of ours behind it: no key, no such page, no such method."""
-    kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return Problem(status, message, kind, None, CODES.get(status))

@@ -1,0 +1,1 @@
+"""What clients speak: the fields of their requests, how answers and errors are written."""

@@ -1,0 +1,69 @@
+"""What a client is told about an error.
+
+Rules:
+1. A client's mistake is explained; a mistake of ours is not (its text may hold anything).
+2. What may be tried again says when.
+
+Format: the OpenAI API's. It knows nothing about requests or the network.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.base.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    ModelChanged,
+    QuotaExceeded,
+    SlipstreamError,
+    Unavailable,
+    status_of,
+)
+
+CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error that is ready to be sent."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What a client is told about ``error``."""
+    _, status, kind = status_of(error)
+    if not isinstance(error, SlipstreamError) or status == 500:
+        return Problem(500, "internal error; the server's log has it under this request's id", "server_error")
+    if isinstance(error, InvalidRequest):
+        return Problem(status, str(error), kind, error.field, error.code)
+    headers: tuple[tuple[str, str], ...] = ()
+    code = kind
+    if isinstance(error, CapacityError):
+        headers, code = (("retry-after", str(max(1, math.ceil(error.retry_after_s)))),), "server_overloaded"
+        if isinstance(error, QuotaExceeded):
+            code = "rate_limit_exceeded"
+    elif isinstance(error, Draining | ModelChanged | Unavailable):
+        headers = (("retry-after", "1"),)
+    elif isinstance(error, DeadlineExceeded):
+        headers, code = (("x-should-retry", "false"),), "request_timeout"
+    return Problem(status, str(error), kind, None, code, headers)
+
+
+def http_problem(status: int, message: str) -> Problem:
+    """A refusal that has no error of ours behind it: no key, no such page, no such method."""
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    return Problem(status, message, kind, None, CODES.get(status))
