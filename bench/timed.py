@@ -29,11 +29,11 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request
 from slipstream.protocol.session import LEASE_S
 from slipstream.simulate.timed import STREAMS, SYMBOLS, Device, TimedDrafter, TimedModel, Timing
+from slipstream.wire.drafts import Drafts
 from slipstream.wire.local import LocalLink
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import assemble as assemble_target
-from target_service.drafts import Drafts
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ BUILDERS = ("docker", "podman", "buildah")
 PYTHON = {"vllm": "3.12"}
 PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "_2_12", "_2_5", "1"))
 WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM)
-WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service]"}
+WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
 
 
 def gather(variant: str, torch: str | None) -> Path:

@@ -17,12 +17,11 @@ from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import until
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
-from slipstream.wire.discovery import fixed, following
+from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, WireCounts, export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.target import TargetServicer
 from slipstream.wire.tls import dialling, export_end, tls_files
-from target_service.drafts import Drafts
 
 if TYPE_CHECKING:
     from target_service.assembly import Target
@@ -80,18 +79,13 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
     metrics.start()
     target.worker.start()
-    drafts.fix(fixed(config.target.drafts))
     try:
-        async with following(config.target.drafts, config.wire.kubeconfig, drafts.seen,
-                             begun=target.vitals.follow) as directory:
-            def told() -> None:
-                target.metrics.drafts_expected(drafts.num_fixed + directory.listed)
-
-            async with kept_up(drafts.run(told), export_bytes([counts], target.metrics.wire_bytes),
-                               export_end(tls, target.metrics.registry.certificate_ends), vitals=target.vitals):
-                await _serve_until(until(stop, target.vitals, show=server.set_ready), config, target, server, up, ready)
+        async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
+                                   target.vitals.follow),
+                    kept_up(export_bytes([counts], target.metrics.wire_bytes),
+                            export_end(tls, target.metrics.registry.certificate_ends), vitals=target.vitals)):
+            await _serve_until(until(stop, target.vitals, show=server.set_ready), config, target, server, up, ready)
     finally:
-        await drafts.aclose()
         await asyncio.to_thread(target.end)
         await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")

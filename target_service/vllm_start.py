@@ -78,12 +78,10 @@ def _drafting(config: Config, given: dict[str, Any], rounds: Path) -> dict[str, 
         if key in given:
             raise ConfigError(f"target.engine.vllm.{key}: drafts of target.drafts need it; set target.drafts to [] for "
                               "vLLM's own")
-    if config.wire.tls.certificate:
-        raise ConfigError("wire.tls: vLLM's workers dial drafts in plain text; set target.drafts to [], or leave TLS "
-                          "to the network between these two")
     more = dict(given.pop("additional_config", {}))
     options = {"drafts": list(target.drafts), "deadline_s": policy.deadline_max_s,
                "prompt_lookup": target.prompt_lookup, "always": policy.always, "rounds": str(rounds),
+               "tls": config.wire.tls.model_dump(mode="json"), "kubeconfig": config.wire.kubeconfig,
                **more.pop("slipstream", {})}
     return {"speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                    "num_speculative_tokens": policy.max_nodes},

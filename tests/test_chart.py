@@ -71,8 +71,6 @@ WRONG = {
     "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),
-    "vLLM's drafts over TLS": (("config.target.engine=vllm", "tls.insecurePlaintext=false", "tls.enabled=true",
-                                "tls.existingSecret=s"), "whose workers dial drafts in plain text"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
@@ -147,7 +145,7 @@ def test_services_read_their_files(profile: str, tmp_path: Path) -> None:
         file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
         config = load(file)
         assert config.model.path.startswith("/models/")
-        assert (config.wire.tls.certificate != "") == (profile not in ("cpu", "vllm"))
+        assert (config.wire.tls.certificate != "") == (profile != "cpu")
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -353,13 +351,13 @@ def test_a_target_may_have_vllms_engine(profile: str, tmp_path: Path) -> None:
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert asked["tensor_parallel_size"] == int(gpus) and asked["max_num_seqs"] == config.target.max_sessions
     slipstream = asked["additional_config"]["slipstream"]
-    assert slipstream["layers"] and all(address.endswith(".svc:50052") for address in slipstream["drafts"])
+    assert slipstream["layers"] and slipstream["drafts"] == list(config.target.drafts)
+    assert slipstream["tls"]["certificate"] == config.wire.tls.certificate != ""
     assert 1 <= asked["speculative_config"]["num_speculative_tokens"] <= 8
 
 
 def test_without_drafts_vllm_has_its_own_way() -> None:
-    objects = rendered("vllm", "--set", "draft.replicas=0", "--set", "tls.enabled=true", "--set",
-                       "tls.insecurePlaintext=false", "--set", "tls.existingSecret=s")
+    objects = rendered("vllm", "--set", "draft.replicas=0")
     assert settings(objects, "r-slipstream-target")["target"]["drafts"] == []
 
 

@@ -8,20 +8,25 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from slipstream_vllm.links import Links
+
 from router_service.balance import Balancer, BalanceRules, Targets
-from slipstream.base.config import WireSection
-from slipstream.base.errors import SlipstreamError, Unavailable
-from slipstream.observe.metrics import RouterMetrics
+from slipstream.base.config import TargetSection, WireSection
+from slipstream.base.errors import ConfigError, SlipstreamError, Unavailable
+from slipstream.decision.beliefs import StepCosts
+from slipstream.following.following import Following
+from slipstream.observe.metrics import RouterMetrics, TargetMetrics
 from slipstream.protocol.messages import Drop, Link, Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, following
+from slipstream.wire.drafts import Drafts
 from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling
-from target_service.drafts import Drafts
 from tests.api_server import StandIn, endpoint
 from tests.certificates import authority, issue, needs_openssl
 from tests.echo import EchoTarget
@@ -298,3 +303,43 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     await drafts.aclose()
     await pods.end()
     await api.stop()
+
+
+class Ending(TargetMetrics):
+    """Whoever tells it of bytes, once it is over, dies of it."""
+
+    over = False
+
+    def wire_bytes(self, direction: str, count: int) -> None:
+        if self.over:
+            raise RuntimeError("over")
+
+
+@needs_openssl
+async def test_in_vllm_links_find_pods_and_know_them_by_their_services_name(tmp_path: Path) -> None:
+    ca = authority(tmp_path / "ca")
+    server, client = issue(ca, "draft", "DNS:target.ns.svc"), issue(ca, "target", "DNS:x.ns.svc")
+    api, metrics = StandIn(), Ending("tiny")
+    await api.start()
+    pods = Pods(api, server)
+    session = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), metrics)
+    links = await asyncio.to_thread(Links, ADDRESSES, HELLO, session, metrics, check_pair, client,
+                                    kubeconfig(tmp_path, api))
+    a = await pods.start("a", DraftServicer(Echo()))
+    await until(lambda: [s.address for s in links.statuses() if s.connected] == [a])
+    await pods.list("a", ready=False, terminating=True)
+    await pods.kill("a")
+    await until(lambda: not links.statuses())
+    metrics.over = True
+    await until(lambda: not links.alive)
+    await api.stop()
+
+
+def test_in_vllm_what_no_link_can_be_made_with_is_told_at_once(tmp_path: Path) -> None:
+    metrics = TargetMetrics("tiny")
+    session = Following(TargetSection(), StepCosts({1: 0.02, 64: 0.03}), metrics)
+    missing = TlsFiles(tmp_path / "a.pem", tmp_path / "a.key", tmp_path / "ca.pem")
+    with pytest.raises(ConfigError, match=r"tls: cannot read .*a\.pem"):
+        Links(["127.0.0.1:1"], HELLO, session, metrics, check_pair, missing)
+    with pytest.raises(ConfigError, match="kubernetes:///"):
+        Links(ADDRESSES, HELLO, session, metrics, kubeconfig=str(tmp_path / "none"))

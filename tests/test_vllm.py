@@ -175,7 +175,8 @@ def test_sampled_requests_are_not_drafted_where_vllm_verifies_them_wrongly() -> 
     (None, "slipstream.drafts"), ({}, "slipstream.drafts"), ({"drafts": []}, "slipstream.drafts"),
     ({"drafts": ["a:1"], "deadline": 1}, "slipstream.deadline"),
     ({"drafts": ["a:1"], "deadline_s": 0}, "deadline"), ({"drafts": ["nowhere"]}, "drafts"),
-    ({"drafts": "a:1"}, "drafts"), ({"drafts": ["kubernetes:///draft.default:50052"]}, "drafts"),
+    ({"drafts": "a:1"}, "drafts"), ({"drafts": ["kubernetes:///draft"]}, "drafts"),
+    ({"drafts": ["a:1"], "tls": {"certificate": "a"}}, "slipstream.tls"),
 ])
 def test_options_that_cannot_be_are_refused_by_name(given: object, field: str) -> None:
     with pytest.raises(ConfigError, match=field):

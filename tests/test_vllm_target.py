@@ -43,6 +43,7 @@ ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs",
              "tensor_parallel_size", "speculative_config", "additional_config", "worker_extension_cls",
              "per_request_spec_decode_metrics", "gpu_memory_utilization"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
+PLAIN = {"certificate": "", "key": "", "authority": "", "server_name": "", "allowed_names": []}
 
 
 class Refused(Exception):
@@ -455,10 +456,13 @@ def test_settings_become_vllms_arguments() -> None:
         "speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                "num_speculative_tokens": 4},
         "additional_config": {"slipstream": {"drafts": ["127.0.0.1:8052"], "deadline_s": 0.25, "prompt_lookup": True,
-                                             "always": False, "rounds": "/r", "layers": [2]}, "other": 1},
+                                             "always": False, "rounds": "/r", "layers": [2], "kubeconfig": "",
+                                             "tls": PLAIN}, "other": 1},
     }
-    followed = arguments(settings("log.spans=http://collector:4317"), Path("/m"), "m", ARGUMENTS, Path("/r"))
-    assert Options.of(followed["additional_config"]["slipstream"]).rounds == "/r", "what we write, a worker reads"
+    secured = settings("log.spans=http://collector:4317", "wire.tls.certificate=a", "wire.tls.key=b",
+                       "wire.tls.authority=c", "wire.tls.allowed_names=[router]")
+    followed = Options.of(arguments(secured, Path("/m"), "m", ARGUMENTS, Path("/r"))["additional_config"]["slipstream"])
+    assert followed.rounds == "/r" and followed.tls == secured.wire.tls, "what we write, a worker reads"
     for plainly in ("target.drafts=[]", "target.policy.max_nodes=0"):
         assert "speculative_config" not in arguments(settings(plainly), Path("/m"), "m", ARGUMENTS, Path("/r"))
 
@@ -470,7 +474,6 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {gpu_memory_utilisation: 0.8}}",), "did you mean gpu_memory_utilization"),
     (("target.engine={vllm: {model: x}}",), "model.path says it"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
-    (("wire.tls.certificate=a", "wire.tls.key=b", "wire.tls.authority=c"), "wire.tls"),
 ])
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

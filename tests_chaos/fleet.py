@@ -20,10 +20,10 @@ from draft_service.__main__ import host as host_draft
 from router_service.service import RouterService
 from slipstream.base.config import Config, load
 from slipstream.simulate.timed import Device, TimedModel, Timing
+from slipstream.wire.drafts import Drafts
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import Target, assemble
-from target_service.drafts import Drafts
 from tests_chaos.relay import Relay
 
 ROUTERS, TARGETS, DRAFTS = 2, 3, 3

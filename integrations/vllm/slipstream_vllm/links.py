@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from slipstream.following.following import Following
 from slipstream.observe.metrics import TargetMetrics
@@ -15,21 +16,27 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import DraftHello, TargetHello
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.link import DraftLink, export_bytes
+from slipstream.wire.drafts import Drafts
+from slipstream.wire.link import DraftLink, WireCounts, export_bytes
+from slipstream.wire.tls import TlsFiles, dialling
 
 
 class Links:
     """They run until the process ends."""
 
-    def __init__(self, drafts: Sequence[str], hello: TargetHello, following: Following, metrics: TargetMetrics,
-                 check: Callable[[TargetHello, DraftHello], str] = check_pair) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._links = [DraftLink(address, hello, following, check) for address in drafts]
-        self._metrics = metrics
-        metrics.drafts_expected(len(drafts))
-        self._following = following
+    def __init__(self, addresses: Sequence[str], hello: TargetHello, following: Following, metrics: TargetMetrics,
+                 check: Callable[[TargetHello, DraftHello], str] = check_pair, tls: TlsFiles | None = None,
+                 kubeconfig: str = "") -> None:
+        """addresses: host:port, or kubernetes:///SERVICE.NAMESPACE:PORT. Raises ConfigError for certificates that
+        cannot be read, and where an address names a service and no cluster can be found."""
+        self._addresses, self._hello, self._following, self._metrics = addresses, hello, following, metrics
+        self._check, self._tls, self._kubeconfig = check, tls, kubeconfig
+        if tls is not None:
+            tls.read()
+        self._counts, begun = WireCounts(), Future[Drafts]()
         self._vitals = Vitals("vllm")
-        self._vitals.thread("slipstream-links", self._run).start()
+        self._vitals.thread("slipstream-links", lambda: asyncio.run(self._run(begun))).start()
+        self._drafts = begun.result()
 
     @property
     def alive(self) -> bool:
@@ -38,15 +45,20 @@ class Links:
 
     def statuses(self) -> list[DraftStatus]:
         """From any thread."""
-        return [link.status() for link in self._links]
+        return self._drafts.statuses()
 
-    def _run(self) -> None:
+    async def _run(self, begun: Future[Drafts]) -> None:
         try:
-            self._loop.run_until_complete(self._all())
-        finally:
-            for link in self._links:
-                self._following.link_down(link, "failed")
+            drafts = Drafts(self._connect, self._following)
+            async with drafts.dialled(self._addresses, self._kubeconfig, self._metrics.drafts_expected,
+                                      self._vitals.follow):
+                begun.set_result(drafts)
+                await export_bytes([self._counts], self._metrics.wire_bytes)
+        except BaseException as error:
+            if begun.done():
+                raise
+            begun.set_exception(error)
 
-    async def _all(self) -> None:
-        counts = [link.counts for link in self._links]
-        await asyncio.gather(*(link.run() for link in self._links), export_bytes(counts, self._metrics.wire_bytes))
+    def _connect(self, address: str, name: str) -> DraftLink:
+        return DraftLink(address, self._hello, self._following, self._check, tls=dialling(self._tls, name),
+                         counts=self._counts)

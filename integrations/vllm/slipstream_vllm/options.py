@@ -9,31 +9,21 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from slipstream.base.address import SCHEME
-from slipstream.base.config import Listen, Peers, PolicySection, TargetSection
+from slipstream.base.config import Listen, Peers, PolicySection, TargetSection, TlsSection
 from slipstream.base.errors import ConfigError
 
 HINT = """name the draft services, as in --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'"""
 SWITCH = "slipstream"  # in a request's ``vllm_xargs``
 
 
-def _named(value: object) -> object:
-    if isinstance(value, list | tuple):
-        for address in value:
-            if str(address).startswith(SCHEME):
-                raise ValueError(f"{address}: pods are not looked for inside vLLM; write the host:port of the draft's "
-                                 "service")
-    return value
-
-
 @dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))
 class Options:
     """See docs/ENGINES.md."""
 
-    drafts: Annotated[Peers, BeforeValidator(_named)]
+    drafts: Peers
     deadline_s: Annotated[float, Field(gt=0, le=60)] = 0.25  # a step never waits longer for a draft
     prompt_lookup: bool = True
     always: bool = False  # draft, whether it pays or not
@@ -42,6 +32,8 @@ class Options:
     keyed: bool = True  # see ``sampling``
     rounds: str | None = None  # a datagram socket of this machine that is told of each step; a target's
     metrics_listen: Listen | None = None  # a page of our metrics, of this process; None: no page
+    tls: TlsSection = TlsSection()  # with drafts, as wire.tls; none: plain text
+    kubeconfig: str = ""  # as wire.kubeconfig
 
     @staticmethod
     def of(given: Any) -> Options:

@@ -37,6 +37,7 @@ from slipstream.observe.scrape import MetricsServer
 from slipstream.protocol.messages import PROTOCOL_VERSION, FeatureSpec, Sampling, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.protocol.tree import DraftTree
+from slipstream.wire.tls import tls_files
 from slipstream_vllm.changes import Changes
 from slipstream_vllm.lines import adopt
 from slipstream_vllm.links import Links
@@ -313,7 +314,8 @@ class RemoteDrafter:
         taps = Taps(options.layers, text.num_hidden_layers)
         self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
         self.chains = Chains(options, speculative.num_speculative_tokens, metrics, states=self.states)
-        self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check)
+        self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check,
+                            tls_files(options.tls), options.kubeconfig)
         if options.metrics_listen is not None and self.speaks:
             self._page = MetricsServer(options.metrics_listen, metrics.registry, self._ready)
             self._page.start()

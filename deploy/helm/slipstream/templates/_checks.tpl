@@ -6,13 +6,6 @@
 {{- include "slipstream.checks.scaling" . -}}
 {{- include "slipstream.checks.pools" . -}}
 {{- include "slipstream.checks.drain" . -}}
-{{- include "slipstream.checks.vllm" . -}}
-{{- end -}}
-
-{{- define "slipstream.checks.vllm" -}}
-{{- if and (include "slipstream.vllm" .) .Values.tls.enabled (gt (int .Values.draft.replicas) 0) -}}
-{{- fail "config.target.engine is vllm, whose workers dial drafts in plain text, but tls.enabled is true: set tls.enabled=false and tls.insecurePlaintext=true, or draft.replicas=0" -}}
-{{- end -}}
 {{- end -}}
 
 {{- define "slipstream.checks.tls" -}}

@@ -54,7 +54,7 @@
 {{- $vllm := include "slipstream.vllm" . -}}
 {{- if or (not $vllm) (gt (int .Values.draft.replicas) 0) -}}
 {{- range .Values.draft.pools -}}
-{{- $drafts = append $drafts (include "slipstream.address" (dict "root" $ "name" (printf "%s-draft-%s" $name .name) "port" 50052 "named" $vllm)) -}}
+{{- $drafts = append $drafts (include "slipstream.address" (dict "root" $ "name" (printf "%s-draft-%s" $name .name) "port" 50052)) -}}
 {{- end -}}
 {{- end -}}
 {{- $own := dict

@@ -61,10 +61,9 @@ true
 {{- include "slipstream.image" (dict "root" . "image" .Values.images.router "variant" "router") -}}
 {{- end -}}
 
-{{/* Where peers find a service: its EndpointSlices, or its pods by name; takes root, name, port and, where a peer cannot
-     look for pods, named. */}}
+{{/* Where peers find a service: its EndpointSlices, or its pods by name; takes root, name and port. */}}
 {{- define "slipstream.address" -}}
-{{- if and .root.Values.discovery.enabled (not .named) -}}
+{{- if .root.Values.discovery.enabled -}}
 kubernetes:///{{ .name }}.{{ .root.Release.Namespace }}:{{ .port }}
 {{- else -}}
 {{ .name }}.{{ .root.Release.Namespace }}.svc:{{ .port }}

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from slipstream.base.errors import SlipstreamError
-from slipstream.observe.log import logger
 from slipstream.protocol.messages import Link
 from slipstream.protocol.requests import DraftStatus
-from slipstream.wire.discovery import Roster, RosterRules
+from slipstream.wire.discovery import Roster, RosterRules, fixed, following
 
 LOOK_S = 0.5
 
@@ -59,7 +61,7 @@ class Drafts:
         self._worker = worker
         self._roster = Roster(clock, rules)
         self._dialled: dict[str, Dialled] = {}
-        self._log = logger("target")
+        self._log = structlog.get_logger(part="wire")
 
     @property
     def num_fixed(self) -> int:
@@ -84,7 +86,27 @@ class Drafts:
         self._tell_who_leaves()
 
     def statuses(self) -> list[DraftStatus]:
-        return [dialled.link.status() for dialled in self._dialled.values()]
+        """From any thread."""
+        return [dialled.link.status() for dialled in list(self._dialled.values())]
+
+    @asynccontextmanager
+    async def dialled(self, addresses: Sequence[str], kubeconfig: str, expected: Callable[[int], None],
+                      begun: Callable[[asyncio.Task[None]], None]) -> AsyncIterator[None]:
+        """Keep links to all of ``addresses`` up while the block runs. ``expected`` is told how many drafts there should
+        be, ``begun`` gets the tasks that do it. Raises ConfigError for certificates that cannot be read, and where
+        ``addresses`` name a service and no cluster can be found."""
+        try:
+            self.fix(fixed(addresses))
+            async with following(addresses, kubeconfig, self.seen, begun=begun) as directory:
+                sweeping = asyncio.create_task(self.run(lambda: expected(self.num_fixed + directory.listed)))
+                begun(sweeping)
+                try:
+                    yield
+                finally:
+                    sweeping.cancel()
+                    await asyncio.gather(sweeping, return_exceptions=True)
+        finally:
+            await self.aclose()
 
     async def run(self, told: Callable[[], None] = lambda: None, look_s: float = LOOK_S) -> None:
         """Forget those that are over, until cancelled. ``told`` is called at every look."""
