@@ -27,7 +27,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.spans import Spans
+from slipstream.observe.spans import HEADER, Spans
 from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob, Without
 from target_service.drain import drained
 from target_service.rounds import Rounds
@@ -132,8 +132,12 @@ class VllmAnswer:
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
         self._refusals, self._keyed = running.refusals, running.keyed
         self._request = request
-        self._params = running.params(**parameters(request, running.drafted, running.keyed))
-        self._metrics, self._spans, self._gone = metrics, spans, over
+        asked = parameters(request, running.drafted, running.keyed)
+        self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
+                                 answered=request.answered)
+        followed = {"extra_args": {HEADER: self._span.parent}} if running.drafted and self._span.parent else {}
+        self._params = running.params(**asked, **followed)
+        self._metrics, self._gone = metrics, over
         self._allowed = request.speculate
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._said: set[asyncio.Task[None]] = set()
@@ -159,6 +163,7 @@ class VllmAnswer:
         if self._over:
             return
         self._over = True
+        self._span.end(tokens=self._tokens)
         self._metrics.request(self._outcome)
         self._gone(self)
         known, self._known = self._known, ""
@@ -167,9 +172,6 @@ class VllmAnswer:
             await self._engine.abort(known, internal=True)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        request = self._request
-        span = self._spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
-                                 answered=request.answered)
         try:
             await self._begin()
             while not self._over:
@@ -193,7 +195,6 @@ class VllmAnswer:
             raise
         finally:
             await self.aclose()
-            span.end(tokens=self._tokens)
 
     async def _begin(self) -> None:
         try:
@@ -231,6 +232,8 @@ class VllmAnswer:
             step, told = taken
             piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
                                    plain_s=step.plain_s)
+            self._span.event("round", drafted=told.drafted, accepted=piece.accepted, step_s=step.seconds,
+                             wait_s=told.waited_s, mode=told.state)
         if output.finished:
             piece = self._last(piece, completion)
         self._pieces += 1

@@ -22,12 +22,13 @@ from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
 from tests.pair import local_link_to
 from tests.test_following import Heard, chosen, plain
 
 PROMPT = list(b"one two three one two three")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
+PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
 ROOM = Path(remote.__file__).parent
 OPTIONS = Options(("127.0.0.1:8052",), deadline_s=0.2, prompt_lookup=False, always=True)
 ALLOWED = {"base", "choosing", "protocol", "decision", "following", "wire", "observe", "models"}
@@ -169,6 +170,15 @@ def test_sampled_requests_are_not_drafted_where_vllm_verifies_them_wrongly() -> 
         chains = fresh()
         chains.step([row], (), 1)
         assert len(chains.following.sessions) == drafts
+
+
+@pytest.mark.parametrize(("given", "continued"), [(PARENT, PARENT), ("no such thing", ""), (7, ""), (None, "")])
+def test_a_request_s_trace_goes_on_in_its_draft(given: object, continued: str) -> None:
+    runner, chains, heard = Runner(["a"], 400), fresh(0.01), Heard()
+    chains.following.link_up(heard, DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8))
+    runner.requests["a"].sampling_params.extra_args = {"traceparent": given}
+    play(runner, chains, 1)
+    assert [item.trace for item in heard.items if isinstance(item, Open)] == [continued]
 
 
 @pytest.mark.parametrize(("given", "field"), [

@@ -22,7 +22,7 @@ from slipstream.base.config import Config, TargetSection, load
 from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.observe.spans import NoSpans
+from slipstream.observe.spans import HEADER, NoSpans, Spans, Value
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TokenLogprob
@@ -147,13 +147,14 @@ def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, coun
 
 
 @asynccontextmanager
-async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False,
+async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
                  **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", dict, (Refused,), served, drafted, keyed,
                       Fill(0.25), engine.rounds)
-    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), NoSpans())
+    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"),
+                          spans or NoSpans())
     with engine.rounds.heard():
         yield service
     service.end()
@@ -194,6 +195,38 @@ async def test_what_workers_tell_of_a_step_goes_with_its_pieces() -> None:
         (0.03, 0.02, 0.01, "shadow")}
     assert [piece.drafted for piece in told if len(piece.tokens) > 1] == [4, 4]
     assert sum(piece.drafted for piece in pieces) == 8, "vLLM's own count"
+
+
+@dataclass
+class Noted:
+    """Spans that remember what happened; each is continued as ``parent``."""
+
+    parent: str = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    begun: list[tuple[str, str]] = field(default_factory=list)
+    rounds: list[dict[str, Value]] = field(default_factory=list)
+    ended: list[dict[str, Value]] = field(default_factory=list)
+
+    def begin(self, name: str, parent: str = "", **values: Value) -> Noted:
+        self.begun.append((name, parent))
+        return self
+
+    def event(self, name: str, **values: Value) -> None:
+        self.rounds.append(values)
+
+    def end(self, **values: Value) -> None:
+        self.ended.append(values)
+
+
+async def test_a_trace_goes_through_vllm_to_its_workers_and_rounds_are_told_in_its_span() -> None:
+    engine, spans = FakeEngine(tells=True), Noted()
+    async with served(engine, spans=spans) as service:
+        await taken(service.submit(replace(request(), trace="from-outside")))
+    assert spans.begun == [("target.answer", "from-outside")] and spans.ended == [{"tokens": 12}]
+    assert engine.asked[0]["extra_args"] == {HEADER: spans.parent}
+    assert {(told["drafted"], told["accepted"]) for told in spans.rounds} >= {(4, 2), (4, 1), (0, 0)}
+    async with served(engine) as service:
+        await taken(service.submit(request()))
+    assert "extra_args" not in engine.asked[1], "nobody follows"
 
 
 def test_a_request_is_barred_in_mid_answer_and_allowed_again() -> None:

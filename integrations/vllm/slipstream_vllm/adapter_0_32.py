@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.observe.log import logger
+from slipstream.observe.spans import HEADER
 from slipstream.protocol.messages import Sampling
 from slipstream_vllm.features import Batch
 from slipstream_vllm.options import SWITCH
@@ -167,4 +168,5 @@ def _row(runner: Any, batch: Any, place: int, request: str, new: list[int], draf
     extra = (asked.extra_args if asked is not None else None) or {}
     return Row(request, length, tuple(int(token) for token in new), drafted, prompt,
                min(prompt + answer, runner.max_model_len), lambda: batch.token_ids_cpu[place, :length].tolist(),
-               greedy or keyed is not None or runner.device.type != "cpu", sampling, extra.get(SWITCH))
+               greedy or keyed is not None or runner.device.type != "cpu", sampling, extra.get(SWITCH),
+               trace=extra.get(HEADER))

@@ -34,6 +34,7 @@ from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
+from slipstream.observe.spans import well_formed
 from slipstream.protocol.messages import PROTOCOL_VERSION, FeatureSpec, Sampling, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.protocol.tree import DraftTree
@@ -68,6 +69,7 @@ class Row:
     sampling: Sampling = GREEDY  # how drafts rank for it
     asked: object = None  # what its user says of drafts: see ``options.allowed``
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
+    trace: object = None  # the traceparent that its drafts continue, if its user gave one
 
 
 class States(Protocol):
@@ -269,7 +271,8 @@ class Chains:
         self._close(row.request)
         self._opened += 1
         one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.request not in self._forbidden)
+            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.request not in self._forbidden,
+            well_formed(str(row.trace)))
         return one
 
     def _end(self, requests: Iterable[str]) -> None:
