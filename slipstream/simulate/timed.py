@@ -223,8 +223,7 @@ class TimedDrafter:
             for _, session, _ in known:
                 session.tree.aim()
         while levels < most and (level := [s for _, s, budget in known if s.can_grow and levels < budget]):
-            for session in level:
-                self._expand(session)
+            self._expand(level)
             levels += 1
         growths = [session.tree.growth(number, budget, began_s) for number, session, budget in known]
         self.device.busy(began_s, levels * self.timing.draft_s / self.timing.levels)
@@ -237,8 +236,13 @@ class TimedDrafter:
         for number in ids:
             self.sessions.pop(number, None)
 
-    def _expand(self, session: TimedSession) -> None:
-        tree = session.tree
-        tokens = [session.newest if node == ROOT else tree.tokens[node] for node in tree.frontier]
-        positions = [tree.base - 1 + (0 if node == ROOT else tree.depths[node]) for node in tree.frontier]
-        tree.expand(self.law.children(tokens, positions, self.timing.width))
+    def _expand(self, sessions: Sequence[TimedSession]) -> None:
+        """One level of all of them, as a device computes it: what the law says is asked for once."""
+        trees = [session.tree for session in sessions]
+        tokens = [session.newest if node == ROOT else session.tree.tokens[node]
+                  for session in sessions for node in session.tree.frontier]
+        positions = [tree.base - 1 + (0 if node == ROOT else tree.depths[node])
+                     for tree in trees for node in tree.frontier]
+        children = iter(self.law.children(tokens, positions, self.timing.width))
+        for tree in trees:
+            tree.expand([next(children) for _ in tree.frontier])
