@@ -78,6 +78,11 @@ class Target:
         return None if self.info is None else self.info.identity
 
     @property
+    def takes_grammars(self) -> bool:
+        """An older one would not look at the field, and answer anything."""
+        return self.info is not None and self.info.grammars
+
+    @property
     def load(self) -> int:
         reported = self.info.sessions_running + self.info.sessions_waiting if self.info else 0
         return max(reported + self.in_flight - self.in_flight_at_poll, self.in_flight)
@@ -267,7 +272,7 @@ class Balancer:
     def pick(self, request: Request, tried: Collection[str] = ()) -> Target:
         """The target for ``request``; one of ``tried`` never, and for a begun answer only one of its identity. Raises
         Draining, ModelChanged or Unavailable."""
-        known = [t for t in self._known if t.name not in tried]
+        known = [t for t in self._known if t.name not in tried and (request.grammar is None or t.takes_grammars)]
         if request.answered and known:
             known = [t for t in known if request.identity is not None and t.identity == request.identity]
             if not known:

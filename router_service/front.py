@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
 from typing import Any
 
+from router_service.dialects.formats import fields_of
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.gateway import Asked, Gateway
 from router_service.tenants import Tenant
@@ -53,10 +54,12 @@ class GatewayFront:
         return [self._gateway.model]
 
     def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
-        raw = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "begun"}
+        raw = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("begun", "grammar")}
         raw["stop"] = list(options.stop)
         raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
         raw["model"] = model or self._gateway.model
+        if options.grammar is not None:
+            raw |= fields_of(options.grammar)
         return {name: value for name, value in raw.items() if value is not None}
 
     async def _run(self, endpoint: str, plan: Callable[[], Asked]) -> AsyncGenerator[Delta, None]:

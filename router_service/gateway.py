@@ -170,7 +170,7 @@ class Gateway:
         sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS, stop_token_ids=stop_ids)
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace,
-                          namespace=tenant.namespace, identity=job.identity).after(job.begun)
+                          namespace=tenant.namespace, identity=job.identity, grammar=options.grammar).after(job.begun)
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate, request.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity)
@@ -188,6 +188,9 @@ class Gateway:
                            "model_not_found")
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
+        if asked.options.grammar is not None and not info.grammars:
+            raise InvalidRequest(asked.options.bound_by, "the engine that serves this model binds no answer to a "
+                                 "grammar; leave it out", "unsupported_parameter")
         if any(token >= info.vocab_size for token, _ in asked.options.sampling.logit_bias):
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
         return asked

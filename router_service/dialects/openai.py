@@ -23,10 +23,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
-from slipstream.base.errors import (
-    InvalidRequest,
-)
+from router_service.dialects.formats import READERS, grammar_of
+from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
+from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
 
 MAX_STOP_CHARS = 64
@@ -39,8 +39,8 @@ SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "best_of": (1,), "echo": (False,), "function_call": ("none",), "functions": ([],),
     "logit_processors": (), "modalities": (["text"],), "moderation": (), "parallel_tool_calls": (False, True),
-    "prediction": (), "prompt_cache_options": (), "reasoning_effort": ("none",), "response_format": ({"type": "text"},),
-    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
+    "prediction": (), "prompt_cache_options": (), "reasoning_effort": ("none",), "suffix": ("",),
+    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
     "web_search_options": (),
 }
 # Fields that say nothing about the answer: who asks, and how to bill and keep it.
@@ -71,6 +71,8 @@ class Options:
     top_logprobs: int | None = None
     ignore_eos: bool = False
     speculate: bool = True
+    grammar: Grammar | None = None  # what the answers are bound to
+    bound_by: str = ""  # the field that says so
 
 
 class Strict(BaseModel):
@@ -105,6 +107,12 @@ class Generation(Strict):
     speculate: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: SkipValidation[Any] = None  # what binds to a grammar: see ``formats``
+    structured_outputs: SkipValidation[Any] = None
+    guided_json: SkipValidation[Any] = None
+    guided_regex: SkipValidation[Any] = None
+    guided_choice: SkipValidation[Any] = None
+    guided_grammar: SkipValidation[Any] = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -131,8 +139,9 @@ class Generation(Strict):
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
                             logit_bias=_biases(self.logit_bias or {}),
                             seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
+        bound_by, grammar = grammar_of({name: getattr(self, name) for name in READERS}) or ("", None)
         return Options(sampling, max_tokens, self.n or 1, tuple(self.stop or ()), top_logprobs, bool(self.ignore_eos),
-                       self.speculate is not False)
+                       self.speculate is not False, grammar, bound_by)
 
 
 class Message(Strict):

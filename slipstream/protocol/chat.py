@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from slipstream.protocol.grammar import Grammar
+
 MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
 MAX_STOPS = 4
@@ -56,6 +58,7 @@ class ChatOptions:
     top_logprobs: int | None = None
     speculate: bool | None = None  # False: plain decoding for this request
     begun: Begun | None = None
+    grammar: Grammar | None = None  # what the answer is bound to
 
 
 class TextToken(NamedTuple):

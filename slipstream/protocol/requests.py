@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol
 
+from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 
@@ -48,6 +49,7 @@ class Request:
     trace: str = ""  # the traceparent of whoever asks; "": nobody follows
     namespace: str = ""
     identity: Identity | None = None
+    grammar: Grammar | None = None  # what the answer is bound to
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left to ask when ``tokens`` of the answer are there."""
@@ -106,6 +108,7 @@ class TargetInfo:
     engine: str = ""  # whose engine answers, with its version; "": the target's own
     without: tuple[Without, ...] = ()  # what an answer does without here
     identity: Identity | None = None  # None: it does not say
+    grammars: bool = False  # answers may be bound to one
 
 
 class Answer(Protocol):

@@ -23,8 +23,10 @@ from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, St
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     INT32_MAX,
+    decode_grammar,
     decode_identity,
     decode_sampling,
+    encode_grammar,
     encode_identity,
     encode_sampling,
     few_int_bytes,
@@ -109,9 +111,10 @@ def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) ->
 
 def _start(request: Request) -> target_pb2.GenerateStart:
     return target_pb2.GenerateStart(
-        **shared(request, "tokens", "sampling", "speculate", "trace", "identity"),
+        **shared(request, "tokens", "sampling", "speculate", "trace", "identity", "grammar"),
         tokens=few_int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
-        mode=_mode_of(request.speculate), identity=encode_identity(request.identity))
+        mode=_mode_of(request.speculate), identity=encode_identity(request.identity),
+        grammar=None if request.grammar is None else encode_grammar(request.grammar))
 
 
 def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
@@ -136,8 +139,9 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         raise InvalidRequest(error.field, error.message) from error
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
     sampling = decode_sampling(wire.sampling, vocab_size)
+    grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
     return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
-                trace=trace, identity=identity)
+                trace=trace, identity=identity, grammar=grammar)
 
 
 def _speculates(mode: int) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.protocol.grammar import KINDS, Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import FEATURE_DTYPES, Sampling
 from slipstream.protocol.tree import Ints
@@ -31,6 +32,8 @@ ONE_INT = struct.Struct("<i")
 MAX_NAME = 256  # characters of a name, a hash or a reason
 
 DTYPE_NUMBERS = {name: common_pb2.FeatureDtype.Value(f"FEATURE_DTYPE_{name.upper()}") for name in FEATURE_DTYPES}
+GRAMMAR_NUMBERS = {kind: common_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind.upper()}") for kind in KINDS}
+GRAMMAR_KINDS = {number: kind for kind, number in GRAMMAR_NUMBERS.items()}
 DTYPE_NAMES: dict[int, str] = {number: name for name, number in DTYPE_NUMBERS.items()}
 
 
@@ -132,6 +135,17 @@ def decode_identity(wire: common_pb2.Identity) -> Identity:
     for name, value in shared(found).items():
         name_of(f"identity.{name}", value)
     return found
+
+
+def encode_grammar(grammar: Grammar) -> common_pb2.Grammar:
+    return common_pb2.Grammar(kind=GRAMMAR_NUMBERS[grammar.kind], source=grammar.source)
+
+
+def decode_grammar(wire: common_pb2.Grammar) -> Grammar:
+    """Raises InvalidRequest."""
+    if wire.kind not in GRAMMAR_KINDS:
+        raise InvalidRequest("grammar", f"is of an unknown kind, {wire.kind}")
+    return Grammar(GRAMMAR_KINDS[wire.kind], wire.source)
 
 
 def dtype_of(number: int) -> str:

@@ -35,10 +35,11 @@ from slipstream.protocol.chat import (
 )
 from slipstream.v1 import inference_pb2
 from slipstream.wire.channel import INFERENCE_SERVICE
-from slipstream.wire.fields import made, parse, shared
+from slipstream.wire.fields import decode_grammar, encode_grammar, made, parse, shared
 from slipstream.wire.status import Context, abort
 
-SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in ("logit_bias", "stop", "begun"))
+PARTS = ("logit_bias", "stop", "begun", "grammar")  # messages of their own, or repeated
+SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in PARTS)
 
 
 def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
@@ -93,6 +94,8 @@ def _options(options: ChatOptions) -> inference_pb2.Options:
         wire.logit_bias[token] = bias
     if options.begun is not None:
         wire.begun.CopyFrom(inference_pb2.Begun(identity=options.begun.identity, tokens=options.begun.tokens))
+    if options.grammar is not None:
+        wire.grammar.CopyFrom(encode_grammar(options.grammar))
     return wire
 
 
@@ -110,7 +113,8 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
     bias = tuple(sorted(wire.logit_bias.items()))
     _at_most("begun.tokens", wire.begun.tokens, MAX_BEGUN)
     begun = Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None
-    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop), begun=begun)
+    grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
+    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop), begun=begun, grammar=grammar)
 
 
 def encode_delta(delta: Delta) -> bytes:

@@ -1,0 +1,129 @@
+"""The fields that bind an answer to a grammar: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and
+``guided_*``.
+
+Rules:
+1. One of them at most. Null, and ``response_format`` of type text, ask for nothing.
+2. ``strict`` changes nothing: an answer always keeps to its schema.
+3. A refusal names the field as the client wrote it.
+
+It knows nothing about whether a grammar can be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.grammar import JSON_OBJECT, Grammar, Kind
+
+MAX_CHOICES = 1024
+# vLLM's options of how to compile, with the values that ask for nothing. One way of all.
+ASKED_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({
+    "disable_fallback": (False, True), "disable_any_whitespace": (False,), "disable_additional_properties": (False,),
+    "whitespace_pattern": (), "structural_tag": (), "json_object": (False,),
+})
+
+
+def grammar_of(fields: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+    """The grammar that the ``fields`` of a body ask for, and the one that asks for it. Raises InvalidRequest."""
+    found: tuple[str, Grammar] | None = None
+    for name, value in fields.items():
+        grammar = None if value is None else READERS[name](name, value)
+        if grammar is not None and found is not None:
+            raise InvalidRequest(name, f"cannot stand beside {found[0]}")
+        found = found if grammar is None else (name, grammar)
+    return found
+
+
+def _response_format(name: str, value: Any) -> Grammar | None:
+    kind = _object(name, value).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON_OBJECT if value.get("schema") is None else _schema(f"{name}.schema", value["schema"])
+    if kind == "json_schema":
+        described = _object(f"{name}.json_schema", value.get("json_schema"))
+        return _schema(f"{name}.json_schema.schema", described.get("schema"))
+    raise InvalidRequest(f"{name}.type", "must be 'text', 'json_object' or 'json_schema'")
+
+
+def _structured_outputs(name: str, value: Any) -> Grammar | None:
+    asked = {key: part for key, part in _object(name, value).items() if part is not None}
+    wanted = {key: part for key, part in asked.items() if part not in ASKED_FOR_NOTHING.get(key, ())}
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        raise InvalidRequest(name, f"must have one of {', '.join(PARTS)}")
+    key, part = next(iter(wanted.items()))
+    if key not in PARTS:
+        raise InvalidRequest(f"{name}.{key[:64]}", "is not supported by this server; leave it out",
+                             "unsupported_parameter")
+    return PARTS[key](f"{name}.{key}", part)
+
+
+def _schema(name: str, value: Any) -> Grammar:
+    if isinstance(value, str):
+        return made(name, "json_schema", value)
+    return made(name, "json_schema", orjson.dumps(_object(name, value)).decode())
+
+
+def _any_object(name: str, value: Any) -> Grammar:
+    if value is not True:
+        raise InvalidRequest(name, "must be true or false")
+    return JSON_OBJECT
+
+
+def _regex(name: str, value: Any) -> Grammar:
+    return made(name, "regex", _text(name, value))
+
+
+def _choice(name: str, value: Any) -> Grammar:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_CHOICES:
+        raise InvalidRequest(name, f"must be a list of 1 to {MAX_CHOICES} strings")
+    if not all(isinstance(text, str) and text for text in value):
+        raise InvalidRequest(name, "must hold strings of at least one character")
+    return made(name, "choice", orjson.dumps(value).decode())
+
+
+def _lark(name: str, value: Any) -> Grammar:
+    return made(name, "lark", _text(name, value))
+
+
+def made(name: str, kind: Kind, source: str) -> Grammar:
+    """A Grammar, whose refusal bears the client's own ``name`` for it."""
+    try:
+        return Grammar(kind, source)
+    except InvalidRequest as error:
+        raise InvalidRequest(name, error.message) from None
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, "must be an object")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(name, "must be a string")
+    return value
+
+
+Reader = Callable[[str, Any], Grammar | None]
+PARTS: Mapping[str, Reader] = MappingProxyType({
+    "json": _schema, "regex": _regex, "choice": _choice, "grammar": _lark, "json_object": _any_object})
+READERS: Mapping[str, Reader] = MappingProxyType({
+    "response_format": _response_format, "structured_outputs": _structured_outputs, "guided_json": _schema,
+    "guided_regex": _regex, "guided_choice": _choice, "guided_grammar": _lark})
+
+
+def fields_of(grammar: Grammar) -> dict[str, Any]:
+    """The field of a body that asks for ``grammar``."""
+    if grammar.kind == "choice":
+        return {"structured_outputs": {"choice": orjson.loads(grammar.source)}}
+    key = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]
+    return {"structured_outputs": {key: grammar.source}}

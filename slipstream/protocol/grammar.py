@@ -1,0 +1,47 @@
+"""A grammar: what an answer is bound to, as a client wrote it.
+
+Rules:
+1. A constrained answer is made of tokens that keep it the beginning of something that the grammar allows. Where the
+   grammar leaves nothing more to say, the answer ends.
+2. What a source may cost is bounded by its size here and by limits where it is compiled (``slipstream.grammar``).
+
+It knows nothing about tokenizers or how grammars are compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from slipstream.base.errors import InvalidRequest
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MAX_SOURCE = 64 << 10  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """``source``: a JSON schema, a regular expression, a JSON list of texts, or Lark's notation."""
+
+    kind: Kind
+    source: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest."""
+        if self.kind not in KINDS:
+            raise InvalidRequest("grammar", "is of an unknown kind")
+        if not self.source:
+            raise InvalidRequest("grammar", "is empty")
+        # A character has a byte at least: what is far too long is not encoded to be counted.
+        if len(self.source) > MAX_SOURCE or len(self._encoded()) > MAX_SOURCE:
+            raise InvalidRequest("grammar", f"is larger than {MAX_SOURCE} bytes")
+
+    def _encoded(self) -> bytes:
+        try:
+            return self.source.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("grammar", f"not Unicode text: a lone surrogate at character {error.start}") from None
+
+
+JSON_OBJECT = Grammar("json_schema", '{"type":"object"}')
