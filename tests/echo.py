@@ -39,6 +39,7 @@ class EchoTarget:
         self.draining = False
         self.deaf = False
         self.lossy = False
+        self.grammars = False
         self.identity: Identity | None = Identity(model, "float32", "none", "echo")
         self.requests: list[Request] = []
         self.running: set[EchoAnswer] = set()
@@ -56,7 +57,7 @@ class EchoTarget:
             await asyncio.Event().wait()
         return TargetInfo(self.model, VOCAB, CONTEXT, "", len(self.running), self.waiting, 4096, 4096, self.draining,
                           (DraftStatus("draft:1", True, "echo"),), self.lossy,
-                          identity=self.identity)
+                          identity=self.identity, grammars=self.grammars)
 
 
 class EchoAnswer:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.grammar import KINDS, MAX_SOURCE, Grammar
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
     Close,
@@ -25,7 +26,7 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
-from slipstream.v1 import draft_pb2, inference_pb2
+from slipstream.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from slipstream.wire.answers import (
     Asked,
     Told,
@@ -191,11 +192,15 @@ def test_hellos_come_back() -> None:
 
 
 def test_requests_and_texts_come_back() -> None:
-    for request in (REQUEST, replace(REQUEST, top_logprobs=None), replace(REQUEST, namespace="0a_Z-" * 12)):
+    for request in (REQUEST, replace(REQUEST, top_logprobs=None), replace(REQUEST, namespace="0a_Z-" * 12),
+                    *(replace(REQUEST, grammar=Grammar(kind, "é{}")) for kind in KINDS)):
         assert asked(encode_asked(3, request)) == [(3, request)]
     assert [asked(encode_asked(3, mode)) for mode in (True, False)] == [[(3, True)], [(3, False)]]
     assert told(encode_told(3, PIECE)) == [(3, PIECE)]
     assert decode_info(encode_info(INFO)) == INFO
+    assert decode_info(encode_info(replace(INFO, grammars=True))).grammars
+    bound = replace(OPTIONS, grammar=Grammar("regex", "a+"))
+    assert decode_complete(encode_complete("m", "hi", bound)) == ("m", "hi", bound)
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
     assert decode_complete(encode_complete("m", "hi", ChatOptions())) == ("m", "hi", ChatOptions())
     begun = ChatOptions(begun=Begun("whose", (3, 1, 2)))
@@ -372,6 +377,17 @@ def test_bad_request_is_the_clients_fault(request_: Request, field: str) -> None
     with pytest.raises(InvalidRequest) as refused:
         asked(encode_asked(3, request_))
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("wire", [
+    common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX), common_pb2.Grammar(source="a"),
+    common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_LARK, source="a" * (MAX_SOURCE + 1)),
+    common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_LARK, source="é" * (MAX_SOURCE // 2 + 1))])
+def test_bad_grammar_is_refused_by_name(wire: common_pb2.Grammar) -> None:
+    frame = target_pb2.GenerateManyRequest.FromString(encode_asked(3, REQUEST))
+    frame.items[0].start.grammar.CopyFrom(wire)
+    [(number, error)] = decode_asked(frame.SerializeToString(), VOCAB, CONTEXT)
+    assert number == 3 and isinstance(error, InvalidRequest) and error.field == "grammar"
 
 
 def test_an_option_its_field_cannot_hold_is_named() -> None:

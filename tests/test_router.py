@@ -14,6 +14,7 @@ import pytest
 
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BODY_BYTES
+from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.wire.client import AsyncClient
 from tests.echo import CONTEXT, EchoTarget
 from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing
@@ -159,6 +160,34 @@ async def test_options_reach_the_target(tiny_folder: Path) -> None:
         assert refused.json()["slipstream"]["acceptance_length"] == 1.0
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+BOUND: list[tuple[dict[str, Any], Grammar | None]] = [
+    ({"response_format": {"type": "text"}, "guided_json": None, "structured_outputs": {"json_object": False}}, None),
+    ({"response_format": {"type": "json_object"}}, JSON_OBJECT),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+     Grammar("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}')),
+    ({"structured_outputs": {"json": '{"type": "null"}', "disable_fallback": True}},
+     Grammar("json_schema", '{"type": "null"}')),
+    ({"structured_outputs": {"json_object": True}}, JSON_OBJECT),
+    ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+    ({"guided_choice": ["ja", "né"]}, Grammar("choice", '["ja","né"]')),
+    ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+]
+
+
+async def test_every_field_that_binds_an_answer_becomes_one_grammar(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.grammars = True
+    async with routing(tiny_folder, target) as r:
+        for fields, grammar in BOUND:
+            assert (await r.post(CHAT, messages=HELLO, **fields)).status_code == 200
+            assert target.requests[-1].grammar == grammar, fields
+            if grammar is not None:
+                async with AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
+                    assert [delta async for delta in client.complete("x", grammar=grammar)]
+                assert target.requests[-1].grammar == grammar
+
+
 REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
     (CHAT, {"model": None}, 400, "model", "invalid_value"),
@@ -169,6 +198,19 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "unsupported_parameter"),
     (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
     (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+    (CHAT, {"response_format": {"type": "xml"}}, 400, "response_format.type", "invalid_value"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, 400,
+     "response_format.json_schema.schema", "invalid_value"),
+    (CHAT, {"response_format": "json"}, 400, "response_format", "invalid_value"),
+    (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex", "invalid_value"),
+    (CHAT, {"structured_outputs": {"json": {}, "regex": "a"}}, 400, "structured_outputs", "invalid_value"),
+    (CHAT, {"structured_outputs": {"structural_tag": {}}}, 400, "structured_outputs.structural_tag",
+     "unsupported_parameter"),
+    (CHAT, {"guided_json": 1}, 400, "guided_json", "invalid_value"),
+    (CHAT, {"guided_regex": ""}, 400, "guided_regex", "invalid_value"),
+    (CHAT, {"guided_grammar": "x" * (64 << 10) + "x"}, 400, "guided_grammar", "invalid_value"),
+    (COMPLETIONS, {"prompt": "x", "guided_choice": []}, 400, "guided_choice", "invalid_value"),
+    (COMPLETIONS, {"prompt": "x", "guided_choice": ["a", ""]}, 400, "guided_choice", "invalid_value"),
     (CHAT, {"temprature": 1}, 400, "temprature", "unknown_parameter"),
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
