@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from router_service.dialects.fields import HONOURED, INERT, REFUSED
 from slipstream.base.config import Config, config_yaml
 from slipstream.base.errors import STATUS
 from slipstream.protocol.messages import DROP_REASONS, FEATURE_DTYPES, PROTOCOL_VERSION
@@ -43,7 +45,7 @@ def pages() -> dict[Path, str]:
     """The pages that the code prints, by their path from the checkout's root, as they should be."""
     fresh = {"map": room_map(), **tables()}
     written = {page: with_tables((ROOT / page).read_text(encoding="utf-8"), fresh)
-               for page in (DOCS / "ARCHITECTURE.md", DOCS / "PROTOCOL.md")}
+               for page in (DOCS / "API.md", DOCS / "ARCHITECTURE.md", DOCS / "PROTOCOL.md")}
     return {DOCS / "CONFIG.md": CONFIG_PAGE.format(yaml=config_yaml(Config())), **written}
 
 
@@ -61,12 +63,15 @@ def room_map() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every table of the protocol page, by name."""
+    """Every table of the pages about protocol and API, by name."""
     return {
         "target": markdown(("state", "event", "next state", "what is done"), _transitions(TARGET_TABLE)),
         "draft": markdown(("state", "event", "next state", "what is done"), _transitions(DRAFT_TABLE)),
         "limits": markdown(("limit", "value", "what happens beyond it"), _limits()),
         "errors": markdown(("error", "what it means", "gRPC", "HTTP", "OpenAI type"), _errors()),
+        "honoured": "\n".join(f"- {names}: {text}" for names, text in _together(HONOURED)),
+        "inert": ", ".join(f"`{name}`" for name in sorted(INERT)) + ".",
+        "refused": "\n".join(f"- {names}: {advice}." for names, advice in _together(_refused())),
     }
 
 
@@ -109,6 +114,20 @@ def _limits() -> Rows:
         ("silence about a session on the draft", f"{LEASE_S:g} s",
          "the session is freed with Drop(expired)"),
     )
+
+
+def _refused() -> Mapping[str, str]:
+    taken = {name: [json.dumps(value) for value in field.neutral if value not in (False, [], {}, "")]
+             for name, field in REFUSED.items()}
+    return {f"{name}={'|'.join(taken[name])}" if taken[name] else name: field.advice for name, field in REFUSED.items()}
+
+
+def _together(told: Mapping[str, str]) -> Rows:
+    """One row for all names of which the same is told."""
+    names: dict[str, list[str]] = {}
+    for name, text in told.items():
+        names.setdefault(text, []).append(f"`{name}`")
+    return [(", ".join(same), text) for text, same in names.items()]
 
 
 def _errors() -> Rows:

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
 from router_service.connection import DONE, EventStream, Presence, connection_of, event, framed
+from router_service.dialects.fields import Unknown
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
 from router_service.dialects.problems import Problem, http_problem, problem_of
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
@@ -50,6 +51,7 @@ ADVICE = {
     404: f"no such page; here are POST {CHAT}, POST {COMPLETIONS}, GET /v1/models and GET /health",
     405: f"this page does not take that method; {CHAT} and {COMPLETIONS} take POST, all others GET",
 }
+MAX_TOLD = 256  # unknown fields that the log names once
 OPEN_PATHS = frozenset({"/live", "/health"})
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 TENANT = "slipstream.tenant"  # in the scope: who asks
@@ -71,6 +73,7 @@ class Surface:
         self._gateway = gateway
         self._started_at = int(time.time())
         self._log = logger("http")
+        self._left_out_told: set[str] = set()
         self._answers: dict[str, Handler] = {CHAT: self.chat, COMPLETIONS: self.complete}
         self._rest = app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
         app.add_exception_handler(SlipstreamError, self.refused)
@@ -100,14 +103,14 @@ class Surface:
         await response(scope, receive, send)
 
     async def chat(self, request: Request) -> Response:
-        body = await self._read(request, ChatBody)
+        body, unknown = await self._read(request, ChatBody)
         asked = self._gateway.plan_chat(body)
-        return await self._answer(request, asked, ChatReply, body)
+        return await self._answer(request, asked, ChatReply, body, unknown)
 
     async def complete(self, request: Request) -> Response:
-        body = await self._read(request, CompletionBody)
+        body, unknown = await self._read(request, CompletionBody)
         asked = self._gateway.plan_completion(body)
-        return await self._answer(request, asked, TextReply, body)
+        return await self._answer(request, asked, TextReply, body, unknown)
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -149,7 +152,7 @@ class Surface:
     async def broken(self, request: Request, error: Exception) -> Response:
         return problem_response(problem_of(error))  # the gate hears of it and logs it
 
-    async def _read(self, request: Request, kind: type[Body]) -> Body:
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
         data = bytearray()
         limit = Limit(_late_body, BODY_S)
         try:
@@ -166,10 +169,11 @@ class Surface:
             raw = orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
-        return parse(kind, raw)
+        unknown = Unknown(self._gateway.strict)
+        return parse(kind, raw, unknown), unknown
 
     async def _answer(self, request: Request, asked: Asked, kind: type[ChatReply | TextReply],
-                      body: ChatBody | CompletionBody) -> Response:
+                      body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
         client = Presence(connection_of(request.scope))
         try:
             with client:
@@ -178,10 +182,12 @@ class Surface:
         except BaseException:
             client.close()
             raise
-        reply = kind(run.id, run.created, asked.model, self._gateway.codec, asked.options.top_logprobs is not None)
-        headers = {"x-slipstream-mode": run.mode}
+        options = asked.options
+        reply = kind(options.answer_id or run.id, run.created, asked.model, self._gateway.codec,
+                     options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n)
+        headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
-            events = self._events(run, reply, body.include_usage, request.scope[REQUEST_ID])
+            events = self._events(run, reply, body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         try:
@@ -193,18 +199,27 @@ class Surface:
             await run.aclose()
         return json_response(reply.whole(answers, run.usage()), headers=headers)
 
-    async def _events(self, run: Run, reply: Reply, include_usage: bool,
+    def _left_out(self, unknown: Unknown) -> dict[str, str]:
+        if not unknown:
+            return {}
+        new = [name for name in unknown if name not in self._left_out_told]
+        if new and len(self._left_out_told) < MAX_TOLD:
+            self._left_out_told.update(new)
+            self._log.info("fields left out that nobody knows", names=new)
+        return {"x-slipstream-ignored": ", ".join(unknown)}
+
+    async def _events(self, run: Run, reply: Reply, body: ChatBody | CompletionBody,
                       request_id: str) -> AsyncGenerator[bytes, None]:
-        written = Chunks(reply).written
+        chunks = Chunks(reply, run.usage if body.continuous_usage else None)
         beginning = b"".join([event(opening) for number in range(run.job.num_answers)
                               if (opening := reply.opening(number))])
         try:
             async for number, delta in run:
-                data = written(number, delta)
+                data = chunks.written(number, delta)
                 if data or beginning:
                     yield beginning + framed(data) if data else beginning
                     beginning = b""
-            if include_usage:
+            if body.include_usage:
                 yield event(reply.usage_chunk(run.usage()))
         except Exception as error:
             self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)

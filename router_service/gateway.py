@@ -20,11 +20,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
+
+import orjson
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.lanes import Lanes
+from router_service.template import ASSISTANT, Turn
 from router_service.tenants import Tenant
 from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
@@ -48,6 +52,8 @@ class Asked:
     messages: Sequence[Mapping[str, str]] = field(default=(), repr=False)
     prompts: Sequence[str | Sequence[int]] = field(default=(), repr=False)
     begun: Begun | None = None  # of its only answer
+    turn: Turn = ASSISTANT
+    add_special_tokens: bool = True  # to prompts that are texts
 
     @property
     def num_answers(self) -> int:
@@ -56,7 +62,8 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
-        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts))
+        named = len(orjson.dumps(self.turn.names)) if self.turn.names else 0
+        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts)) + named
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,11 @@ class Gateway:
     def max_context(self) -> int:
         return self._info().max_context
 
+    @property
+    def strict(self) -> bool:
+        """Whether a field that nobody knows is refused."""
+        return self._section.strict
+
     def leave(self) -> None:
         """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
         self.leaving = True
@@ -131,11 +143,15 @@ class Gateway:
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
         messages = [{"role": m.role, "content": m.content} for m in body.messages]
-        return self._checked(Asked("chat", body.model, body.options(), messages=messages, begun=begun))
+        turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message),
+                    body.chat_template_kwargs or {})
+        return self._checked(Asked("chat", self._named(body.model), body.options(), messages=messages, begun=begun,
+                                   turn=turn))
 
     def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        return self._checked(Asked("completions", body.model, body.options(), prompts=body.prompt, begun=begun))
+        return self._checked(Asked("completions", self._named(body.model), body.options(), prompts=body.prompt,
+                                   begun=begun, add_special_tokens=body.add_special_tokens is not False))
 
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
@@ -166,20 +182,29 @@ class Gateway:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
         options = job.options
-        stop_ids = () if options.ignore_eos else self.codec.stop_token_ids
-        sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS, stop_token_ids=stop_ids)
+        sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS,
+                           stop_token_ids=self._stop_ids(options))
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace,
-                          namespace=tenant.namespace, identity=job.identity, grammar=options.grammar).after(job.begun)
+                          namespace=_salted(tenant.namespace, options.salt), identity=job.identity,
+                          grammar=options.grammar).after(job.begun)
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate, request.speculate)
-        return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity)
+        return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
+                          options.keep_stop, options.show_specials)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
         _, code, kind = status_of(error)
         self.metrics.failed("cancelled" if isinstance(error, asyncio.CancelledError) else kind)
         self.metrics.request(endpoint, code, "none")
+
+    def _named(self, model: str | None) -> str:
+        return self.model if model is None else model
+
+    def _stop_ids(self, options: Options) -> tuple[int, ...]:
+        own = () if options.ignore_eos else self.codec.stop_token_ids
+        return tuple(dict.fromkeys((*own, *options.sampling.stop_token_ids)))
 
     def _checked(self, asked: Asked) -> Asked:
         info = self._info()
@@ -193,13 +218,20 @@ class Gateway:
                                  "grammar; leave it out", "unsupported_parameter")
         if any(token >= info.vocab_size for token, _ in asked.options.sampling.logit_bias):
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
+        if not all(0 <= token < info.vocab_size for token in asked.options.sampling.stop_token_ids):
+            raise InvalidRequest("stop_token_ids", f"a token id is outside the vocabulary of {info.vocab_size}")
         return asked
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
-        info, room = self._info(), self.max_context
-        prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, room=room)] if asked.messages else [
-            self.codec.encode(prompt, room) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        info, last = self._info(), asked.options.truncate
+        room = info.max_context if last is None else None  # what is cut is read as a whole
+        prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else [
+            self.codec.encode(prompt, room, asked.add_special_tokens) if isinstance(prompt, str) else prompt
+            for prompt in asked.prompts]
+        if last is not None:
+            keep = last if last >= 0 else max(info.max_context - (asked.options.max_tokens or 1), 1)
+            prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
         job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
@@ -214,7 +246,7 @@ class Gateway:
             raise InvalidRequest("begun.tokens", f"must be at least 1 and fewer than the answer's {job.max_tokens[0]}")
         if min(tokens) < 0 or max(tokens) >= job.vocab_size:
             raise InvalidRequest("begun.tokens", f"one is outside the vocabulary of {job.vocab_size}")
-        if not (job.options.ignore_eos or set(tokens).isdisjoint(self.codec.stop_token_ids)):
+        if not set(tokens).isdisjoint(self._stop_ids(job.options)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")
         return replace(job, begun=tokens, identity=self._balancer.identity(begun.identity))
 
@@ -223,6 +255,13 @@ class Gateway:
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
         return info
+
+
+def _salted(namespace: str, salt: str) -> str:
+    """A namespace within ``namespace`` for those who name the same ``salt``."""
+    if not salt:
+        return namespace
+    return blake2b(salt.encode("utf-8", "surrogatepass"), key=namespace.encode()[:64], digest_size=16).hexdigest()
 
 
 def _too_long() -> DeadlineExceeded:

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -45,7 +46,21 @@ MEMORY = 512 << 20  # bytes that the process may map; it begins with 25 MB
 CPU_S = 3.0  # of one rendering: thousands of messages take a tenth of it
 PRIVATE_USE = range(0xE000, 0xF8FE, 2)  # characters that no text of meaning holds; two of them mark a literal
 TRIALS = (("user",), ("system", "user"), ("user", "assistant", "user"))
+END = "\uf8fe\uf8ff"  # behind a message that goes on; two more such characters
 REFUSED, BROKEN, COSTLY = "refused", "broken", "costly"  # what is wrong: the messages, the template, what both take
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How a prompt ends: with the beginning of the assistant's turn (``begun``), or in the midst of the last message
+    (``continued``). ``names``: what else the template is given."""
+
+    begun: bool = True
+    continued: bool = False
+    names: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+ASSISTANT = Turn()
 
 
 class ChatTemplate:
@@ -63,11 +78,11 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process = self._started()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[str]:
+    def render(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT) -> list[str]:
         """The prompt in order: plain text, the text of a special token that must not become the token, plain text, and
         so on. Raises InvalidRequest("messages") for messages that the template refuses, or that take more than the
         limits; blocks meanwhile."""
-        asked = json.dumps([messages, add_generation_prompt]).encode()
+        asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
         with self._lock:
             if self._process.ended:
                 self._process = self._started()
@@ -149,14 +164,25 @@ class Renderer:
         self._specials = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._template = compiled(source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[str]:
+    def render(self, messages: Sequence[Mapping[str, Any]], begun: bool = True, continued: bool = False,
+               names: Mapping[str, Any] | None = None) -> list[str]:
         """``ChatTemplate.render``. Raises Problem."""
-        guards = _Guards.find(messages, self._specials)
-        text = self._text(messages if guards is None else guards.put_into(messages), add_generation_prompt)
+        given: Any = [messages, names or {}]
+        guards = _Guards.find(given, self._specials)
+        if guards is not None:
+            given = guards.put_into(given)
+        if continued:
+            *before, last = given[0]
+            text = self._text([*before, {**last, "content": f"{last['content']}{END}"}], False, given[1])
+            text, mark, _ = text.rpartition(END)
+            if not mark:
+                raise Problem(REFUSED, "the model's chat template does not write the final message as it is")
+        else:
+            text = self._text(given[0], begun, given[1])
         return [text] if guards is None else guards.split(text)
 
-    def _text(self, messages: Any, add_generation_prompt: bool) -> str:
-        names = {**self._named, "messages": messages, "tools": None, "documents": None,
+    def _text(self, messages: Any, add_generation_prompt: bool, given: Mapping[str, Any]) -> str:
+        names = {"tools": None, "documents": None, **given, **self._named, "messages": messages,
                  "add_generation_prompt": add_generation_prompt}
         written, chunks = 0, []
         try:
@@ -232,10 +258,10 @@ class _Guards:
         self._open, self._close = marks
 
     @staticmethod
-    def find(messages: Sequence[Mapping[str, Any]], specials: re.Pattern[str]) -> _Guards | None:
+    def find(given: Any, specials: re.Pattern[str]) -> _Guards | None:
         """None, the usual case, when no message holds the text of a special token."""
         texts: list[str] = []
-        _map_texts(messages, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+        _map_texts(given, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
         found = sorted({match for text in texts for match in specials.findall(text)})
         if not found:
             return None
@@ -245,9 +271,9 @@ class _Guards:
                 return _Guards(specials, found, (chr(code), chr(code + 1)))
         raise Problem(REFUSED, "hold special tokens and every private-use character")
 
-    def put_into(self, messages: Sequence[Mapping[str, Any]]) -> Any:
+    def put_into(self, given: Any) -> Any:
         index = {text: i for i, text in enumerate(self._found)}
-        return _map_texts(messages, lambda text: self._specials.sub(
+        return _map_texts(given, lambda text: self._specials.sub(
             lambda match: f"{self._open}{index[match[0]]}{self._close}", text))
 
     def split(self, text: str) -> list[str]:
@@ -257,7 +283,7 @@ class _Guards:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of messages with every text in them changed, keys included."""
+    """A copy of JSON with every text in it changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -271,7 +297,7 @@ def trial(renderer: Renderer) -> None:
     """Raises Problem if any of the small conversations shows a fault of the template."""
     for roles in TRIALS:
         try:
-            renderer.render([{"role": role, "content": "Hello"} for role in roles], True)
+            renderer.render([{"role": role, "content": "Hello"} for role in roles])
         except Problem as problem:
             if problem.kind != REFUSED:
                 raise

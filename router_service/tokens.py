@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from router_service.template import ChatTemplate
+from router_service.template import ASSISTANT, ChatTemplate, Turn
 from router_service.text_files import literals, longest_token, stop_token_ids, template_source
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.models.folder import load_tokenizer
@@ -75,17 +75,17 @@ class TextCodec:
         if self._template is not None:
             self._template.close()
 
-    def encode(self, text: str, room: int | None = None) -> list[int]:
+    def encode(self, text: str, room: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a raw prompt, begun as the tokenizer begins texts (BOS where the model has one). Raises
         InvalidRequest("prompt"), also for more tokens than there is ``room`` for."""
-        return self._encode([text], "prompt", True, room)[0]
+        return self._encode([text], "prompt", add_special_tokens, room)[0]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT,
              room: int | None = None) -> list[int]:
-        """The tokens of a conversation, ready for the assistant's turn. Raises InvalidRequest("messages")."""
+        """The tokens of a conversation, as ``turn`` has it. Raises InvalidRequest("messages")."""
         if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send a prompt to /v1/completions")
-        parts = self._template.render(messages, add_generation_prompt)  # there may be hundreds of thousands
+        parts = self._template.render(messages, turn)  # there may be hundreds of thousands
         spelt = sum(len(self._literals[mark]) for mark in parts[1::2])
         if room is not None and spelt > room:
             raise too_long("messages", room, f"{spelt} tokens in its marks")
@@ -150,19 +150,21 @@ def too_long(field: str, room: int, length: str) -> InvalidRequest:
 class Detokenizer:
     """The text of one answer, token by token."""
 
-    __slots__ = ("_at_start", "_codec", "_open", "_utf8")
+    __slots__ = ("_at_start", "_codec", "_open", "_show_specials", "_utf8")
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, show_specials: bool = False) -> None:
         self._codec = codec
+        self._show_specials = show_specials
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = codec.starts_with_space
         self._open = False  # whether a character is unfinished
 
     def push(self, token: int) -> str:
-        """The text that is complete with ``token``; "" while a character is unfinished and for special tokens."""
-        text = None if self._open else self._codec.whole_text(token)
+        """The text that is complete with ``token``; "" while a character is unfinished, and for special tokens unless
+        they are shown."""
+        text = None if self._open or self._show_specials else self._codec.whole_text(token)
         if text is None:
-            if self._codec.is_special(token):
+            if self._codec.is_special(token) and not self._show_specials:
                 return ""
             text = self._utf8.decode(self._codec.token_bytes(token))
             self._open = self._utf8.getstate()[0] != b""
@@ -272,8 +274,10 @@ class Completion:
     already. Iterate once; errors of the answer come out of the iteration. ``identity``: whose it is."""
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
-                 identity: Callable[[], Identity | None] = lambda: None) -> None:
-        """Raises InvalidRequest where the answer was over before."""
+                 identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
+                 show_specials: bool = False) -> None:
+        """``keep_stop``: the stop string that ends it is part of its text. ``show_specials``: so are special tokens.
+        Raises InvalidRequest where the answer was over before."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
@@ -281,8 +285,8 @@ class Completion:
         self._pieces = aiter(answer)
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
-        self._detokenizer = Detokenizer(codec)
-        self._stops = StopStrings(stops) if stops else None
+        self._detokenizer = Detokenizer(codec, show_specials)
+        self._stops = StopStrings(stops, keep_stop) if stops else None
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
         self._length = 0  # of the text so far
         self._clear = 0  # of the text that may go out
@@ -372,13 +376,19 @@ class Completion:
 
 
 class StopStrings:
-    """Cuts one answer's text before the first stop string. ``matched`` names it once it came."""
+    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it came.
 
-    __slots__ = ("_held", "_stops", "matched")
+    What a character costs grows with the number of stops, not with their lengths: a place in the text at which one may
+    begin is given up once."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    __slots__ = ("_firsts", "_held", "_keep", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         """None of ``stops`` is empty."""
         self._stops = tuple(dict.fromkeys(stops))
+        self._keep = keep
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -391,17 +401,18 @@ class StopStrings:
         if found:
             _, start, self.matched = min(found)
             self._held = ""
-            return text[:start]
+            return text[:start + len(self.matched) if self._keep else start]
         kept = self._unfinished(text)
         self._held = text[len(text) - kept:]
         return text[:len(text) - kept]
 
     def _unfinished(self, text: str) -> int:
         """The length of the longest end of ``text`` that begins a stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._firsts:
+                end = text[start:]
+                if any(stop.startswith(end) for stop in self._stops):
+                    return len(end)
         return 0
 
 

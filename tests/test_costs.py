@@ -18,12 +18,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from router_service.app import MAX_CONTAINERS
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
+from router_service.template import ASSISTANT, Turn
 from router_service.tenants import Tenant
 from router_service.text_files import longest_token
 from router_service.tokens import TextCodec
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.observe.lag import EVERY_S, watch_lag
-from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, ChatOptions, Message
+from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget
@@ -42,14 +43,13 @@ class WatchedCodec(TextCodec):
         super().__init__(folder)
         self.threads: list[int] = []
 
-    def encode(self, text: str, room: int | None = None) -> list[int]:
+    def encode(self, text: str, room: int | None = None, add_special_tokens: bool = True) -> list[int]:
         self.threads.append(threading.get_ident())
-        return super().encode(text, room)
+        return super().encode(text, room, add_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
-             room: int | None = None) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]], turn: Turn = ASSISTANT, room: int | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
-        return super().chat(messages, add_generation_prompt, room)
+        return super().chat(messages, turn, room)
 
 
 async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folder: Path) -> None:
@@ -245,7 +245,7 @@ def test_grpc_has_the_same_bounds() -> None:
     with pytest.raises(InvalidRequest, match="at most") as caught:
         decode_chat(many)
     assert caught.value.field == "messages"
-    for field, options in (("stop", ChatOptions(stop=("",) * 5)),
+    for field, options in (("stop", ChatOptions(stop=("",) * (MAX_STOPS + 1))),
                            ("logit_bias", ChatOptions(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1))))):
         with pytest.raises(InvalidRequest, match="at most") as caught:
             decode_chat(encode_chat("m", (), options))

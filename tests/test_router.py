@@ -190,7 +190,7 @@ async def test_every_field_that_binds_an_answer_becomes_one_grammar(tiny_folder:
 
 REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
-    (CHAT, {"model": None}, 400, "model", "invalid_value"),
+    (CHAT, {"model": 1}, 400, "model", "invalid_value"),
     (CHAT, {"messages": []}, 400, "messages", "invalid_value"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing_required_parameter"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, 400,
@@ -211,15 +211,14 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"guided_grammar": "x" * (64 << 10) + "x"}, 400, "guided_grammar", "invalid_value"),
     (COMPLETIONS, {"prompt": "x", "guided_choice": []}, 400, "guided_choice", "invalid_value"),
     (COMPLETIONS, {"prompt": "x", "guided_choice": ["a", ""]}, 400, "guided_choice", "invalid_value"),
-    (CHAT, {"temprature": 1}, 400, "temprature", "unknown_parameter"),
+    (CHAT, {"stop_token_ids": [260]}, 400, "stop_token_ids", "invalid_value"),
     (CHAT, {"temperature": -1}, 400, "temperature", "invalid_value"),
     (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
     (CHAT, {"top_p": 0}, 400, "top_p", "invalid_value"),
     (CHAT, {"n": 9}, 400, "n", "invalid_value"),
     (CHAT, {"n": 0}, 400, "n", "invalid_value"),
-    (CHAT, {"stop": ["a"] * 5}, 400, "stop", "invalid_value"),
-    (CHAT, {"stop": "a" * 65}, 400, "stop[0]", "invalid_value"),
-    (CHAT, {"stop": ""}, 400, "stop[0]", "invalid_value"),
+    (CHAT, {"stop": ["a"] * 33}, 400, "stop", "invalid_value"),
+    (CHAT, {"stop": "a" * 1025}, 400, "stop[0]", "invalid_value"),
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_value"),
     (CHAT, {"logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
@@ -271,6 +270,82 @@ async def test_defaults_that_clients_send_are_fine(tiny_folder: Path) -> None:
         assert chat.status_code == 200, chat.text
         text = await r.post(COMPLETIONS, prompt="x", best_of=1, echo=False, suffix=None, logprobs=None, temperature=0.0)
         assert text.status_code == 200, text.text
+
+
+async def test_unknown_fields_are_named_in_a_header_or_refused(tiny_folder: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for _ in range(2):
+            taken = await r.post(CHAT, messages=HELLO, temprature=1, my_own="secret")
+            assert taken.status_code == 200 and taken.headers["x-slipstream-ignored"] == "my_own, temprature"
+        assert "x-slipstream-ignored" not in (await r.post(CHAT, messages=HELLO)).headers
+    told = capsys.readouterr()
+    assert (told.out + told.err).count("my_own") == 1 and "secret" not in told.out + told.err
+    async with routing(tiny_folder, EchoTarget(), strict=True) as r:
+        error = (await r.post(CHAT, messages=HELLO, temprature=1)).json()["error"]
+        assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+        assert "did you mean 'temperature'" in error["message"]
+
+
+async def test_loose_clients_and_those_of_vllm_are_served(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        asked = {"messages": HELLO, "seed": 7.0, "n": 1.0, "stop": "", "max_tokens": 12.0}
+        answer = await r.http.post(CHAT, json=asked)  # without a model
+        assert answer.status_code == 200 and answer.json()["model"] == "tiny"
+        text = answer.json()["choices"][0]["message"]["content"]
+        five = ["\nclass", "\ndef", "\n#", "\nif", "w1" + "x" * 1000]
+        assert (await r.post(CHAT, **{**asked, "stop": five})).json()["choices"][0]["message"]["content"] == text
+        whole = (await r.post(COMPLETIONS, prompt=PROMPT, seed=3, stop="w1", include_stop_str_in_output=True)).json()
+        assert whole["choices"][0]["text"] == "10 s3 w0 w1"
+        await r.post(COMPLETIONS, prompt=PROMPT, seed=3, stop_token_ids=[ord("w")])
+        assert target.requests[-1].sampling.stop_token_ids == (257, ord("w"))
+        named = (await r.post(COMPLETIONS, prompt=PROMPT, request_id="my-1")).json()
+        assert named["id"] == "cmpl-my-1"
+        for salt in ("a", "b", "a", ""):
+            await r.post(COMPLETIONS, prompt=PROMPT, cache_salt=salt)
+        spaces = [request.namespace for request in target.requests[-4:]]
+        assert spaces[0] == spaces[2] and len(set(spaces)) == 3
+
+
+async def test_token_ids_are_told(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for path, asked in ((COMPLETIONS, {"prompt": [PROMPT, PROMPT + "x"], "n": 2}), (CHAT, {"messages": HELLO})):
+            asked |= {"seed": 3, "max_tokens": 9, "return_token_ids": True}
+            whole = (await r.post(path, **asked)).json()
+            chunks = events((await r.post(path, stream=True, **asked)).text)
+            for choice in whole["choices"]:
+                told = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+                text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+                assert bytes(choice["token_ids"]).decode() == text
+                assert [i for chunk in told for i in chunk.get("token_ids", ())] == choice["token_ids"]
+                prompts = [chunk["prompt_token_ids"] for chunk in told if "prompt_token_ids" in chunk]
+                assert path == CHAT or prompts == [choice["prompt_token_ids"]]
+            if path == CHAT:
+                assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+                assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+            else:
+                assert [bytes(c["prompt_token_ids"]).decode() for c in whole["choices"]] == [
+                    PROMPT, PROMPT, PROMPT + "x", PROMPT + "x"]
+
+
+async def test_usage_in_every_chunk(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        told = events((await r.post(CHAT, messages=HELLO, stream=True, max_tokens=30, stream_options={
+            "include_usage": True, "continuous_usage_stats": True})).text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in told[1:]]
+        assert counts == sorted(counts) and counts[-1] == 30 and len(counts) > 4
+
+
+async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        long = PROMPT * CONTEXT
+        assert (await r.post(COMPLETIONS, prompt=long)).status_code == 400
+        for last, left in ((4, 4), (-1, CONTEXT - 7), (CONTEXT - 7, CONTEXT - 7)):
+            cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=7)
+            assert cut.status_code == 200
+            assert bytes(target.requests[-1].tokens).decode() == long[-left:]
 
 
 async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:

@@ -25,8 +25,9 @@ def few_letters(least: int, most: int) -> st.SearchStrategy[str]:
 @settings(deadline=None, max_examples=400)
 @given(pieces=st.lists(few_letters(0, 5), max_size=12), stops=st.lists(few_letters(1, 4), max_size=4))
 def test_stop_strings_cut_like_the_naive_cut(pieces: list[str], stops: list[str]) -> None:
-    cutter = StopStrings(stops)
+    cutter, keeper = StopStrings(stops), StopStrings(stops, keep=True)
     out, text = "".join([cutter.push(piece) for piece in pieces]), "".join(pieces)
+    assert "".join([keeper.push(piece) for piece in pieces]) == out + (cutter.matched or "")
     assert text.startswith(out), "what is held back and never became a stop string is the rest"
     assert (text if cutter.matched is None else out, cutter.matched) == naive_cut(text, stops)
 
@@ -42,6 +43,20 @@ def test_only_the_start_of_a_stop_string_is_held_back(pieces: list[str], stops: 
             return
         held = seen[len(out):]
         assert seen.startswith(out) and (held == "" or any(stop.startswith(held) for stop in stops))
+
+
+def test_a_place_where_a_long_stop_string_may_begin_is_given_up_once() -> None:
+    class Counted(str):
+        asked = 0
+
+        def startswith(self, *given: object) -> bool:  # type: ignore[override]
+            Counted.asked += 1
+            return super().startswith(*given)  # type: ignore[arg-type]
+
+    cutter = StopStrings([Counted("a" * 1000 + f"{i:02}") for i in range(32)])
+    text = ("a" * 999 + "x" + "ab") * 10
+    assert "".join(cutter.push(char) for char in text) == text
+    assert Counted.asked < 3 * 32 * len(text)
 
 
 def test_stop_strings_over_several_pieces() -> None:

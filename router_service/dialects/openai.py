@@ -1,53 +1,53 @@
 """The OpenAI API's requests: what may be asked, checked to the last field.
 
 Rules:
-1. A field is either honoured or refused with 400 and its name; nothing that would change the answer is ignored.
-2. A field that is refused is accepted with the value that asks for nothing (``best_of: 1``, ``tools: []``, null),
-   because clients send their defaults.
-3. An unknown key is refused and the nearest known one named. The first one ends the check: there may be any number.
-4. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
+1. What becomes of a field says the table (``fields``): honoured, inert, refused with 400 and its name.
+2. Whole numbers may be written as 1.0; an empty stop string is none.
+3. Counts come first: what is too much is not looked at. Both surfaces, HTTP and gRPC, come through here, so that limits
    and messages are the same.
 
-Format: the OpenAI API, with the extensions ``speculate``, ``top_k``, ``min_p``, ``repetition_penalty``,
-``ignore_eos`` and ``min_tokens``. It knows nothing about models, routes or the network.
+Format: the OpenAI API, with vLLM's extensions and ``speculate``. It knows nothing about models, routes or the network.
 """
 
 from __future__ import annotations
 
-import difflib
+import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
+from router_service.dialects.fields import OF_MESSAGE, REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
+from router_service.text_files import NAMED_TOKENS
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
 
-MAX_STOP_CHARS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 48  # beside those of the model
+MAX_NAMES = 64  # for the chat template
+MAX_SALT = 1024
 MAX_TOP_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
 SEEDS = 1 << 64
 SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
-
-# Fields of the API that are not supported, and the values besides null that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "echo": (False,), "function_call": ("none",), "functions": ([],),
-    "logit_processors": (), "modalities": (["text"],), "moderation": (), "parallel_tool_calls": (False, True),
-    "prediction": (), "prompt_cache_options": (), "reasoning_effort": ("none",), "suffix": ("",),
-    "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,), "verbosity": (),
-    "web_search_options": (),
-}
-# Fields that say nothing about the answer: who asks, and how to bill and keep it.
-INERT = frozenset({"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
-                   "store", "user"})
-MESSAGE_UNSUPPORTED = {"name": (), "refusal": ("",), "audio": (), "tool_calls": ([],), "function_call": (),
-                       "tool_call_id": (), "annotations": ([],)}
+RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_generation_prompt",
+                      "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
+DECENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
 TOLD: Mapping[str, str] = MappingProxyType({
@@ -62,14 +62,22 @@ TOLD: Mapping[str, str] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How answers are wanted, the prompt apart. ``sampling`` lacks the stop tokens and each choice's own seed."""
+    """How answers are wanted, the prompt apart. ``sampling`` lacks the model's stop tokens and each choice's own seed.
+
+    ``truncate``: tokens of a prompt that count, the last ones; -1: as many as fit. ``token_ids``: they are told."""
 
     sampling: Sampling
     max_tokens: int | None = None  # None: what the context leaves
     n: int = 1
     stop: tuple[str, ...] = field(default=(), repr=False)
+    keep_stop: bool = False  # in the text
+    show_specials: bool = False  # in the text
     top_logprobs: int | None = None
+    token_ids: bool = False
     ignore_eos: bool = False
+    truncate: int | None = None
+    salt: str = field(default="", repr=False)
+    answer_id: str = ""  # "": a random one
     speculate: bool = True
     grammar: Grammar | None = None  # what the answers are bound to
     bound_by: str = ""  # the field that says so
@@ -81,29 +89,45 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < SEEDS else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Ids = Annotated[list[Whole], Field(max_length=MAX_STOP_IDS)]
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # chunks of equal lengths: ours are one event for many tokens anyway
 
 
 class Generation(Strict):
     """The fields that both surfaces share. An absent field and null are the same."""
 
-    model: str = Field(max_length=256)
-    max_tokens: int | None = Field(None, ge=1)
+    model: str | None = Field(None, max_length=256)
+    max_tokens: Whole | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Whole | None = Field(None, ge=-1)
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
-    min_tokens: int | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    min_tokens: Whole | None = None
+    seed: Whole | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: list[str] | None = Field(None, max_length=MAX_STOPS)
-    n: int | None = Field(None, ge=1)
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: Ids | None = None
+    n: Whole | None = Field(None, ge=1)
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
+    request_id: str | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT)
     speculate: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -119,29 +143,43 @@ class Generation(Strict):
     def _stops(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value
         for i, stop in enumerate(stops[:MAX_STOPS] if isinstance(stops, list) else ()):
-            if isinstance(stop, str) and not 1 <= len(stop) <= MAX_STOP_CHARS:
-                raise InvalidRequest(f"stop[{i}]", f"must have 1 to {MAX_STOP_CHARS} characters")
+            if isinstance(stop, str) and len(stop) > MAX_STOP_CHARS:
+                raise InvalidRequest(f"stop[{i}]", f"must have at most {MAX_STOP_CHARS} characters")
         return stops
 
     @field_validator("stream_options", mode="before")
     @classmethod
-    def _options_known(cls, value: Any) -> Any:
-        known = StreamOptions.model_fields
-        return _known(value, {}, known, "stream_options.") if isinstance(value, dict) else value
+    def _options_known(cls, value: Any, info: ValidationInfo) -> Any:
+        fields = StreamOptions.model_fields
+        return known(value, fields, {}, _unknown(info), "stream_options.") if isinstance(value, dict) else value
+
+    @field_validator("request_id")
+    @classmethod
+    def _decent(cls, value: str | None) -> str | None:
+        if value is not None and not DECENT_ID.fullmatch(value):
+            raise InvalidRequest("request_id", "must be 1 to 128 letters, digits, '.', '_', ':' or '-'")
+        return value
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
     def wanted(self, max_tokens: int | None, top_logprobs: int | None) -> Options:
         """Raises InvalidRequest naming a value out of range."""
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
                             logit_bias=_biases(self.logit_bias or {}),
+                            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
                             seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
         bound_by, grammar = grammar_of({name: getattr(self, name) for name in READERS}) or ("", None)
-        return Options(sampling, max_tokens, self.n or 1, tuple(self.stop or ()), top_logprobs, bool(self.ignore_eos),
-                       self.speculate is not False, grammar, bound_by)
+        return Options(sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())),
+                       bool(self.include_stop_str_in_output), self.skip_special_tokens is False, top_logprobs,
+                       bool(self.return_token_ids), bool(self.ignore_eos), self.truncate_prompt_tokens,
+                       self.cache_salt or "", self.request_id or "", self.speculate is not False, grammar, bound_by)
 
 
 class Message(Strict):
@@ -151,29 +189,50 @@ class Message(Strict):
 
 class ChatBody(Generation):
     messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: Literal[False] | None = None  # the template writes them
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: SkipValidation[dict[str, Any]] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
-    def _plain_messages(cls, value: Any) -> Any:
+    def _plain_messages(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, list):
             return value
         _at_most("messages", len(value), "items")
         _at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
-        return [_plain_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+        return [_plain_message(f"messages[{i}]", message, _unknown(info)) for i, message in enumerate(value)]
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        if value is None:
+            return value
+        if not isinstance(value, dict):
+            raise InvalidRequest("chat_template_kwargs", "must be an object")
+        if len(value) > MAX_NAMES:
+            raise InvalidRequest("chat_template_kwargs", f"must have at most {MAX_NAMES} names")
+        for name in value:
+            if name in RESERVED or not name.isidentifier():
+                raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "is not a name that a request may give")
+        return value
 
     def options(self) -> Options:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
         return self.wanted(self.max_completion_tokens or self.max_tokens,
                            (self.top_logprobs or 0) if self.logprobs else None)
 
 
 class CompletionBody(Generation):
     prompt: SkipValidation[list[str | list[int]]]  # a million ids are looked at once
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    add_special_tokens: bool | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -195,32 +254,21 @@ class CompletionBody(Generation):
 Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
-def parse(kind: type[Body], raw: object) -> Body:
-    """``raw`` (what the JSON said) as a ``kind``. Raises InvalidRequest naming the first field that is wrong."""
+def parse(kind: type[Body], raw: object, unknown: Unknown | None = None) -> Body:
+    """``raw`` (what the JSON said) as a ``kind``. ``unknown`` takes the fields that nobody knows; None: they are
+    refused. Raises InvalidRequest naming the first field that is wrong."""
     if not isinstance(raw, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    asked = _known(raw, UNSUPPORTED, kind.model_fields, "")
+    unknown = Unknown(strict=True) if unknown is None else unknown
     try:
-        return kind.model_validate(asked)
+        return kind.model_validate(known(raw, kind.model_fields, REFUSED, unknown), context=unknown)
     except ValidationError as error:
         raise _refusal(error) from None
 
 
-def _known(raw: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], known: Collection[str],
-           at: str) -> dict[str, Any]:
-    """``raw`` less what asks for nothing (rule 2). Raises InvalidRequest for the first field that is not ``known``."""
-    kept = {}
-    for key, value in raw.items():
-        if key in known:
-            kept[key] = value
-        elif key in unsupported:
-            if value is not None and not any(type(value) is type(v) and value == v for v in unsupported[key]):
-                raise InvalidRequest(at + key, "is not supported by this server; leave it out", "unsupported_parameter")
-        elif at or key not in INERT:
-            near = difflib.get_close_matches(key[:64], known, n=1, cutoff=0.6)
-            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
-            raise InvalidRequest((at + key)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-    return kept
+def _unknown(info: ValidationInfo) -> Unknown:
+    assert isinstance(info.context, Unknown)
+    return info.context
 
 
 def _at_most(field: str, count: int, items: str) -> None:
@@ -233,11 +281,11 @@ def _num_parts(message: Any) -> int:
     return len(content) if isinstance(content, list) else 0
 
 
-def _plain_message(at: str, message: Any) -> Any:
+def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     """One message with text parts joined and the name that newer clients use for the system role replaced."""
     if not isinstance(message, dict):
         return message
-    plain = _known(message, MESSAGE_UNSUPPORTED, Message.model_fields, f"{at}.")
+    plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
     if plain.get("role") in ("tool", "function"):
         raise InvalidRequest(f"{at}.role", "tools are not supported by this server", "unsupported_parameter")
     if plain.get("role") == "developer":

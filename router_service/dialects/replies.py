@@ -10,7 +10,7 @@ Format: the OpenAI API. It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -24,9 +24,9 @@ LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
 
 
 class Reply(Protocol):
-    """How one endpoint writes its answers. ``logprobs``: whether they are asked for."""
+    """How one endpoint writes its answers. ``detailed``: whether more than texts is told of tokens."""
 
-    logprobs: bool
+    detailed: bool
 
     def opening(self, number: int) -> Json | None: ...
 
@@ -38,21 +38,24 @@ class Reply(Protocol):
 
 
 class ChatReply:
-    """``chat.completion`` and its chunks."""
+    """``chat.completion`` and its chunks. ``prompts``: their token ids, and those of the answers, are told."""
 
-    def __init__(self, run_id: str, created: int, model: str, codec: TextCodec, logprobs: bool) -> None:
-        self._head: Json = {"id": f"chatcmpl-{run_id}", "created": created, "model": model}
+    def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
+                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1) -> None:
+        self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
         self._codec = codec
-        self.logprobs = logprobs
+        self._logprobs = logprobs
+        self._prompt: Json = {} if prompts is None else {"prompt_token_ids": list(prompts[0])}
+        self.detailed = logprobs or prompts is not None
 
     def opening(self, number: int) -> Json | None:
-        return self._chunk([_choice(number, {"role": "assistant", "content": ""})])
+        return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        logprobs = self._logprobs_of(delta.tokens)
-        if not (delta.text or delta.finish or (logprobs and logprobs["content"])):
+        if not (delta.text or delta.finish or (self.detailed and delta.tokens)):
             return None
-        return self._chunk([_choice(number, {"content": delta.text} if delta.text else {}, delta.finish, logprobs)])
+        return self._chunk([_choice(number, {"content": delta.text} if delta.text else {}, delta.finish,
+                                    self._logprobs_of(delta.tokens)) | self._ids_of(delta.tokens)])
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | _usage(usage)
@@ -60,16 +63,17 @@ class ChatReply:
     def whole(self, answers: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices = []
         for number, deltas in enumerate(answers):
+            tokens = [token for delta in deltas for token in delta.tokens]
             message = {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None}
             choices.append({"index": number, "message": message, "finish_reason": deltas[-1].finish,
-                            "logprobs": self._logprobs_of([token for delta in deltas for token in delta.tokens])})
-        return {**self._head, "object": "chat.completion", "choices": choices, **_usage(usage)}
+                            "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt, **_usage(usage)}
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
 
     def _logprobs_of(self, tokens: Sequence[AnswerToken]) -> Json | None:
-        if not self.logprobs:
+        if not self._logprobs:
             return None
         content = []
         for token in tokens:
@@ -82,24 +86,30 @@ class ChatReply:
         return {"token": self._codec.token_text(token), "logprob": max(logprob, LOWEST),
                 "bytes": list(self._codec.token_bytes(token))}
 
+    def _ids_of(self, tokens: Sequence[AnswerToken]) -> Json:
+        return {"token_ids": [token.id for token in tokens]} if self._prompt else {}
+
 
 class TextReply:
-    """``text_completion``, which has one form for whole answers and chunks."""
+    """``text_completion``, which has one form for whole answers and chunks. As ``ChatReply``; ``n`` choices a
+    prompt."""
 
-    def __init__(self, run_id: str, created: int, model: str, codec: TextCodec, logprobs: bool) -> None:
-        self._head: Json = {"id": f"cmpl-{run_id}", "object": "text_completion", "created": created, "model": model}
+    def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
+                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1) -> None:
+        self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
         self._codec = codec
-        self.logprobs = logprobs
+        self._logprobs = logprobs
+        self._prompts, self._n = prompts, n
+        self.detailed = logprobs or prompts is not None
         self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
 
     def opening(self, number: int) -> Json | None:
         return None
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        choice = self._choice(number, [delta])
-        if not (delta.text or delta.finish or (choice["logprobs"] and choice["logprobs"]["tokens"])):
+        if not (delta.text or delta.finish or (self.detailed and delta.tokens)):
             return None
-        return {**self._head, "choices": [choice]}
+        return {**self._head, "choices": [self._choice(number, [delta])]}
 
     def usage_chunk(self, usage: Usage) -> Json:
         return {**self._head, "choices": [], **_usage(usage)}
@@ -110,10 +120,16 @@ class TextReply:
 
     def _choice(self, number: int, deltas: Sequence[TextDelta]) -> Json:
         tokens = [token for delta in deltas for token in delta.tokens]
-        logprobs = self._logprobs_of(tokens, self._lengths.get(number, 0)) if self.logprobs else None
+        began = number in self._lengths
+        logprobs = self._logprobs_of(tokens, self._lengths.get(number, 0)) if self._logprobs else None
         text = "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
+        choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
+        if self._prompts is not None:
+            choice["token_ids"] = [token.id for token in tokens]
+            if not began:
+                choice["prompt_token_ids"] = list(self._prompts[number // self._n])
+        return choice
 
     def _logprobs_of(self, tokens: Sequence[AnswerToken], offset: int) -> Json:
         columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -130,18 +146,21 @@ class TextReply:
 
 class Chunks:
     """The chunks of a stream as JSON. Those that say a text and nothing else are written once, then again around every
-    text."""
+    text. ``usage``: what each of them tells besides; None: nothing."""
 
-    __slots__ = ("_around", "_reply")
+    __slots__ = ("_around", "_reply", "_usage")
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Reply, usage: Callable[[], Usage] | None = None) -> None:
         self._reply = reply
+        self._usage = usage
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def written(self, number: int, delta: TextDelta) -> bytes:
         """b"" for a chunk that is not made."""
-        if self._reply.logprobs or delta.finish:
+        if self._reply.detailed or delta.finish or self._usage is not None:
             chunk = self._reply.chunk(number, delta)
+            if chunk is not None and self._usage is not None:
+                chunk |= _usage(self._usage())
             return b"" if chunk is None else orjson.dumps(chunk)
         if not delta.text:
             return b""

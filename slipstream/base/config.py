@@ -166,6 +166,7 @@ class RouterSection(Section):
                               "once, with 429 and a time to come back")
     request_timeout_s: float = Field(600.0, gt=0, description="an answer that takes longer ends with an error")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop")
+    strict: bool = Field(False, description="refuse fields that nobody knows, instead of naming them in a header")
 
 
 class TlsSection(Section):

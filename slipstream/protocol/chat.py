@@ -18,7 +18,7 @@ from slipstream.protocol.grammar import Grammar
 
 MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
-MAX_STOPS = 4
+MAX_STOPS = 32
 MAX_BIASES = 300
 MAX_BEGUN = 1 << 18  # tokens
 

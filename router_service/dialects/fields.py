@@ -1,0 +1,175 @@
+"""Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
+
+Rules:
+1. A field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
+   nothing. null asks for nothing. A refusal says what to do instead.
+2. What is in no table is unknown: left out and told by name, or refused where the router is strict.
+3. Names of unknown fields are bounded in length and number before anybody is told of them.
+
+It knows nothing about how a field is honoured; the pages about the API are printed from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.base.errors import InvalidRequest
+
+MAX_UNKNOWN = 64  # names of one request
+TOLD_NAMES, NAME_CHARS = 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Taken with one of ``neutral``. ``advice`` ends the sentence "is not served here"."""
+
+    neutral: tuple[Any, ...]
+    advice: str
+
+    def asks(self, value: Any) -> bool:
+        """Whether ``value`` asks for something."""
+        return value is not None and not any(_same(value, nothing) for nothing in self.neutral)
+
+
+# What readers are told, the default first.
+HONOURED: Mapping[str, str] = MappingProxyType({
+    "model": "the one here; as `GET /v1/models` names it",
+    "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`; content: text, or parts of it",
+    "prompt": "of completions; a text, token ids, or a list of either",
+    "max_tokens": "what the context leaves; completions: 16", "max_completion_tokens": "chat's name of `max_tokens`",
+    "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off", "top_k": "0, off",
+    "min_p": "0, off", "presence_penalty": "0; -2 to 2", "frequency_penalty": "0; -2 to 2",
+    "repetition_penalty": "1; above 0, at most 100", "logit_bias": "token id → -100 to 100, 300 at most",
+    "seed": "random; the same seed and prompt give the same answer, with drafts and without",
+    "stop": "a text or at most 32, of at most 1,024 characters each; no part of the answer",
+    "include_stop_str_in_output": "false; `stop` is part of the answer", "stop_token_ids": "at most 48",
+    "min_tokens": "0; no end before so many", "ignore_eos": "false; no end by itself",
+    "n": "1; at most 8; choice i has the seed `seed` + i",
+    "logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20",
+    "top_logprobs": "chat: true, and as many as `top_logprobs`; completions: how many; at most 20", "stream": "false",
+    "stream_options": "`include_usage` in a last chunk, `continuous_usage_stats` in each",
+    "skip_special_tokens": "true; false shows them in the text",
+    "return_token_ids": "false; as `prompt_token_ids`, and each choice's `token_ids`",
+    "truncate_prompt_tokens": "only the prompt's last ones; -1: as many as fit",
+    "add_special_tokens": "completions: true; false: none at the prompt's beginning",
+    "add_generation_prompt": "chat: true; false: the assistant's turn is not begun",
+    "continue_final_message": "false; the answer continues the last message",
+    "chat_template_kwargs": "at most 64 names for the chat template, as `enable_thinking`",
+    "request_id": "random; ends the answer's `id`", "cache_salt": "cached prompts are shared only where it is the same",
+    **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+                     "guided_grammar"), "one of them: what the answer is bound to"),
+    "speculate": "true; false: plain decoding",
+})
+
+# They say nothing about the answer: who asks, how to bill, keep and schedule it, and in which pieces it comes.
+INERT = frozenset({
+    "custom_labels", "include_reasoning", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
+    "safety_identifier", "separate_reasoning", "service_tier", "session_id", "spaces_between_special_tokens", "store",
+    "stream_interval", "stream_reasoning", "user",
+})
+
+_GRAMMARS = "use structured_outputs"
+_TEXT_ONLY = "send text alone"
+_CHOOSING = "ask for n answers and choose among them"
+_PLACING = "leave it out: routers and targets place requests themselves"
+_TELLING = "leave it out: usage, logprobs and return_token_ids are what is told"
+_OWN = "leave it out: what runs is the model's own"
+_PROMPT = "write it into the prompt"
+_TOOLS = "call it without tools"
+
+REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice) for advice, names in (
+    (_TOOLS, {"tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "functions": ([],),
+              "function_call": ("none",), "web_search_options": ()}),
+    (_GRAMMARS, {"json_schema": (), "regex": (), "ebnf": (), "stop_regex": ([], "")}),
+    (_TEXT_ONLY, {"audio": (), "modalities": (["text"],), "images_config": (), "video_config": (),
+                  "use_audio_in_video": (False,), "max_dynamic_patch": (), "min_dynamic_patch": (),
+                  "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "mm_payload": ("tensors",),
+                  "return_mm_kwargs": (False,), "prompt_embeds": ()}),
+    (_CHOOSING, {"best_of": (1,), "use_beam_search": (False,), "length_penalty": (1,)}),
+    (_PLACING, {"data_parallel_rank": (), "routed_dp_rank": (), "disagg_prefill_dp_rank": (), "bootstrap_host": (),
+                "bootstrap_port": (), "bootstrap_room": (), "kv_transfer_params": (), "ec_transfer_params": (),
+                "session_params": (), "extra_key": ()}),
+    (_TELLING, {"echo": (False,), "prompt_logprobs": (), "logprob_token_ids": (),
+                "return_tokens_as_token_ids": (False,), "return_weight_versions": (False,),
+                "return_token_offsets": (False,), "return_prompt_text": (False,),
+                "return_prompt_token_ids": (False,), "return_hidden_states": (False,),
+                "return_routed_experts": (False,), "routed_experts_start_len": (0,),
+                "routed_experts_prompt_start": (0,), "return_meta_info": (False,),
+                "return_cached_tokens_details": (False,), "return_spec_tokens_details": (False,),
+                "return_input_ids_in_sglext": (False,), "return_output_ids_in_sglext": (False,),
+                "return_sampling_mask": (False,), "sampling_logprobs_mode": (),
+                "return_flat_raw_output_top_logprobs": (False,), "return_flat_raw_top_logprobs_b64": (False, True)}),
+    (_OWN, {"chat_template": (), "lora_path": (), "custom_params": (), "custom_logit_processor": (),
+            "logit_processors": ([],), "vllm_xargs": ({},), "watermark": (), "watermarking": (False,), "moderation": (),
+            "prompt_cache_options": (), "thinking": (), "thinking_token_budget": (), "reasoning_effort": ("none",),
+            "repetition_detection": (), "task": (), "verbosity": (), "prediction": (), "bad_words": ([],),
+            "allowed_token_ids": ()}),
+    (_PROMPT, {"suffix": ("",), "documents": ([],), "input_ids": ()}),
+    ("use include_stop_str_in_output", {"no_stop_trim": (False,)}),
+    ("leave it out: a prompt is cut at its beginning", {"truncation_side": ("left",)}),
+) for name, neutral in names.items()})
+
+# Of a message, besides role and content.
+OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
+    "name": Refused(("",), "write it into the content"), "audio": Refused((), _TEXT_ONLY),
+    "refusal": Refused(("",), "write it into the content"), "annotations": Refused(([],), "leave it out"),
+    "tool_calls": Refused(([],), _TOOLS), "function_call": Refused((), _TOOLS), "tool_call_id": Refused((), _TOOLS),
+})
+
+
+class Unknown:
+    """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
+    name."""
+
+    __slots__ = ("_names", "_strict")
+
+    def __init__(self, strict: bool) -> None:
+        self._strict = strict
+        self._names: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:
+        """The first few names, fit for a header and a log."""
+        return iter(sorted({re.sub(r"[^\w.\[\]-]", "?", name[:NAME_CHARS], flags=re.ASCII)
+                            for name in self._names})[:TOLD_NAMES])
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def met(self, name: str, at: str, known: Collection[str]) -> None:
+        """``name`` is not ``known`` at the place ``at``. Raises InvalidRequest."""
+        if self._strict:
+            near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
+            hint = f"; did you mean '{at}{near[0]}'?" if near else ""
+            raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
+        self._names.add(re.sub(r"\[\d+\]", "[]", at) + name[:NAME_CHARS])
+        if len(self._names) > MAX_UNKNOWN:
+            raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
+                                 "unknown_parameter")
+
+
+def known(raw: Mapping[str, Any], honoured: Collection[str], refused: Mapping[str, Refused], unknown: Unknown,
+          at: str = "") -> dict[str, Any]:
+    """What of ``raw``, an object at the place ``at``, is ``honoured``. Raises InvalidRequest for the first field that
+    is ``refused``."""
+    kept = {}
+    for name, value in raw.items():
+        if name in honoured:
+            kept[name] = value
+        elif name in refused:
+            if refused[name].asks(value):
+                raise InvalidRequest(at + name, f"is not served here; {refused[name].advice}", "unsupported_parameter")
+        elif at or name not in INERT:
+            unknown.met(name, at, honoured)
+    return kept
+
+
+def _same(value: Any, nothing: Any) -> bool:
+    """Numbers are equal whether they were written as 1 or 1.0, but not to true."""
+    numbers = isinstance(value, int | float) and isinstance(nothing, int | float)
+    alike = type(value) is type(nothing) or (numbers and bool not in (type(value), type(nothing)))
+    return alike and bool(value == nothing)
