@@ -1,53 +1,66 @@
-"""``make gpu`` on a device that every machine has: each stage runs whole, and sees what it is there to see."""
+"""``make gpu`` on a device that every machine has: each piece runs whole, sees what it is there to see, and dies alone."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import bench.gpu.__main__ as gpu
-from bench.gpu.__main__ import STAGES, main, run
+from bench.gpu.__main__ import main, run
+from bench.gpu.piece import FAULTS, Piece
 from bench.gpu.shapes import LLAMA_8B, config_of, head_bytes, read_bytes
-from bench.gpu.stage import Finding, Given
+from bench.gpu.stage import Given
+from bench.gpu.stages import PIECES
 
 GIVEN = Given(torch.device("cpu"), full=False, repeats=1)
+TRIED = {("kernel", "64x7"), ("profile", "64"), ("served", "8"), ("fused", "9")}  # one shape of each stage is enough here
+HERE = [piece for piece in PIECES if piece.stage != "suite" and (not piece.shape or (piece.stage, piece.shape) in TRIED)]
 
 
-@pytest.mark.parametrize("name", [name for name in STAGES if name != "suite"])
-def test_every_stage_runs_anywhere(name: str) -> None:
-    found = list(STAGES[name](GIVEN))
+@pytest.mark.parametrize("piece", HERE, ids=lambda piece: piece.name)
+def test_every_stage_runs_anywhere(piece: Piece) -> None:
+    found = list(piece.find(replace(GIVEN, shape=piece.shape)))
     assert found
     for finding in found:
         if "same as plain" in finding.what and finding.expected:
             assert str(finding.value) == finding.expected, finding
-        if finding.expected.startswith("<=") and finding.unit == "rms":
-            assert float(finding.value) <= float(finding.expected[3:]), finding
+        if "trial beside" in finding.what:
+            assert finding.value == finding.expected, finding
+        if "off by" in finding.what:
+            assert float(finding.value) < float(finding.expected.removeprefix("< ")), finding
 
 
-def test_a_stage_that_fails_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(given: Given) -> Iterator[Finding]:
-        yield Finding("before", 1.0)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(gpu, "STAGES", {"bad": breaks, "good": lambda given: iter([Finding("after", 2.0)])})
-    rows = run(["bad", "good"], GIVEN, tmp_path, 60.0)
-    assert [row["what"] for row in rows] == ["before", "FAILED", "after"]
+def test_an_abort_a_hang_and_a_crash_cost_their_own_rows_only(tmp_path: Path) -> None:
+    by_name = {piece.name: piece for piece in PIECES}
+    broken = [by_name["info"], replace(by_name["kernel 128x4"], limit_s=1.0), replace(by_name["choose"], limit_s=30.0)]
+    faults = dict(zip((piece.stage for piece in broken), FAULTS, strict=True))
+    rows = run([*broken, by_name["fused 1"]], GIVEN, tmp_path, 300.0, faults)
+    died = [(row["stage"], row["value"]) for row in rows if row["what"] == "DIED"]
+    assert died == [("info", "signal 6 (SIGABRT)"), ("info", "once more: signal 6 (SIGABRT)"),
+                    ("kernel 128x4", "killed: it took longer than 1 s"),
+                    ("kernel 128x4", "once more: killed: it took longer than 0.5 s"),
+                    ("choose", "signal 11 (SIGSEGV)"), ("choose", "once more: signal 11 (SIGSEGV)")]
+    assert {row["what"] for row in rows if row["stage"] == "info"} >= {"python", "once more: python"}
+    assert [row["stage"] for row in rows if row["unit"] == "ratio"] == ["fused 1"]
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["rows"] == rows and {"device", "torch", "commit", "date"} <= set(written)
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [{name: line[name] for name in line if name != "at_s"} for line in lines] == rows
 
 
-def test_stages_that_come_too_late_are_named(tmp_path: Path) -> None:
-    assert [row["what"] for row in run(["info", "tree"], GIVEN, tmp_path, -1.0)] == ["not run", "not run"]
+def test_what_does_not_come_to_its_turn_is_named(tmp_path: Path) -> None:
+    assert [row["what"] for row in run(PIECES[:2], GIVEN, tmp_path, -1.0, {})] == ["not run", "not run"]
 
 
-def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("options", "told"), [(["--stages", "warp"], "no stage warp"),
+                                               (["--fault", "info=fire"], "no fault fire")])
+def test_what_is_not_known_is_refused(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--device", "cpu", "--stages", "warp"])
-    assert "no stage warp" in capsys.readouterr().err
+        main(["--device", "cpu", *options])
+    assert told in capsys.readouterr().err
 
 
 def test_the_large_shapes_weigh_what_they_are_known_to() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engine.attention import TorchAttention
+from slipstream.engine.attention import FixedAttention, PageTensors, TorchAttention
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.graphs import ROWS, SEGMENTS, GraphedDecoder, Replay, Size, capture_eager, padded, sizes
+from slipstream.engine.graphs import MISSED, ROWS, SEGMENTS, GraphedDecoder, Replay, Size, capture_eager, padded, sizes
 from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.engine.runner import ModelRunner
 from tests.trees import random_tree
@@ -132,6 +132,55 @@ def test_all_sizes_that_may_come_are_captured_at_once_and_later_ones_are_not_aga
     for seed in range(8):
         runner.forward(segments(np.random.default_rng(seed), 3, 3 + seed).build())
     assert len(captured) == len([size for size in SMALL if size.segments <= 5])
+
+
+def test_a_size_that_fails_is_given_up_alone_and_tried_again_later(decoder: Decoder) -> None:
+    full, missed = True, 0
+
+    def capture(run: Callable[[], None]) -> Replay:
+        nonlocal missed
+        replay = capture_eager(run)
+        if rows[-1] == 8 and full:
+            missed += 1
+            raise RuntimeError("out of memory")
+        return replay
+
+    rows: list[int] = []  # of each size that was to be captured
+
+    class Watched(TorchAttention):
+        def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:
+            rows.append(len(pages.firsts))
+            return super().fixed(pages, apart)
+
+    model = GraphedDecoder(decoder, Watched(decoder.config, torch.float64), capture, SMALL)
+    with_graphs, without = runners(decoder, model)
+    fill(with_graphs), fill(without)
+    few, many = (segments(np.random.default_rng(3), 1, count).build() for count in (4, 8))
+    for batch in (few, many, few, many):
+        assert torch.equal(with_graphs.forward(batch), without.forward(batch))
+    assert (missed, model.num_serving) == (1, 1)
+    full = False
+    for _ in range(MISSED):
+        model.forward(many, with_graphs.pool)
+    assert (missed, model.num_serving) == (1, 2)
+    assert torch.equal(with_graphs.forward(many), without.forward(many))
+
+
+def test_a_graph_that_comes_late_is_tried_on_slots_that_nobody_has(decoder: Decoder) -> None:
+    def lies(run: Callable[[], None]) -> Replay:
+        run()
+        return lambda: None
+
+    for capture, serving in ((capture_eager, 1), (lies, 0)):
+        model = graphed(decoder, capture)
+        with_graphs, without = runners(decoder, model, (0, 2))
+        fill(with_graphs), fill(without)
+        batch = segments(np.random.default_rng(5), 2, 6).build()
+        before = with_graphs.pool.kv[:, :SLOTS].clone()
+        assert torch.allclose(with_graphs.forward(batch), without.forward(batch), atol=1e-9)
+        before.index_copy_(1, batch.slots, with_graphs.pool.kv.index_select(1, batch.slots))
+        assert torch.equal(before.nan_to_num(7.0), with_graphs.pool.kv[:, :SLOTS].nan_to_num(7.0))
+        assert model.num_serving == serving
 
 
 def test_what_cannot_be_captured_runs_without_graphs(decoder: Decoder) -> None:

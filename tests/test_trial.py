@@ -58,7 +58,7 @@ def test_torchs_own_pages_pass() -> None:
     assert disagreement(TorchAttention(config(), torch.float32), config(), torch.float32, CPU) == ""
 
 
-def test_graphs_that_replay_something_else_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_replay_something_else_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful:
         """Leaves out what it captured last."""
 
@@ -76,6 +76,7 @@ def test_graphs_that_replay_something_else_serve_nobody(monkeypatch: pytest.Monk
         attention = FlashInferAttention(shape, torch.bfloat16, GPU)
         tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
         decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
-        pool = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
-        assert GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES).warm(pool, 3) == len(SIZES)
-        assert GraphedDecoder(decoder, attention, Forgetful(), SIZES).warm(pool, 3) == 0
+        right, wrong = (GraphedDecoder(decoder, attention, capture, SIZES) for capture in (CudaCapture(GPU), Forgetful()))
+        pool = KVPool(shape.num_layers, right.spare_slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
+        assert right.warm(pool, 3) == len(SIZES)
+        assert wrong.warm(pool, 3) == 0

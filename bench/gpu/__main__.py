@@ -1,103 +1,74 @@
-"""``make gpu``: the stages, one after the other, and a table of what they found.
+"""``make gpu``: the pieces, one after the other, and a table of what they found.
 
-Stages run one after the other, each by itself: one that fails loses nothing of the others. All of it takes minutes on a
-GPU and needs no network. Numbers come as they are found; a table of all stands at the end, and ``gpu.json`` in the
-folder ``--out`` is complete after each stage. ``--device cpu --rehearse`` runs every line of it anywhere, on shapes so
-small that the numbers mean nothing.
+Each piece is a process of its own with its own limit (``piece``), so one that dies costs its own rows; it is run once
+more with the first of what it measures. Numbers come as they are found: each is a line of ``gpu.jsonl`` in the folder
+``--out`` at once, ``gpu.json`` there is complete after each piece, and a table of all stands at the end. All of it is
+made for ten minutes of a GPU and needs no network. ``--device cpu --rehearse`` runs every line of it anywhere, on
+shapes so small that the numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import re
-import subprocess
+import json
+import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from bench.gpu.answers import answers_stage
-from bench.gpu.pace import choose_stage, decode_stage, fp8_stage, fused_stage, graphs_stage, tree_stage
-from bench.gpu.stage import Finding, Given, copy_rate, free, seconds
+from bench.gpu.piece import FAULTS, Died, Piece, found_by
+from bench.gpu.stage import Finding, Given
+from bench.gpu.stages import PIECES, STAGES
 from bench.report import Row, save, write
 from slipstream.engine.model import device_of
 from slipstream.models.folder import KNOWN, prepare
 
-Stage = Callable[[Given], Iterator[Finding]]
-
-DEVICE_TESTS = ("tests/test_device.py", "tests/test_attention.py", "tests/test_sampling.py")
-PACKAGES = ("numpy", "transformers", "tokenizers", "safetensors", "triton", "flashinfer-python")
-SUITE_S = 300
-LIMIT_S = 500.0
+LIMIT_S = 570.0
+LOST = ("DIED", "FAILED")  # what a row is called that stands for a piece's end
+NO_COMPILER = {"FLASHINFER_DISABLE_JIT": "1"}  # on a device's time
 
 
-def info_stage(given: Given) -> Iterator[Finding]:
-    yield Finding("python", platform.python_version())
-    yield Finding("torch", torch.__version__)
-    for package in PACKAGES:
-        try:
-            yield Finding(package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            yield Finding(package, "not installed")
-    if given.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(given.device)
-        yield Finding("device", properties.name)
-        yield Finding("compute capability", f"{properties.major}.{properties.minor}")
-        yield Finding("memory", properties.total_memory / 1e9, "GB")
-        yield Finding("CUDA of torch", str(torch.version.cuda))
-    yield Finding("copy, bytes read and written", copy_rate(given) / 1e9, "GB/s", "about 3000 on H100, 4300 on H200")
-    size = 8192 if given.full else 128
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=given.device) for _ in range(2))
-    rate = 2 * size**3 / seconds(lambda: a @ b, given.device, given.repeats)
-    yield Finding(f"bfloat16 product of {size} x {size}", rate / 1e12, "TFLOP/s", "770 to 800 on H100")
-    free()
-
-
-def suite_stage(given: Given) -> Iterator[Finding]:
-    began = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "--device", str(given.device)]
-    done = subprocess.run([*command, *DEVICE_TESTS], capture_output=True, text=True, timeout=SUITE_S, check=False)
-    print(done.stdout[-4000:] + done.stderr[-2000:] if done.returncode else "")
-    for what, value, unit in re.findall(r"^= (.+) \| (.+) \| (.+)$", done.stdout, re.MULTILINE):
-        yield Finding(what, float(value), unit)
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", done.stdout)}
-    yield Finding("tests passed", counts.get("passed", 0))
-    yield Finding("tests that failed", sum(n for word, n in counts.items() if word in ("failed", "error", "errors")),
-                  expected="0")
-    yield Finding("exit status", done.returncode, expected="0")
-    yield Finding("took", time.perf_counter() - began, "s")
-
-
-STAGES: dict[str, Stage] = {
-    "info": info_stage, "suite": suite_stage, "fused": fused_stage, "graphs": graphs_stage, "choose": choose_stage,
-    "decode": decode_stage, "fp8": fp8_stage, "tree": tree_stage, "answers": answers_stage,
-}
-
-
-def run(names: Sequence[str], given: Given, out: Path, limit_s: float) -> list[Row]:
-    """The rows of all stages; a stage that fails, or comes too late, has a row that says so."""
+def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float, faults: dict[str, str]) -> list[Row]:
+    """The rows of all pieces. limit_s: of all of them; what does not come to its turn has a row that says so. faults:
+    see ``piece.FAULTS``, by stage."""
+    out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    began = time.perf_counter()
-    for name in names:
-        if time.perf_counter() - began > limit_s:
-            rows.append(_row(name, Finding("not run", f"{limit_s:.0f} s were over")))
-            continue
-        print(f"-- {name}, {time.perf_counter() - began:.0f} s after the start", flush=True)
-        try:
-            for finding in STAGES[name](given):
-                rows.append(_row(name, finding))
+    began_s = time.perf_counter()
+    with (out / "gpu.jsonl").open("w", encoding="utf-8") as lines:
+        for piece in pieces:
+            at_s = time.perf_counter() - began_s
+            print(f"-- {piece.name}, {at_s:.0f} s after the start", flush=True)
+            for finding in _tried(piece, given, limit_s - at_s, faults.get(piece.stage, "")):
+                rows.append(_row(piece.name, finding))
+                at_s = time.perf_counter() - began_s
+                lines.write(json.dumps({"at_s": round(at_s, 2), **rows[-1]}) + "\n")
+                lines.flush()
                 print("  ", *(value for value in rows[-1].values() if value != ""), flush=True)
-        except Exception as error:  # whatever a stage meets, the others are still worth their time
-            traceback.print_exc()
-            rows.append(_row(name, Finding("FAILED", f"{type(error).__name__}: {str(error)[:200]}")))
-        free()
-        save("gpu", rows, out)
+            save("gpu", rows, out)
     return rows
+
+
+def _tried(piece: Piece, given: Given, left_s: float, fault: str) -> Iterator[Finding]:
+    """Once, and after a death once more, for less."""
+    limit_s = min(piece.limit_s, left_s)
+    if limit_s <= 0.0:
+        yield Finding("not run", "the time was over")
+        return
+    given = replace(given, shape=piece.shape)
+    try:
+        yield from found_by(piece, given, limit_s, fault)
+        return
+    except Died as death:
+        yield Finding("DIED" if death.on_device else "FAILED", str(death))
+        if not death.on_device:
+            return
+    try:
+        for found in found_by(piece, replace(given, narrow=True), limit_s / 2, fault):
+            yield replace(found, what=f"once more: {found.what}")
+    except Died as death:
+        yield Finding("DIED", f"once more: {death}")
 
 
 def _row(stage: str, found: Finding) -> Row:
@@ -115,18 +86,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="a folder or a known name for answers; else random")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="no stage begins later than this")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all pieces together")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes: does it run?")
+    parser.add_argument("--fault", action="append", default=[], metavar="STAGE=KIND",
+                        help=f"break a stage on purpose, to see the others survive it: {', '.join(FAULTS)}")
     options = parser.parse_args(arguments)
     names = options.stages.split()
-    if unknown := [name for name in names if name not in STAGES]:
+    faults = dict(fault.partition("=")[::2] for fault in options.fault)
+    if unknown := [name for name in [*names, *faults] if name not in STAGES]:
         parser.error(f"no stage {unknown[0]}; there are {', '.join(STAGES)}")
+    if unknown := [fault for fault in faults.values() if fault not in FAULTS]:
+        parser.error(f"no fault {unknown[0]}; there are {', '.join(FAULTS)}")
     model = prepare(options.model) if options.model in KNOWN else Path(options.model) if options.model else None
     given = Given(device_of(options.device), not options.rehearse, model, options.repeats)
-    rows = run(names, given, options.out, options.limit_s)
+    os.environ.update({name: os.environ.get(name, value) for name, value in NO_COMPILER.items()})
+    rows = run([piece for piece in PIECES if piece.stage in names], given, options.out, options.limit_s, faults)
     title = "a rehearsal: these numbers mean nothing" if options.rehearse else "the engine on one device"
     write("gpu", rows, title, options.out)
-    return int(any(row["what"] == "FAILED" for row in rows))
+    return int(any(row["what"] in LOST for row in rows))
 
 
 if __name__ == "__main__":

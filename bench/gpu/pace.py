@@ -95,7 +95,11 @@ class Stepper:
 
 def decoder(given: Given, attention: Attention | None = None) -> Decoder:
     """An 8B Llama's, with random weights."""
-    config = config_of(LLAMA_8B if given.full else TINY)
+    return decoder_of(config_of(LLAMA_8B if given.full else TINY), given, attention)
+
+
+def decoder_of(config: ModelConfig, given: Given, attention: Attention | None = None) -> Decoder:
+    """One of any shape."""
     return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
                    operations_for("auto", config, torch.bfloat16, given.device), attention)
 
@@ -105,15 +109,15 @@ def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_
     """Plain steps, trees by plain steps, and steps of several sessions. ``layer_itemsize``: see ``read_bytes``."""
     deep, rate = DEEP if given.full else 32, copy_rate(given)
     stepper = Stepper(model, max(SESSIONS) * (deep + 1) + LONG + spare_slots)
-    for context in (CONTEXT, LONG):
+    for context in given.few((CONTEXT, LONG)):
         roof_s = read_bytes(model.config, 2, context, layer_itemsize) / rate
         yield from step_findings(f"1 row behind {context}", stepper.tree(1, context), given, roof_s, expected)
     plain_s = seconds(stepper.tree(1, CONTEXT), given.device, given.repeats)
-    for rows in ROWS[1:]:
+    for rows in given.few(ROWS[1:]):
         taken_s = seconds(stepper.tree(rows, CONTEXT), given.device, given.repeats)
         yield Finding(f"{rows} rows by 1 row", taken_s / plain_s, "ratio", RATIOS.get(rows, ""))
     yield from _work("64 rows", stepper.tree(64, CONTEXT), given)
-    for count in SESSIONS:
+    for count in given.few(SESSIONS):
         taken_s = seconds(stepper.sessions(count, deep), given.device, given.repeats)
         yield Finding(f"{count} sessions behind {deep}", count / taken_s, "tokens/s", RATES.get(count, ""))
     free()
@@ -158,7 +162,7 @@ def choose_stage(given: Given) -> Iterator[Finding]:
     assert isinstance(vocab, int)
     logits = zipf_logits(max(ROWS), vocab).to(given.device)
     for name, sampling in SAMPLINGS.items():
-        for rows in (1, 9, 64):
+        for rows in given.few((1, 9, 64)):
             choosing = partial(choose, logits[:rows], [choice_rows(sampling, rows)])
             taken_s = seconds(choosing, given.device, given.repeats)
             yield Finding(f"{name}, {rows} rows of {vocab} tokens", 1e6 * taken_s, "us")
@@ -216,20 +220,20 @@ class Grower:
 
 
 def fused_stage(given: Given) -> Iterator[Finding]:
-    operations = fused(given.device)
+    """``given.shape``: rows."""
+    operations, rows = fused(given.device), int(given.shape)
     config = config_of(LLAMA_8B if given.full else TINY)
-    for rows in FUSED_ROWS:
-        took = {}
-        for name, ops in (("torch's", TORCH), ("fused", operations)):
-            run, what = layers_in_graph(config, ops, given, rows), f"a layer of {rows} rows, {name} operations"
-            took[name] = seconds(run, given.device, given.repeats) / LAYERS
-            yield Finding(what, 1e6 * took[name], "us")
-            busy_s, kernels = device_work(run, given.device)
-            if kernels:
-                yield Finding(f"{what}: device computes", 1e6 * busy_s / LAYERS, "us")
-                yield Finding(f"{what}: kernels", kernels / LAYERS)
-            free()
-        yield Finding(f"a layer of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
+    took = {}
+    for name, ops in (("torch's", TORCH), ("fused", operations)):
+        run, what = layers_in_graph(config, ops, given, rows), f"a layer of {rows} rows, {name} operations"
+        took[name] = seconds(run, given.device, given.repeats) / LAYERS
+        yield Finding(what, 1e6 * took[name], "us")
+        busy_s, kernels = device_work(run, given.device)
+        if kernels:
+            yield Finding(f"{what}: device computes", 1e6 * busy_s / LAYERS, "us")
+            yield Finding(f"{what}: kernels", kernels / LAYERS)
+        free()
+    yield Finding(f"a layer of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
 
 
 def layers_in_graph(config: ModelConfig, ops: LayerOps, given: Given, rows: int) -> Run:

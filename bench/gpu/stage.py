@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,19 @@ from slipstream.engine.ops.layer import TORCH, Operations
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a prepared folder or None."""
+    """``full`` False: a rehearsal on small shapes, whose numbers mean nothing. ``model``: a prepared folder or None.
+    ``shape``: of a stage that has several. ``narrow``: of what a stage measures, the first alone."""
 
     device: torch.device
     full: bool = True
     model: Path | None = None
     repeats: int = 20
+    shape: str = ""
+    narrow: bool = False
+
+    def few(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """``values``, or the first of them."""
+        return values[:1] if self.narrow else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,9 @@ class Finding:
     value: float | str
     unit: str = ""
     expected: str = ""
+
+
+Find = Callable[[Given], Iterator[Finding]]
 
 
 def paged(given: Given, config: ModelConfig) -> PagedAttention:

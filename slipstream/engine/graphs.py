@@ -7,8 +7,8 @@ Rules:
 3. Results are copied out before another replay may write over them.
 4. Dummy rows write to slots beyond those that the pool hands out, so they touch nobody's KV.
 5. What does not fit any graph, and what cannot be captured, runs as it would without graphs. Nothing is refused.
-6. Graphs that are made before anything is served are tried: each replays a step beside the same step without it. When
-   one gives something else, none of them serves.
+6. Capturing and trying are one act: a new graph replays a step beside the same step without it, on slots of its own,
+   also while others are served. One that fails is given up alone, and tried again when it has been missed for long.
 
 How a graph is captured is given: CUDA's on a GPU; on a CPU the same function is called again on the same buffers, which
 is all of this but the speed. It knows nothing about sessions or sampling.
@@ -34,6 +34,7 @@ from slipstream.protocol.tree import MAX_NODES
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SEGMENTS = (1, 2, 5, 9, 17, 33, 65)  # one more than a power of two: room for the dummy
 TRIAL_CONTEXT, TRIAL_LIMIT = 20, 0.1  # tokens; of a row's length: far beyond what sums in another order change
+MISSED = 1000  # steps that a size is passed over after it failed; twice as many each time
 CPU = torch.device("cpu")
 NOTHING = BatchBuilder(kv_slots=[np.zeros(0, np.int64)]).build()  # pads to dummies alone
 
@@ -146,12 +147,20 @@ class CapturedStep:
         yield from self._attend.buffers()
 
 
+@dataclass(slots=True)
+class Refusal:
+    """Of a size that failed. Steps are counted, not seconds, so that all ranks of a model try again together."""
+
+    left: int  # steps until it is tried again
+    next: int  # and after the next failure
+
+
 class GraphedDecoder:
     """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
-    slots beyond those that are handed out, at its end."""
+    slots beyond those that are handed out, at its end: those of dummies, then those of trials."""
 
-    __slots__ = ("_attention", "_capture", "_failed", "_model", "_pages", "_pool", "_sizes", "_steps", "config",
-                 "device", "dtype", "embed", "logits", "spare_slots")
+    __slots__ = ("_attention", "_capture", "_model", "_most_rows", "_pages", "_pool", "_refusals", "_sizes", "_steps",
+                 "config", "device", "dtype", "embed", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
                  wanted: Sequence[Size] | None = None) -> None:
@@ -160,10 +169,16 @@ class GraphedDecoder:
         self.logits, self.embed = model.logits, model.embed
         self._sizes = sorted(sizes() if wanted is None else wanted)
         self._steps: dict[tuple[Size, tuple[int, ...]], CapturedStep] = {}
+        self._refusals: dict[tuple[Size, tuple[int, ...]], Refusal] = {}
         self._pool: KVPool | None = None
         self._pages = PageTensors.empty(0, 0, 0, model.device)
-        self._failed = False
-        self.spare_slots = max(size.rows for size in self._sizes)
+        self._most_rows = max(size.rows for size in self._sizes)
+        self.spare_slots = 2 * self._most_rows + TRIAL_CONTEXT
+
+    @property
+    def num_serving(self) -> int:
+        """Graphs that were captured and passed their trial."""
+        return len(self._steps)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool,
@@ -174,8 +189,7 @@ class GraphedDecoder:
 
     @torch.inference_mode()
     def warm(self, pool: KVPool, most_segments: int, taps: tuple[int, ...] = ()) -> int:
-        """Capture every size that steps of so many segments may need, while nobody has slots. Returns how many there
-        are."""
+        """Capture every size that steps of so many segments may need. Returns how many graphs serve."""
         if pool is not self._pool:
             self._serve(pool)
         enough = min((size.segments for size in self._sizes if size.segments > most_segments),
@@ -183,75 +197,77 @@ class GraphedDecoder:
         for size in reversed(self._sizes):  # the largest first: the scratch memory of the others is part of its own
             if size.segments <= enough:
                 self._captured(size, taps)
-        for (size, _), step in self._steps.items():
-            try:
-                reason = self._disagrees(size, step, pool)
-            except RuntimeError as error:
-                reason = str(error)
-            if reason:
-                self._steps.clear()
-                self._give_up(size, reason)
-                break
-        return len(self._steps)
+        return self.num_serving
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All static buffers, for tests that spoil them between steps."""
         for step in self._steps.values():
             yield from step.buffers()
 
-    def _disagrees(self, size: Size, step: CapturedStep, pool: KVPool) -> str:
-        """In words; empty: its replay is the step that it was captured from. Writes to slots that nobody has yet."""
+    def _disagrees(self, size: Size, step: CapturedStep, pool: KVPool, taps: tuple[int, ...]) -> str:
+        """In words; empty: its replay is the step that it was captured from."""
         rows = size.rows - size.segments + 1  # one segment, and room for dummies
-        if pool.num_slots - self.spare_slots < TRIAL_CONTEXT + rows:
-            return ""
-        context = np.arange(TRIAL_CONTEXT)
+        first = pool.num_slots - self._most_rows - TRIAL_CONTEXT
+        context, own = np.arange(first, first + TRIAL_CONTEXT), range(first + TRIAL_CONTEXT, pool.num_slots)[:rows]
         before, tried, words = BatchBuilder(), BatchBuilder(), [1]
-        before.add([1] * TRIAL_CONTEXT, context.tolist(), context.tolist(), context[:0])
+        before.add([1] * TRIAL_CONTEXT, range(TRIAL_CONTEXT), context.tolist(), context[:0])
         for node in range(1, rows):
             words.append(words[(node - 1) // 2] | 1 << node)
-        own, is_tree = range(TRIAL_CONTEXT, TRIAL_CONTEXT + rows), 1 < rows <= MAX_NODES
-        tried.add(range(rows), own, list(own), context, words if is_tree else None, rows if is_tree else 0)
+        is_tree = 1 < rows <= MAX_NODES
+        tried.add(range(rows), range(TRIAL_CONTEXT, TRIAL_CONTEXT + rows), list(own), context,
+                  words if is_tree else None, rows if is_tree else 0)
         self._model.forward(before.build(self.device), pool)
         batch = tried.build(self.device)
-        right, _ = self._model.forward(batch, pool)
+        right = self._model.forward(batch, pool, taps)
         done = step(batch)
         if done is None:
             return "it was captured with another launch"
-        worst = farthest(done[0], right)
+        worst = max(farthest(found, wanted) for found, wanted in zip(done, right, strict=True)
+                    if found is not None and wanted is not None)
         return f"its replay is off by {worst:.2g} of a row's length" if worst > TRIAL_LIMIT else ""
-
-    def _give_up(self, size: Size, reason: str) -> None:
-        self._failed = True
-        logger("engine").warning("no graphs: each kernel is launched by itself", rows=size.rows,
-                                 segments=size.segments, reason=reason.strip().partition("\n")[0][:300])
 
     def _serve(self, pool: KVPool) -> None:
         self._pool = pool
         self._steps.clear()
+        self._refusals.clear()
         # Contexts that answers share are listed once for each of them.
-        self._pages = PageTensors.empty(self.spare_slots, max(size.segments for size in self._sizes),
+        self._pages = PageTensors.empty(self._most_rows, max(size.segments for size in self._sizes),
                                         2 * pool.num_slots, self._model.device)
 
     def _step(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep | None:
         if self._pool is None:
             self._serve(pool)
-        if pool is not self._pool or batch.kv_indptr[-1] + self.spare_slots > len(self._pages.indices):
+        if pool is not self._pool or batch.kv_indptr[-1] + self._most_rows > len(self._pages.indices):
             return None
         rows, segments = batch.num_rows, len(batch.mask_lens)
         size = next((size for size in self._sizes if size.takes(rows, segments)), None)
         return None if size is None else self._captured(size, taps)
 
     def _captured(self, size: Size, taps: tuple[int, ...]) -> CapturedStep | None:
-        if self._failed or self._pool is None:
+        key = (size, taps)
+        if key in self._steps:
+            return self._steps[key]
+        refusal = self._refusals.get(key)
+        if refusal is not None and refusal.left:
+            refusal.left -= 1
             return None
-        if (size, taps) not in self._steps:
-            try:
-                self._steps[size, taps] = self._capture_step(size, self._pool, taps)
-            except RuntimeError as error:
-                self._give_up(size, str(error))
-        return self._steps.get((size, taps))
+        assert self._pool is not None
+        reason, step = "", None
+        try:
+            step = self._capture_step(size, self._pool, taps)
+            reason = self._disagrees(size, step, self._pool, taps)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        if step is not None and not reason:
+            self._steps[key] = step
+            return step
+        missed = MISSED if refusal is None else refusal.next
+        self._refusals[key] = Refusal(missed, 2 * missed)
+        logger("engine").warning("no graph of this size: each kernel is launched by itself", rows=size.rows,
+                                 segments=size.segments, taps=len(taps), again_in_steps=missed, reason=reason)
+        return None
 
     def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
         attend = self._attention.fixed(self._pages.part(size.rows, size.segments))
-        spare = range(pool.num_slots - self.spare_slots, pool.num_slots)
-        return CapturedStep(self._model, attend, size, pool, spare, taps, self._capture)
+        first = pool.num_slots - self.spare_slots
+        return CapturedStep(self._model, attend, size, pool, range(first, first + self._most_rows), taps, self._capture)

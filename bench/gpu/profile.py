@@ -1,0 +1,120 @@
+"""Stage ``profile`` of ``make gpu``: where a captured step of an 8B model leaves its time, on the device and on the host.
+
+Rules:
+1. The device's table is by kernel, with the most time first; the host's is a line of parts, each until it returns.
+2. What waits for the device where nothing should is counted (``torch.cuda.set_sync_debug_mode``).
+3. The last part, the copy of the result, is where the host has to wait.
+
+On a CPU there are no kernels to list, and the line alone is told.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.pace import decoder
+from bench.gpu.shapes import LLAMA_8B, TINY, config_of
+from bench.gpu.stage import Finding, Given, capture_of, paged, seconds, wait
+from slipstream.engine.attention import plan_pages
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.kv import KVPool
+
+CONTEXT, MOST_KERNELS, NAME = 1024, 16, 70
+
+Part = Callable[[Any], Any]
+
+
+def profile_stage(given: Given) -> Iterator[Finding]:
+    """``given.shape``: how many sessions make a plain step."""
+    count, context = int(given.shape), CONTEXT if given.full else 32
+    config = config_of(LLAMA_8B if given.full else TINY)
+    attention = paged(given, config)
+    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
+    slots = count * (context + 1)
+    pool = KVPool(config.num_layers, slots + model.spare_slots, config.num_kv_heads, config.head_dim, model.dtype,
+                  model.device)
+    pool.kv.normal_()
+
+    def build(_: object) -> ForwardBatch:
+        builder = BatchBuilder()
+        for first in range(0, slots, context + 1):
+            builder.add([1], [context], [first + context], np.arange(first, first + context))
+        return builder.build(model.device)
+
+    parts: dict[str, Part] = {"build the batch": build, "forward": lambda batch: model.forward(batch, pool)[0],
+                              "head": model.logits, "argmax, and wait": lambda logits: logits.argmax(-1).tolist()}
+    yield from _line(parts, given)
+    batch = build(None)
+    plan_s = seconds(partial(plan_pages, batch), torch.device("cpu"), given.repeats)
+    yield Finding("host: plan of the pages, of forward", 1e6 * plan_s, "us")
+    whole = partial(_run, parts)
+    yield Finding("a step", 1e6 * seconds(whole, given.device, given.repeats), "us")
+    if given.device.type == "cuda":
+        yield from _waits(parts)
+        yield from _kernels(whole, given)
+
+
+@torch.inference_mode()
+def _run(parts: dict[str, Part]) -> None:
+    found = None
+    for part in parts.values():
+        found = part(found)
+
+
+@torch.inference_mode()
+def _line(parts: dict[str, Part], given: Given) -> Iterator[Finding]:
+    took: dict[str, list[float]] = {name: [] for name in parts}
+    for turn in range(-3, given.repeats):
+        found = None
+        wait(given.device)
+        for name, part in parts.items():
+            began_s = time.perf_counter()
+            found = part(found)
+            if turn >= 0:
+                took[name].append(time.perf_counter() - began_s)
+    for name, times in took.items():
+        yield Finding(f"host: {name}", 1e6 * statistics.median(times), "us")
+
+
+@torch.inference_mode()
+def _waits(parts: dict[str, Part]) -> Iterator[Finding]:
+    found = None
+    for name, part in parts.items():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                found = part(found)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        count = sum("synchroniz" in str(warning.message) for warning in told)
+        yield Finding(f"waits for the device: {name}", count, expected="1" if "wait" in name else "0")
+
+
+def _kernels(step: Callable[[], None], given: Given) -> Iterator[Finding]:
+    step()
+    wait(given.device)
+    watch: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
+    with watch:
+        step()
+        wait(given.device)
+    events = [event for event in watch.events() if event.device_type.name == "CUDA"]
+    took: Counter[str] = Counter()
+    for event in events:
+        took[event.name] += event.time_range.elapsed_us()
+    counts = Counter(event.name for event in events)
+    yield Finding("device: kernels and copies", len(events))
+    yield Finding("device: computes", sum(took.values()), "us")
+    for name, us in took.most_common(MOST_KERNELS):
+        yield Finding(f"device: {counts[name]} x {name[:NAME]}", us, "us")

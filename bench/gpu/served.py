@@ -1,0 +1,107 @@
+"""Stage ``served`` of ``make gpu``: answers end to end on a model of the large shape with random weights, through the
+target's own engine thread, a draft beside it and the link between them.
+
+Rules:
+1. Every session asks at once; plain, then with a tree verified in each round. A random head is hardly ever right, so
+   the second says what a round costs, and not what speculation gains.
+2. *Host busy* is the processor time of this process by the time that passed: where it is near 1, the host is what the
+   device waits for.
+
+It knows nothing about HTTP or how answers are chosen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from bench.gpu.pace import decoder
+from bench.gpu.shapes import LLAMA_8B, TINY, config_of, random_head
+from bench.gpu.stage import Finding, Given, capture_of, paged
+from draft_service.assembly import assemble as assemble_draft
+from slipstream.base.config import Config, load
+from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.neural import NeuralDrafter
+from slipstream.engine.graphs import GraphedDecoder
+from slipstream.engine.ops.fused import operations_for
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.pairing import check_pair
+from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.session import LEASE_S
+from slipstream.wire.local import LocalLink
+from target_service.assembly import Target
+from target_service.assembly import assemble as assemble_target
+
+WINDOW = 512  # slots of the draft for a session
+
+
+def served_stage(given: Given) -> Iterator[Finding]:
+    """``given.shape``: how many sessions ask at once."""
+    count = int(given.shape) if given.full else min(int(given.shape), 4)
+    prompt, answer = (128, 128) if given.full else (12, 8)
+    config = load(None, ("target.policy.always=true", "target.prompt_lookup=false", f"target.max_sessions={count}",
+                         "target.max_context=1024"))
+    for name, seconds, processor_s, pieces in asyncio.run(_asked(given, config, count, prompt, answer)):
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        yield Finding(f"{name}: all sessions", tokens / seconds, "tokens/s")
+        yield Finding(f"{name}: a round of all", 1e3 * seconds * count / len(pieces), "ms")
+        yield Finding(f"{name}: a step, as the target saw it", 1e3 * float(np.median([p.verify_s for p in pieces])), "ms")
+        yield Finding(f"{name}: verified nodes", sum(p.drafted for p in pieces) / len(pieces), "a round")
+        yield Finding(f"{name}: host busy", processor_s / seconds, "of one core")
+
+
+Asked = list[tuple[str, float, float, list[Piece]]]
+
+
+async def _asked(given: Given, config: Config, count: int, prompt: int, answer: int) -> Asked:
+    """For each way: its name, seconds, processor seconds, and all pieces."""
+    links: list[LocalLink] = []
+    shape = config_of(LLAMA_8B if given.full else TINY)
+    attention = paged(given, shape)
+    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
+    target = await asyncio.to_thread(assemble_target, config, model, "random", "", asyncio.get_running_loop(),
+                                     lambda: [link.status() for link in links])
+    draft = assemble_draft(_drafter(given, config, count), "", LEASE_S)
+    links.append(LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair))
+    draft.worker.start()
+    target.worker.start()
+    found: Asked = []
+    try:
+        links[0].restore()
+        if problem := links[0].status().problem:
+            raise RuntimeError(problem)
+        for turn, name in enumerate(("warm-up", "plain", "drafted")):
+            began_s, busy_s = time.perf_counter(), time.process_time()
+            answers = [_answer(target, _request(turn * count + i, prompt, answer, name != "plain", shape.vocab_size))
+                       for i in range(count)]
+            pieces = [piece for one in await asyncio.gather(*answers) for piece in one]
+            found.append((name, time.perf_counter() - began_s, time.process_time() - busy_s, pieces))
+        return found[1:]
+    finally:
+        links[0].cut()
+        await asyncio.to_thread(target.end)
+        await asyncio.to_thread(draft.worker.stop)
+
+
+def _drafter(given: Given, config: Config, count: int) -> NeuralDrafter:
+    shape, growth = config_of(LLAMA_8B if given.full else TINY), config.draft.growth
+    head = random_head(shape, 32_000 if given.full else 64, torch.bfloat16, given.device)
+    ops = operations_for("auto", head.config, torch.bfloat16, given.device)
+    spare = spare_slots(growth.topk, growth.num_steps - 1)
+    network = EagleNetwork(head, "bfloat16", given.device, count * WINDOW, True, ops, spare_slots=spare)
+    levels = GraphLevels(network, paged(given, head.config), growth.topk, growth.num_steps - 1, capture_of(given))
+    return NeuralDrafter("eagle3", network, growth, count, WINDOW // 2, levels)
+
+
+def _request(number: int, prompt: int, answer: int, speculate: bool, vocab: int) -> Request:
+    tokens = np.random.default_rng(number).integers(2, vocab, size=prompt).tolist()
+    return Request(str(number), tuple(tokens), Sampling(), answer, None, speculate)
+
+
+async def _answer(target: Target, request: Request) -> list[Piece]:
+    return [piece async for piece in target.service.submit(request)]
