@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import tarfile
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from bench.gpu.bundle import FLASHINFER, PACKAGES, pinned, wanted
+from bench.gpu.bundle import FLASHINFER, PACKAGES, expected, pack, pinned, wanted
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
 
@@ -33,3 +34,20 @@ def test_of_flashinfer_go_python_and_the_templates_of_one_kernel(tmp_path: Path)
 def test_the_bundle_has_the_version_that_the_project_asks_for() -> None:
     project = tomllib.loads((LOCK.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["optional-dependencies"]["gpu"] == [FLASHINFER]
+
+
+def test_one_archive_holds_all_and_no_more_than_can_travel(tmp_path: Path) -> None:
+    for name in ("bundle/site/package/a.py", "made/common_pb2.py", "made/common_pb2.pyi"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    with tarfile.open(pack(tmp_path / "bundle", tmp_path / "made", tmp_path / "all.tar.gz")) as packed:
+        files = {member.name for member in packed if member.isfile()}
+    assert files == {"build/gpu-bundle/site/package/a.py", "slipstream/v1/common_pb2.py"}
+    with pytest.raises(SystemExit, match="can travel"):
+        pack(tmp_path / "bundle", tmp_path / "made", tmp_path / "all.tar.gz", 10)
+
+
+def test_what_is_expected_there_brings_what_it_needs() -> None:
+    found = expected(["rich", "not-there"])
+    assert {"rich", "pygments"} <= found and "not-there" not in found
+    assert "pydantic" not in expected(["torch", "pytest"])

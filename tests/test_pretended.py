@@ -122,7 +122,8 @@ def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> Non
         attention = FlashInferAttention(shape, torch.bfloat16, GPU)
         decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
         model = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
-        far = KVPool(shape.num_layers, SLOTS + model.spare_slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
+        slots = SLOTS + model.spare_slots
+        far = KVPool(shape.num_layers, slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
         assert model.warm(far, 3) == len(gpu.graphs) == len(SIZES)
         far.kv[:, :SLOTS].copy_(kv_of(shape))
         for turn, builder in enumerate(batches(dice)):

@@ -14,7 +14,7 @@ from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Replay
 from slipstream.engine.kv import KVPool
 from tests.pretended import GPU, pretended
-from tests.test_pretended import SIZES, SLOTS, Kernel, attended, config, library
+from tests.test_pretended import SIZES, Kernel, attended, config, library
 from tests.tiny import tiny_config, tiny_tensors
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def chosen(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Attention:
     with pretended() as gpu:
         monkeypatch.setitem(sys.modules, "flashinfer", library(gpu, kernel))
-        return attention_for(config(), torch.bfloat16, GPU)
+        return attention_for(config(), torch.bfloat16, GPU, lambda *_: "")
 
 
 def blind_to_trees(q: torch.Tensor, kv: torch.Tensor, pages: PageTensors, scale: float) -> torch.Tensor:
@@ -76,7 +76,8 @@ def test_graphs_that_replay_something_else_do_not_serve(monkeypatch: pytest.Monk
         attention = FlashInferAttention(shape, torch.bfloat16, GPU)
         tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
         decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
-        right, wrong = (GraphedDecoder(decoder, attention, capture, SIZES) for capture in (CudaCapture(GPU), Forgetful()))
+        right = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
+        wrong = GraphedDecoder(decoder, attention, Forgetful(), SIZES)
         pool = KVPool(shape.num_layers, right.spare_slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
         assert right.warm(pool, 3) == len(SIZES)
         assert wrong.warm(pool, 3) == 0

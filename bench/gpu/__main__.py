@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.gpu.piece import FAULTS, Died, Piece, found_by
+from bench.gpu.piece import FAULTS, Died, Piece, found_by, prepare
 from bench.gpu.stage import Finding, Given
 from bench.gpu.stages import PIECES, STAGES
 from bench.report import Row, save, write
 from slipstream.engine.model import device_of
-from slipstream.models.folder import KNOWN, prepare
+from slipstream.models.folder import KNOWN
+from slipstream.models.folder import prepare as prepare_model
 
 LIMIT_S = 570.0
 LOST = ("DIED", "FAILED")  # what a row is called that stands for a piece's end
-NO_COMPILER = {"FLASHINFER_DISABLE_JIT": "1"}  # on a device's time
 
 
 def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float, faults: dict[str, str]) -> list[Row]:
@@ -35,6 +34,7 @@ def run(pieces: Sequence[Piece], given: Given, out: Path, limit_s: float, faults
     see ``piece.FAULTS``, by stage."""
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
+    prepare(pieces)
     began_s = time.perf_counter()
     with (out / "gpu.jsonl").open("w", encoding="utf-8") as lines:
         for piece in pieces:
@@ -97,9 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no stage {unknown[0]}; there are {', '.join(STAGES)}")
     if unknown := [fault for fault in faults.values() if fault not in FAULTS]:
         parser.error(f"no fault {unknown[0]}; there are {', '.join(FAULTS)}")
-    model = prepare(options.model) if options.model in KNOWN else Path(options.model) if options.model else None
+    model = prepare_model(options.model) if options.model in KNOWN else Path(options.model) if options.model else None
     given = Given(device_of(options.device), not options.rehearse, model, options.repeats)
-    os.environ.update({name: os.environ.get(name, value) for name, value in NO_COMPILER.items()})
     rows = run([piece for piece in PIECES if piece.stage in names], given, options.out, options.limit_s, faults)
     title = "a rehearsal: these numbers mean nothing" if options.rehearse else "the engine on one device"
     write("gpu", rows, title, options.out)

@@ -1,20 +1,22 @@
-"""``make gpu-bundle``: what a machine with torch but without a network lacks to run ``make gpu``, in one folder.
+"""``make gpu-bundle``: what a machine with torch but without a network lacks to run ``make gpu``, in one archive.
 
 Rules:
 1. Packages are those of ``PACKAGES``, in the versions of ``requirements.lock``, for Python 3.12 on x86-64 Linux; they
-   are unpacked below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``.
-2. Everything else is expected there: torch, numpy 2, safetensors, tokenizers, psutil, PyYAML, rich, jinja2, pytest,
-   scipy.
-3. ``--model`` puts the default model's file (98 MB) where its package has it, and ``make gpu ARGS="--model NAME"``
+   lie below ``site``, which ``make gpu`` puts on PYTHONPATH where there is no ``.venv``. The code that is made from
+   ``proto`` goes along. The archive is unpacked in the root of a checkout, and has at most ``MOST_BYTES``.
+2. Everything else is expected there: ``EXPECTED``, and what those need.
+3. ``--rehearse`` makes it for this Python, unpacks it in an empty folder beside what git tracks, and runs the stages
+   there on a CPU, with nothing else of this environment than what is expected.
+4. ``--model`` puts the default model's file (98 MB) where its package has it, and ``make gpu ARGS="--model NAME"``
    prepares it there.
-4. ``--flashinfer`` adds FlashInfer as small as it runs, an archive that ``make gpu`` unpacks: Python, and the templates
+5. ``--flashinfer`` adds FlashInfer as small as it runs, an archive that ``make gpu`` unpacks: Python, and the templates
    from which it would make the kernels' sources; no headers. Its kernels are compiled here for sm_90a, without a GPU:
    ``nvcc`` (CUDA 13, on PATH) and ``ninja``, minutes. A module in ``flashinfer/data/aot`` is loaded as it is; with
    FLASHINFER_DISABLE_JIT=1 nothing is compiled where it runs.
-5. The kernels need ``libcudart.so.13`` alone, which a torch for CUDA 13 has loaded before. What was packed is unpacked
+6. The kernels need ``libcudart.so.13`` alone, which a torch for CUDA 13 has loaded before. What was packed is unpacked
    elsewhere and loaded, with no compiler to be found; what is not for sm_90a is an error.
 
-It knows nothing about how the folder travels.
+It knows nothing about how the archive travels.
 """
 
 from __future__ import annotations
@@ -29,16 +31,22 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from bench.gpu.stages import STAGES
 from slipstream.base.config import ModelSection
 from slipstream.engine.flashinfer import prebuild, specified
 from slipstream.models.folder import KNOWN, packaged_file
 
-PACKAGES = ("annotated-types", "gguf", "pydantic", "pydantic_core", "structlog", "typing_extensions",
-            "typing_inspection")
+PACKAGES = ("annotated-types", "gguf", "grpcio", "grpcio-health-checking", "grpcio-reflection", "prometheus-client",
+            "protobuf", "pydantic", "pydantic_core", "structlog", "typing_extensions", "typing_inspection")
+EXPECTED = ("torch", "numpy", "safetensors", "tokenizers", "psutil", "PyYAML", "rich", "jinja2", "pytest", "scipy")
+MADE = Path("slipstream/v1")  # from proto
+MOST_BYTES = 36 << 20
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 FOLDER = Path("build/gpu-bundle")
 FLASHINFER, TVM = "flashinfer-python==0.7.2.post1", "apache-tvm-ffi==0.1.15.post2"
@@ -61,12 +69,12 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def fetch(requirements: Sequence[str], site: Path) -> None:
-    """Wheels for the other machine, unpacked into ``site``."""
+def fetch(requirements: Sequence[str], site: Path, python: str = "3.12") -> None:
+    """Wheels for the other machine and its Python, unpacked into ``site``."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as wheels:
         subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                        "--python-version", "3.12", "--implementation", "cp", *platforms, "-d", wheels,
+                        "--python-version", python, "--implementation", "cp", *platforms, "-d", wheels,
                         *requirements], check=True)
         for wheel in sorted(Path(wheels).glob("*.whl")):
             with zipfile.ZipFile(wheel) as archive:
@@ -106,7 +114,7 @@ def build(folder: Path) -> Path:
 
 
 def wanted(package: Path) -> Iterator[Path]:
-    """The files of an installed ``flashinfer`` that go along, relative to it (rule 4)."""
+    """The files of an installed ``flashinfer`` that go along, relative to it (rule 5)."""
     for file in sorted(package.rglob("*")):
         path = file.relative_to(package)
         if not file.is_file() or "__pycache__" in path.parts:
@@ -145,11 +153,63 @@ def _loaded(head_dim: int, runtime: Path) -> None:
     print(f"{kernel.name}: loads without a compiler ({', '.join(functions)})")
 
 
+def pack(folder: Path, made: Path, archive: Path, most: int = MOST_BYTES) -> Path:
+    """One archive of ``folder`` and what is made from proto, as they lie in the root of a checkout. Raises SystemExit
+    where it is larger than ``most`` bytes."""
+    with tarfile.open(archive, "w:gz") as out:
+        out.add(folder, FOLDER)
+        for file in sorted(made.glob("*.py")):
+            out.add(file, MADE / file.name)
+    size = archive.stat().st_size
+    if size > most:
+        raise SystemExit(f"{archive}: {size / 2**20:.1f} MiB, and at most {most / 2**20:.0f} can travel")
+    print(f"{archive}: {size / 2**20:.1f} MiB, to be unpacked in the root of a checkout")
+    return archive
+
+
+def expected(names: Sequence[str]) -> set[str]:
+    """Distributions by name, with all that they need."""
+    found: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = _plain(pending.pop())
+        if name not in found:
+            with suppress(metadata.PackageNotFoundError):
+                needs = metadata.requires(name) or []
+                found.add(name)
+                pending += [re.split(r"[^\w.-]", need)[0] for need in needs if "extra ==" not in need]
+    return found
+
+
+def rehearse(archive: Path, options: Sequence[str]) -> int:
+    """Unpack it in an empty folder beside what git tracks, and run ``make gpu`` there. Returns the exit code."""
+    with tempfile.TemporaryDirectory() as place:
+        checkout, beside = Path(place) / "checkout", Path(place) / "beside"
+        beside.mkdir()
+        for name in expected(EXPECTED):
+            for file in metadata.files(name) or []:
+                top = beside / file.parts[0]
+                if file.parts[0] not in ("..", "__pycache__") and not top.exists():
+                    top.symlink_to(Path(str(file.locate())).parents[len(file.parts) - 1] / file.parts[0])
+        tracked = subprocess.run(["git", "ls-files", "-z"], capture_output=True, check=True).stdout.decode().split("\0")
+        for name in filter(None, tracked):
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(name, checkout / name)
+        with tarfile.open(archive) as packed:
+            packed.extractall(checkout, filter="data")
+        world = [f"HOME={place}", f"PYTHONPATH={checkout / FOLDER / 'site'}:{beside}"]
+        command = ["env", "-i", *world, sys.executable, "-S", "-m", "bench.gpu", "--device", "cpu", "--rehearse",
+                   "--repeats", "1", *options]
+        return subprocess.run(command, cwd=checkout, check=False).returncode
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.bundle", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="store_true", help="the default model too")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, its kernels compiled here with nvcc")
+    parser.add_argument("--rehearse", nargs="?", const="", metavar="STAGES",
+                        help="for this Python, unpacked and run in an empty folder; all stages but suite, or these")
     parser.add_argument("--compile", nargs=2, metavar=("SIZE", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--load", nargs=2, metavar=("SIZE", "RUNTIME"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -157,18 +217,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size, path = options.compile or options.load
         (_compiled if options.compile else _loaded)(int(size), Path(path))
         return
-    site = FOLDER / "site"
-    shutil.rmtree(site, ignore_errors=True)
-    fetch(pinned(Path("requirements.lock").read_text(encoding="utf-8"), PACKAGES), site)
-    if options.flashinfer:
-        fetch([TVM, NVML], site)
-        build(FOLDER)
-    if options.model:
-        known = KNOWN[ModelSection().path]
-        (site / known.package).mkdir(exist_ok=True)
-        shutil.copy(packaged_file(known), site / known.package / known.file)
-    files = [*(file for file in site.rglob("*") if file.is_file()), *FOLDER.glob("*.tar.gz")]
-    print(f"{FOLDER}: {len(files)} files, {sum(file.stat().st_size for file in files) / 2**20:.1f} MiB")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bundle" if options.rehearse is not None else FOLDER
+        site = folder / "site"
+        shutil.rmtree(site, ignore_errors=True)
+        python = ".".join(map(str, sys.version_info[:2])) if options.rehearse is not None else "3.12"
+        fetch(pinned(Path("requirements.lock").read_text(encoding="utf-8"), PACKAGES), site, python)
+        if options.flashinfer:
+            fetch([TVM, NVML], site)
+            build(folder)
+        if options.model:
+            known = KNOWN[ModelSection().path]
+            (site / known.package).mkdir(exist_ok=True)
+            shutil.copy(packaged_file(known), site / known.package / known.file)
+        archive = folder.with_name("gpu-bundle.tar.gz")
+        pack(folder, MADE, archive, sys.maxsize if options.model else MOST_BYTES)  # a model travels another way
+        if options.rehearse is not None:
+            names = options.rehearse or " ".join(name for name in STAGES if name != "suite")
+            sys.exit(rehearse(archive, ["--stages", names]))
 
 
 if __name__ == "__main__":

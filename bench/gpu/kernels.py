@@ -20,13 +20,12 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 from slipstream.engine.kv import KVPool
 
-HEADS = ("128x4", "128x8", "128x1", "64x3", "64x7")  # numbers of a head x query heads of a KV head
 FEW_LAYERS, CONTEXT = 2, 100
 STEPS = ((1, 1), (9, 1), (64, 1), (8, 8), (72, 8), (64, 64))  # rows, sessions
 
 
 def kernel_stage(given: Given) -> Iterator[Finding]:
-    """``given.shape``: one of ``HEADS``."""
+    """``given.shape``: numbers of a head x query heads of a KV head."""
     size, group = map(int, given.shape.split("x"))
     config = replace(config_of(LLAMA_8B), head_dim=size, num_kv_heads=2, num_heads=2 * group)
     off = disagreement(paged(given, config), config, torch.bfloat16, given.device)

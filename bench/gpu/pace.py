@@ -29,7 +29,7 @@ from bench.gpu.shapes import (
     random_tensors,
     read_bytes,
 )
-from bench.gpu.stage import Finding, Given, capture_of, copy_rate, device_work, free, fused, paged, seconds
+from bench.gpu.stage import Finding, Given, capture_of, copy_rate, device_work, free, fused, paged, seconds, untried
 from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
@@ -54,7 +54,6 @@ RATIOS = {8: "<= 1.03", 16: "<= 1.05", 32: "<= 1.08", 64: "<= 1.15"}
 RATES = {8: "1210 modelled on H100", 32: "4111 modelled on H100", 64: "6823 modelled on H100"}
 TOPK, STEPS, NODES = 8, 9, 60  # of a tree; the root's own row is a step without a loop
 LAYERS = 16  # of one graph: what its start takes is shared among them
-FUSED_ROWS = (1, 9, 64)
 
 Run = Callable[[], object]
 
@@ -101,7 +100,7 @@ def decoder(given: Given, attention: Attention | None = None) -> Decoder:
 def decoder_of(config: ModelConfig, given: Given, attention: Attention | None = None) -> Decoder:
     """One of any shape."""
     return Decoder(config, random_tensors(decoder_shapes(config), torch.bfloat16, given.device),
-                   operations_for("auto", config, torch.bfloat16, given.device), attention)
+                   operations_for("auto", config, torch.bfloat16, given.device, untried), attention)
 
 
 def steps_of(model: CausalModel, given: Given, expected: str = ">= 0.80", layer_itemsize: int = 0,

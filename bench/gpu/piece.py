@@ -4,8 +4,8 @@ Rules:
 1. A finding is handed on as soon as it is known. What a piece found before it died counts.
 2. A piece has so many seconds. One that takes longer is killed with all that it started.
 3. A piece that dies costs its own rows only, and its death is told: a signal by its name, or what it was waiting for.
-4. Pieces are forked from a process that has imported everything and touched no device: a start costs milliseconds, and
-   no two share a device's context.
+4. Pieces are forked from a process that has imported what they need and touched no device: a start costs milliseconds,
+   and no two share a device's context. What cannot be imported costs the pieces that need it.
 
 It knows nothing about what a piece measures, nor about tables.
 """
@@ -13,13 +13,14 @@ It knows nothing about what a piece measures, nor about tables.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +30,6 @@ import torch
 from bench.gpu.stage import Find, Finding, Given
 
 FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = ["bench.gpu.stages"]  # before anything is forked
 START_S = 300.0  # of the process that is forked from, once
 ENDED_S = 5.0  # that a piece has to end when it has said all
 FAULTS = ("abort", "hang", "crash")  # that a piece may be told to have, to see whether the others survive it
@@ -47,18 +47,31 @@ class Died(Exception):
 @dataclass(frozen=True, slots=True)
 class Piece:
     stage: str
-    find: Find
+    place: str  # module:function, a ``Find``
     limit_s: float
     shape: str = ""  # of a stage that has several
+
+    @property
+    def module(self) -> str:
+        return self.place.partition(":")[0]
+
+    @property
+    def find(self) -> Find:
+        found: Find = getattr(importlib.import_module(self.module), self.place.partition(":")[2])
+        return found
 
     @property
     def name(self) -> str:
         return f"{self.stage} {self.shape}".rstrip()
 
 
+def prepare(pieces: Sequence[Piece]) -> None:
+    """What these need is imported before the first of them starts."""
+    FORKS.set_forkserver_preload(sorted({piece.module for piece in pieces}))
+
+
 def found_by(piece: Piece, given: Given, limit_s: float, fault: str = "") -> Iterator[Finding]:
     """What a piece finds, as it comes. fault: one of ``FAULTS``, after its first finding. Raises Died."""
-    FORKS.set_forkserver_preload(IMPORTED)
     ours, theirs = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=_work, args=(theirs, piece, given, fault), name=piece.name)
     process.start()
@@ -103,8 +116,6 @@ def _ending(code: int) -> str:
 def _work(theirs: Connection, piece: Piece, given: Given, fault: str) -> None:
     """In the piece's own process."""
     os.setsid()
-    if given.narrow:
-        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # an error is told where it happens
     if given.device.type == "cpu":
         torch.set_num_threads(1)  # shapes are tiny, and threads of several pieces would wait for one another
     theirs.send_bytes(READY)

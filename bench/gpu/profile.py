@@ -1,4 +1,4 @@
-"""Stage ``profile`` of ``make gpu``: where a captured step of an 8B model leaves its time, on the device and on the host.
+"""Stage ``profile`` of ``make gpu``: where does a captured step of an 8B model leave its time?
 
 Rules:
 1. The device's table is by kernel, with the most time first; the host's is a line of parts, each until it returns.

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from statistics import median
 
 import numpy as np
 import torch
 
 from bench.gpu.pace import decoder
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of, random_head
-from bench.gpu.stage import Finding, Given, capture_of, paged
+from bench.gpu.stage import Finding, Given, capture_of, paged, untried
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
 from slipstream.drafting.graph import GraphLevels, spare_slots
@@ -50,7 +51,7 @@ def served_stage(given: Given) -> Iterator[Finding]:
         tokens = sum(len(piece.tokens) for piece in pieces)
         yield Finding(f"{name}: all sessions", tokens / seconds, "tokens/s")
         yield Finding(f"{name}: a round of all", 1e3 * seconds * count / len(pieces), "ms")
-        yield Finding(f"{name}: a step, as the target saw it", 1e3 * float(np.median([p.verify_s for p in pieces])), "ms")
+        yield Finding(f"{name}: a step, as the target saw it", 1e3 * median(p.verify_s for p in pieces), "ms")
         yield Finding(f"{name}: verified nodes", sum(p.drafted for p in pieces) / len(pieces), "a round")
         yield Finding(f"{name}: host busy", processor_s / seconds, "of one core")
 
@@ -91,7 +92,7 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
 def _drafter(given: Given, config: Config, count: int) -> NeuralDrafter:
     shape, growth = config_of(LLAMA_8B if given.full else TINY), config.draft.growth
     head = random_head(shape, 32_000 if given.full else 64, torch.bfloat16, given.device)
-    ops = operations_for("auto", head.config, torch.bfloat16, given.device)
+    ops = operations_for("auto", head.config, torch.bfloat16, given.device, untried)
     spare = spare_slots(growth.topk, growth.num_steps - 1)
     network = EagleNetwork(head, "bfloat16", given.device, count * WINDOW, True, ops, spare_slots=spare)
     levels = GraphLevels(network, paged(given, head.config), growth.topk, growth.num_steps - 1, capture_of(given))

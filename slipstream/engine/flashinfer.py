@@ -7,7 +7,8 @@ Rules:
 3. Plans are made from arrays on the host, so planning waits for nothing; results go where they are told to.
 4. A plan is staged in pinned memory of its wrapper, which is not touched again before the device has read it.
 5. One float workspace for all plans of an engine: one stream, and each plan is made right before its forward.
-6. Before it serves it is tried beside torch's attention (``attention.disagreement``); where it fails, torch's serves.
+6. Before it serves it is tried beside torch's attention (``attention.disagreement``), by another process first
+   (``proof``); where it fails, torch's serves.
 
 It was compiled for sm_90a and has never run on a GPU. It knows nothing about models or graphs. Written for
 flashinfer-python 0.7.2.
@@ -39,6 +40,7 @@ from slipstream.engine.attention import (
 )
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.model import ModelConfig
+from slipstream.engine.proof import Proof, objection
 from slipstream.observe.log import logger
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -109,15 +111,18 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
     return ""
 
 
-def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Attention:
-    """FlashInfer's where it passes its trial, torch's elsewhere."""
+def attention_for(config: ModelConfig, dtype: torch.dtype, device: torch.device,
+                  proof: Proof = objection) -> Attention:
+    """FlashInfer's where it passes its trials, in a process of its own and in this one; torch's elsewhere."""
     reason = missing(config, dtype, device)
     if not reason:
         try:
-            found = FlashInferAttention(config, dtype, device)
-            reason = disagreement(found, config, dtype, device)
+            reason = proof("attention", config, dtype, device)
             if not reason:
-                return found
+                found = FlashInferAttention(config, dtype, device)
+                reason = disagreement(found, config, dtype, device)
+                if not reason:
+                    return found
         except Exception as error:  # compilers, loaders and launches fail in their own ways
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
             _settled(device)

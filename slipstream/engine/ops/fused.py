@@ -2,9 +2,9 @@
 
 Rules:
 1. Whether is decided once, before anything is served, and the log says it. ``kernels: torch`` asks for torch's.
-2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's. What fails
-   there, or differs by more than rounding, is a warning, and torch computes: nobody's answers depend on a GPU that we
-   have not seen.
+2. Before kernels of our own are used, they compute a few rows of the model's own measures beside torch's: in another
+   process (``proof``), then in this one. What fails there, or differs by more than rounding, is a warning, and torch
+   computes: nobody's answers depend on a GPU that we have not seen.
 3. That trial also compiles them: nothing is compiled, measured or waited for afterwards, so they can be captured.
 
 They have run in Triton's interpreter and were compiled for sm_90a; they have never run on a GPU. It knows nothing about
@@ -22,6 +22,7 @@ import torch
 
 from slipstream.engine.model import ModelConfig
 from slipstream.engine.ops.layer import TORCH, Heads, Operations, Rope, Step
+from slipstream.engine.proof import Proof, objection
 from slipstream.observe.log import logger
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -47,7 +48,8 @@ def missing(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> st
     return ""
 
 
-def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Operations:
+def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device,
+                   proof: Proof = objection) -> Operations:
     """choice: one of ``native.CHOICES``. config: of the layers, or of a rank's part of them."""
     if choice == "torch" or device.type != "cuda":
         return TORCH
@@ -57,7 +59,7 @@ def operations_for(choice: str, config: ModelConfig, dtype: torch.dtype, device:
         return TORCH
     try:
         found = triton_operations()
-        reason = difference(found, config, dtype, device)
+        reason = proof("operations", config, dtype, device) or difference(found, config, dtype, device)
     except Exception as error:  # compilers and drivers fail in their own ways
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
     if reason:

@@ -1,0 +1,104 @@
+"""Proof: whether kernels may serve on this GPU, found in a process of its own.
+
+Rules:
+1. A kernel that reads what is not there ends its process's use of the GPU for good. So what this GPU has not been seen
+   to run is run by another process first (``witness``), before a model is loaded. Whatever becomes of it, this one can
+   fall back.
+2. What it says, or which signal ended it, is kept by GPU, driver, versions and the model's measures: the next start
+   asks nobody. That it took too long, or ran out of memory, says nothing about the next time and is not kept.
+
+It knows nothing about kernels. Format of a verdict: JSON, one file each in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from slipstream import __version__
+from slipstream.engine.model import ModelConfig
+from slipstream.models.folder import default_root
+
+What = Literal["attention", "operations"]
+Proof = Callable[[What, ModelConfig, torch.dtype, torch.device], str]
+
+LIMIT_S = 900.0  # compilers take minutes
+DRIVER = Path("/proc/driver/nvidia/version")
+PACKAGES = ("torch", "triton", "flashinfer-python")
+WITNESS = (sys.executable, "-m", "slipstream.engine.witness")
+SAID = "verdict "  # what the line of a witness begins with that counts
+PASSING = ("out of memory", "Out of memory", "OutOfMemoryError")
+
+
+def objection(what: What, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Why these kernels may not serve a model of such measures, in words; empty: they may."""
+    about = asked(what, config, dtype)
+    place = {"gpu": torch.cuda.get_device_name(device), "driver": driver(), "slipstream": __version__,
+             "cuda": str(torch.version.cuda), **{name: version(name) for name in PACKAGES}}
+    command = [*WITNESS, json.dumps(about), str(device)]
+    return remembered(default_root().with_name("kernels"), about | place, command)
+
+
+def asked(what: What, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """The question as it travels."""
+    return {"what": what, "dtype": str(dtype).removeprefix("torch."), "config": asdict(config)}
+
+
+def remembered(folder: Path, about: dict[str, object], command: Sequence[str], limit_s: float = LIMIT_S) -> str:
+    """The verdict of ``command`` on what ``about`` says, from ``folder`` where it is known."""
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+    path = folder / f"verdict-{digest[:24]}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["objection"])
+    found, lasting = witnessed(command, limit_s)
+    if lasting:
+        with suppress(OSError):  # a container's disk may be read-only: the next start asks again
+            folder.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_suffix(".part")
+            fresh.write_text(json.dumps({"objection": found, "about": about}, default=str), encoding="utf-8")
+            fresh.replace(path)
+    return found
+
+
+def witnessed(command: Sequence[str], limit_s: float = LIMIT_S) -> tuple[str, bool]:
+    """The objection that a process tells, or what its end says; and whether that will be so the next time."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its trial took longer than {limit_s:g} s", False
+    except OSError as error:
+        return f"its trial could not start: {error}", False
+    last = [line for line in done.stdout.splitlines() if line.startswith(SAID)]
+    if done.returncode == 0 and last:
+        found = str(json.loads(last[-1].removeprefix(SAID)))
+    elif done.returncode < 0:
+        found = f"its trial ended by signal {-done.returncode} ({signal.Signals(-done.returncode).name})"
+    else:
+        told = done.stderr.strip().splitlines() or ["nothing said"]
+        found = f"its trial ended with exit code {done.returncode}: {told[-1][:300]}"
+    return found, not any(word in found for word in PASSING) and done.returncode != -signal.SIGKILL
+
+
+def driver() -> str:
+    try:
+        return DRIVER.read_text(encoding="utf-8").partition("\n")[0]
+    except OSError:
+        return "unknown"
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

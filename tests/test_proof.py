@@ -1,0 +1,62 @@
+"""Kernels are tried by another process: what becomes of it is a verdict, and is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu.shapes import TINY, config_of
+from slipstream.engine.proof import SAID, asked, remembered, witnessed
+
+
+def told(script: str) -> list[str]:
+    return ["sh", "-c", script]
+
+
+@pytest.mark.parametrize(("script", "words", "lasting"), [
+    (f"echo '{SAID}\"\"'", "", True),
+    (f"echo noise; echo '{SAID}\"a row is off\"'", "a row is off", True),
+    ("kill -ABRT $$", "signal 6 (SIGABRT)", True),
+    ("kill -SEGV $$", "signal 11 (SIGSEGV)", True),
+    ("kill -KILL $$", "signal 9 (SIGKILL)", False),  # of a machine without memory
+    ("echo first >&2; echo no module >&2; exit 3", "exit code 3: no module", True),
+    (f"echo '{SAID}\"OutOfMemoryError: CUDA out of memory\"'", "out of memory", False),
+    ("exec sleep 60", "longer than 0.2 s", False),
+])
+def test_whatever_becomes_of_it_is_a_verdict(script: str, words: str, lasting: bool) -> None:
+    found, kept = witnessed(told(script), 0.2 if "sleep" in script else 60.0)
+    assert (words in found if words else found == "") and kept == lasting
+
+
+def test_one_that_cannot_start_says_nothing_about_the_next_time(tmp_path: Path) -> None:
+    found, kept = witnessed([str(tmp_path / "nothing")])
+    assert "could not start" in found and not kept
+
+
+def test_a_verdict_is_kept_by_what_it_is_about(tmp_path: Path) -> None:
+    counted = told(f"echo x >> {tmp_path}/asked; echo '{SAID}\"\"'")
+    times = [remembered(tmp_path / "kept", {"gpu": gpu}, counted) for gpu in ("one", "one", "other", "one")]
+    assert times == [""] * 4 and (tmp_path / "asked").read_text() == "x\n" * 2
+    (verdict, _) = (tmp_path / "kept").iterdir()
+    verdict.write_text("{")
+    remembered(tmp_path / "kept", {"gpu": "one"}, counted), remembered(tmp_path / "kept", {"gpu": "other"}, counted)
+    assert (tmp_path / "asked").read_text() == "x\n" * 3, "one that cannot be read is asked for again"
+    assert remembered(tmp_path / "kept", {"gpu": "dead"}, told("kill -ABRT $$")).endswith("(SIGABRT)")
+    assert remembered(tmp_path / "kept", {"gpu": "dead"}, counted).endswith("(SIGABRT)"), "it is not asked to die twice"
+
+
+def test_where_nothing_can_be_kept_it_is_asked_each_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert remembered(tmp_path / "file", {}, told(f"echo '{SAID}\"no\"'")) == "no"
+
+
+def test_a_witness_says_why_there_is_nothing_to_see() -> None:
+    question = json.dumps(asked("attention", config_of(TINY), torch.bfloat16))
+    done = subprocess.run([sys.executable, "-m", "slipstream.engine.witness", question, "cpu"], capture_output=True,
+                          text=True, check=True)
+    assert "flashinfer" in json.loads(done.stdout.splitlines()[-1].removeprefix(SAID))
