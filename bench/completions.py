@@ -45,12 +45,13 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where completions are served. ``kept``: connections that are open and idle, for requests to come; None: each
-    request has its own."""
+    request has its own. ``ids``: events shall have ids."""
 
     port: int
     model: str
     host: str = "127.0.0.1"
     kept: list[Connection] | None = None
+    ids: bool = False
 
     async def ask(self, prompt: str | Sequence[int], max_tokens: int, extra: Mapping[str, Any],
                   came: list[float] | None = None) -> Answered:
@@ -79,10 +80,12 @@ class Server:
         """The data of each event, without the one that ends them."""
         reader, writer = self.kept.pop() if self.kept else await self._open()
         whole, manner = False, b"close" if self.kept is None else b"keep-alive"
+        accept = b"text/event-stream" if self.ids else b"application/json"
         try:
             writer.write(
                 b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\nConnection: %b\r\n\r\n%b" % (self.host.encode(), len(body), manner, body))
+                b"Accept: %b\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n%b"
+                % (self.host.encode(), accept, len(body), manner, body))
             head = await reader.readuntil(b"\r\n\r\n")
             if b" 200 " not in head.split(b"\r\n", 1)[0]:
                 raise Unavailable(f"port {self.port}: {head[:80]!r} {(await reader.read(500))!r}")

@@ -7,7 +7,7 @@ Behind it is a target that computes nothing: each step takes a set time (``simul
 2. ``router_us_a_token``: processor time of the router's process by tokens, while all streams run, the ways in turn:
    each piece brings one token, the dearest case.
 3. Direct is gRPC to the target, a call for each answer; the router, whose answers share a call with the target, is
-   asked over HTTP with server-sent events, as most would, and over gRPC.
+   asked over HTTP with server-sent events, as most would, over the same with ids of events, and over gRPC.
 Prompts are token ids, or one word: what tokenizing a text takes is not here. Client and services share the cores.
 """
 
@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.completions import Server
 from bench.fleet import LOGS, Process, cpu_s, free_port, resident, running, service
@@ -56,6 +56,7 @@ async def routed(timing: Timing) -> AsyncIterator[Rig]:
         router = service("router", "routing-router", LOGS, (f"router.grpc_listen=127.0.0.1:{grpc}",
                          f"router.targets=['{target.address}']"))
         http = Server(int(router.address.rpartition(":")[2]), "timed", kept=[])
+        with_ids = replace(http, kept=[], ids=True)
 
         async def direct(stream: int, tokens: int, came: list[float]) -> None:
             async for _ in client.submit(Request(f"direct-{stream}", text(stream, FIRST), Sampling(), tokens)):
@@ -64,12 +65,16 @@ async def routed(timing: Timing) -> AsyncIterator[Rig]:
         async def over_http(stream: int, tokens: int, came: list[float]) -> None:
             await http.ask(text(stream, FIRST), tokens, {"ignore_eos": True}, came)
 
+        async def over_http_with_ids(stream: int, tokens: int, came: list[float]) -> None:
+            await with_ids.ask(text(stream, FIRST), tokens, {"ignore_eos": True}, came)
+
         async def over_grpc(stream: int, tokens: int, came: list[float]) -> None:
             async for _ in caller.complete(TEXT, model="timed", max_tokens=tokens, temperature=0.0, ignore_eos=True):
                 came.append(time.perf_counter())
 
         async with running(router), AsyncClient(f"127.0.0.1:{grpc}") as caller:
-            yield Rig(target, router, {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc})
+            yield Rig(target, router, {"direct": direct, "router, HTTP": over_http,
+                                       "router, HTTP with ids": over_http_with_ids, "router, gRPC": over_grpc})
 
 
 async def alone(ways: dict[str, Ask], times: int) -> dict[str, list[float]]:

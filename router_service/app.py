@@ -8,6 +8,8 @@ Rules:
    first: two bytes of one take hundred of memory, and a million of them keep everybody waiting.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
+6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
+   the last of them with the same body gets what came after it. Nobody else pays for them.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -29,11 +31,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
-from router_service.connection import DONE, EventStream, Presence, connection_of, event, framed
+from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects.fields import Unknown
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
 from router_service.dialects.problems import Problem, http_problem, problem_of
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
+from router_service.event_id import HEADER as LAST_EVENT_ID
+from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Asked, Gateway, Run
 from router_service.tenants import ApiKeys
 from router_service.tokens import TextDelta
@@ -174,6 +178,13 @@ class Surface:
 
     async def _answer(self, request: Request, asked: Asked, kind: type[ChatReply | TextReply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
+        shown = request.headers.get(LAST_EVENT_ID)
+        reached = read(shown) if shown else None
+        may_go_on = bool(body.stream) and asked.num_answers == 1 and self._gateway.repeats(asked.options)
+        if reached is not None:
+            if not may_go_on:
+                raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
+            asked = _again(asked, body, reached)
         client = Presence(connection_of(request.scope))
         try:
             with client:
@@ -183,11 +194,17 @@ class Surface:
             client.close()
             raise
         options = asked.options
-        reply = kind(options.answer_id or run.id, run.created, asked.model, self._gateway.codec,
+        origin = reached.origin if reached is not None else Origin(
+            run.id, run.created, options.sampling.seed, run.identity)
+        reply = kind(options.answer_id or origin.name, origin.created, asked.model, self._gateway.codec,
                      options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
-            events = self._events(run, reply, body, request.scope[REQUEST_ID])
+            wanted = reached is not None or "text/event-stream" in request.headers.get("accept", "")
+            ids = None
+            if wanted and may_go_on and origin.identity:
+                ids = EventIds(origin, check_of(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
+            events = self._events(run, reply, ids, body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         try:
@@ -208,16 +225,23 @@ class Surface:
             self._log.info("fields left out that nobody knows", names=new)
         return {"x-slipstream-ignored": ", ".join(unknown)}
 
-    async def _events(self, run: Run, reply: Reply, body: ChatBody | CompletionBody,
+    async def _events(self, run: Run, reply: Reply, ids: EventIds | None, body: ChatBody | CompletionBody,
                       request_id: str) -> AsyncGenerator[bytes, None]:
         chunks = Chunks(reply, run.usage if body.continuous_usage else None)
-        beginning = b"".join([event(opening) for number in range(run.job.num_answers)
-                              if (opening := reply.opening(number))])
+        number = "" if ids is None else ids.after(TextDelta())
+        beginning = b"" if ids is not None and ids.behind else b"".join(
+            [event(opening, number) for choice in range(run.job.num_answers) if (opening := reply.opening(choice))])
         try:
-            async for number, delta in run:
-                data = chunks.written(number, delta)
+            async for choice, delta in run:
+                if ids is not None:
+                    if ids.behind:
+                        had, delta = ids.split(delta)
+                        chunks.written(choice, had)  # what comes then counts from there
+                        yield COMMENT  # computing all of it again takes time
+                    number = ids.after(delta)
+                data = chunks.written(choice, delta)
                 if data or beginning:
-                    yield beginning + framed(data) if data else beginning
+                    yield beginning + framed(data, number) if data else beginning
                     beginning = b""
             if body.include_usage:
                 yield event(reply.usage_chunk(run.usage()))
@@ -230,6 +254,15 @@ class Surface:
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
                 "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
+
+
+def _again(asked: Asked, body: ChatBody | CompletionBody, reached: Reached) -> Asked:
+    """For the answer that its client has ``reached`` so far. Raises InvalidRequest for a request that is another."""
+    options, seed = asked.options, reached.origin.seed
+    too_many = options.max_tokens is not None and reached.tokens > options.max_tokens
+    if too_many or (body.seed is not None and options.sampling.seed != seed):
+        raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to, or leave it out")
+    return asked.again(seed, reached.origin.identity)
 
 
 def _num_containers(data: bytearray) -> int:

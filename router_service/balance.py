@@ -270,10 +270,10 @@ class Balancer:
         return ""
 
     def pick(self, request: Request, tried: Collection[str] = ()) -> Target:
-        """The target for ``request``; one of ``tried`` never, and for a begun answer only one of its identity. Raises
-        Draining, ModelChanged or Unavailable."""
+        """The target for ``request``; one of ``tried`` never, and for an answer that is begun, or that is to be some
+        model's, only one of that identity. Raises Draining, ModelChanged or Unavailable."""
         known = [t for t in self._known if t.name not in tried and (request.grammar is None or t.takes_grammars)]
-        if request.answered and known:
+        if known and (request.answered or request.identity is not None):
             known = [t for t in known if request.identity is not None and t.identity == request.identity]
             if not known:
                 raise _gone()

@@ -24,7 +24,7 @@ Rules:
    body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
    but those for a probe.
 
-Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events, data lines alone. It knows nothing about routes.
+Formats: HTTP/1.1, RFC 9112; WHATWG server-sent events. It knows nothing about routes.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ STATE = "connection"  # its name in the state of its scopes
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"  # how uvicorn ends the head of a body in chunks
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n"  # a line that says nothing: no end of an event, which some clients take for an event without data
 HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no"))
 KEEP_ALIVE_S = 75
@@ -392,13 +393,13 @@ def _bodies(chunks: bytes) -> Iterator[bytes]:
         start = end + 2
 
 
-def event(content: Mapping[str, Any]) -> bytes:
-    return framed(orjson.dumps(content))
+def event(content: Mapping[str, Any], number: str = "") -> bytes:
+    return framed(orjson.dumps(content), number)
 
 
-def framed(data: bytes) -> bytes:
-    """An event of JSON that is written already."""
-    return b"data: " + data + b"\n\n"
+def framed(data: bytes, number: str = "") -> bytes:
+    """An event of JSON that is written already. ``number``: its id, if it has one."""
+    return b"id: %b\ndata: %b\n\n" % (number.encode(), data) if number else b"data: " + data + b"\n\n"
 
 
 class Presence(Limit):

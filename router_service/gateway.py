@@ -6,7 +6,7 @@ Rules:
 2. A ``Run`` holds its place and its answers until ``aclose``, which frees all of them at once and is never left out.
 3. No run outlives ``request_timeout_s``.
 4. An answer that another router began goes on at a target of the identity that began it, from the tokens that its
-   client has; what the client was told already is not told again.
+   client shows; without any it is computed again from its start.
 5. Choice i of a prompt is seeded with seed + i, so it does not depend on how many were asked for.
 
 It knows nothing about HTTP or gRPC, nor how answers are written.
@@ -55,6 +55,11 @@ class Asked:
     turn: Turn = ASSISTANT
     add_special_tokens: bool = True  # to prompts that are texts
 
+    def again(self, seed: int, identity: str) -> Asked:
+        """For the very answer that this seed gave, by whose tag that is."""
+        options = replace(self.options, sampling=replace(self.options.sampling, seed=seed))
+        return replace(self, options=options, begun=Begun(identity, ()))
+
     @property
     def num_answers(self) -> int:
         return max(1, len(self.prompts)) * self.options.n
@@ -77,7 +82,7 @@ class Job:
     options: Options
     vocab_size: int
     begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
-    identity: Identity | None = None  # who began it
+    identity: Identity | None = None  # whose answer it is to be; None: anybody's
 
     @property
     def num_answers(self) -> int:
@@ -126,6 +131,10 @@ class Gateway:
     def strict(self) -> bool:
         """Whether a field that nobody knows is refused."""
         return self._section.strict
+
+    def repeats(self, options: Options) -> bool:
+        """Whether a seed fixes the answer here."""
+        return options.sampling.temperature == 0 or not (self.lossy or "keyed_sampling" in self._info().without)
 
     def leave(self) -> None:
         """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
@@ -242,9 +251,9 @@ class Gateway:
         tokens = begun.tokens
         if job.num_answers > 1:
             raise InvalidRequest("begun", "is for requests of one answer")
-        if not 0 < len(tokens) < job.max_tokens[0]:
-            raise InvalidRequest("begun.tokens", f"must be at least 1 and fewer than the answer's {job.max_tokens[0]}")
-        if min(tokens) < 0 or max(tokens) >= job.vocab_size:
+        if len(tokens) >= job.max_tokens[0]:
+            raise InvalidRequest("begun.tokens", f"must be fewer than the answer's {job.max_tokens[0]}")
+        if tokens and (min(tokens) < 0 or max(tokens) >= job.vocab_size):
             raise InvalidRequest("begun.tokens", f"one is outside the vocabulary of {job.vocab_size}")
         if not set(tokens).isdisjoint(self._stop_ids(job.options)):
             raise InvalidRequest("begun.tokens", "one of them ends an answer")

@@ -36,6 +36,7 @@ class EchoTarget:
         self.fail_after = fail_after
         self.error = error
         self.stall_after = stall_after
+        self.stalled = 0  # answers so far
         self.draining = False
         self.deaf = False
         self.lossy = False
@@ -93,6 +94,7 @@ class EchoAnswer:
         sent, pieces = request.answered, 0
         while sent < min(len(tokens), request.max_tokens):
             if target.hang or pieces == target.stall_after:
+                target.stalled += 1
                 await self.closed.wait()
                 return
             if pieces == target.fail_after:

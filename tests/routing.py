@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from slipstream.protocol.requests import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
+READS = {"accept": "text/event-stream"}
 
 
 class Routing:
@@ -66,3 +68,40 @@ def events(text: str) -> list[Any]:
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     assert blocks[-1] == "data: [DONE]"
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One whole event: its id, and what its data say."""
+
+    id: str
+    data: str
+
+
+class Reader:
+    """Makes events of lines: whole ones alone, so that what a break left of one does not count, nor its id."""
+
+    def __init__(self) -> None:
+        self._id = self._data = ""
+
+    def take(self, line: str) -> Event | None:
+        name, _, value = line.partition(": ")
+        if name == "id":
+            self._id = value
+        elif name == "data":
+            self._data = value
+        elif not line and self._data:
+            event, self._data = Event(self._id, self._data), ""
+            return event
+        return None
+
+
+async def stream(client: httpx.AsyncClient, url: str, body: dict[str, Any],
+                 headers: dict[str, str]) -> AsyncIterator[Event]:
+    """Whole events as they come."""
+    reader = Reader()
+    async with client.stream("POST", url, json=body, headers=headers) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            if (event := reader.take(line)) is not None:
+                yield event

@@ -4,6 +4,7 @@ reader sees one answer."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.fleet import free_port
@@ -29,7 +31,7 @@ from slipstream.wire import client as wire_client
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
 from tests.echo import EchoTarget, answer_bytes
-from tests.routing import Routing, routing
+from tests.routing import COMPLETIONS, READS, Routing, routing, stream
 
 TEXT = "one ∑ two €€ three END of it"
 STREAMS = 24
@@ -175,46 +177,74 @@ async def test_nobody_is_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_no_answer_is_lost_with_one_of_two_routers(tiny_folder: Path, tmp_path: Path) -> None:
-    """Processes, and a signal that none of them hears."""
+    """Processes, and a signal that none of them hears; our client, and one that knows nothing but HTTP."""
     target = EchoTarget(end=200, accepted=0, stall_after=5)  # all of them stand still in mid-answer
     server = GrpcServer("127.0.0.1:0", WireSection(), [TargetServicer(target)])
     await server.start()
     routers = [Process(tiny_folder, server.port, tmp_path / f"{name}.log") for name in ("one", "other")]
+    begun = asyncio.Semaphore(0)
     try:
-        async with AsyncClient([router.address for router in routers]) as client:
+        async with AsyncClient([router.address for router in routers]) as client, httpx.AsyncClient(timeout=60) as http:
             await until_answers(client, routers)
-            begun, seen = asyncio.Semaphore(0), [list[Delta]() for _ in range(STREAMS)]
 
-            async def ask(number: int) -> None:
-                async for delta in client.complete("x" * (1 + number), max_tokens=220):
-                    seen[number].append(delta)
-                    if len(seen[number]) == 5:
-                        begun.release()
+            async def kill() -> None:
+                for _ in range(2 * STREAMS):
+                    await begun.acquire()
+                target.stall_after = -1
+                routers[0].kill()
 
-            asking = [asyncio.create_task(ask(number)) for number in range(STREAMS)]
-            for _ in asking:
-                await begun.acquire()
-            target.stall_after = -1
-            routers[0].kill()
-            await asyncio.gather(*asking)
+            asking = [over_grpc(client, prompt(number), begun) for number in range(STREAMS)]
+            asking += [over_http(http, routers, prompt(number), begun) for number in range(STREAMS, 2 * STREAMS)]
+            *seen, _ = await asyncio.gather(*asking, kill())
     finally:
         for router in routers:
             router.kill()
         await server.drain(0)
-    first = {len(request.tokens): request for request in target.requests if not request.answered}
-    assert sum(bool(request.answered) for request in target.requests) == STREAMS
-    for number, deltas in enumerate(seen):
-        reference = bytes(answer_bytes(first[1 + number])[:200]).decode()
-        assert text(deltas) == reference and deltas[-1].finish == "stop"
+    assert len(target.requests) == 4 * STREAMS and sum(bool(request.answered) for request in target.requests) == STREAMS
+    first = {len(request.tokens): request for request in reversed(target.requests) if not request.answered}
+    for number, said in enumerate(seen):
+        assert said == bytes(answer_bytes(first[len(prompt(number))])[:200]).decode()
+
+
+def prompt(number: int) -> str:
+    return "x" * (1 + number)
+
+
+async def over_grpc(client: AsyncClient, prompt: str, begun: asyncio.Semaphore) -> str:
+    seen: list[Delta] = []
+    async for delta in client.complete(prompt, max_tokens=220):
+        seen.append(delta)
+        if len(seen) == 5:
+            begun.release()
+    assert seen[-1].finish == "stop"
+    return text(seen)
+
+
+async def over_http(client: httpx.AsyncClient, routers: list[Process], prompt: str, begun: asyncio.Semaphore) -> str:
+    seen, last = "", ""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 220, "stream": True}
+    for router in routers:
+        headers = {"last-event-id": last} if last else READS
+        try:
+            async for event in stream(client, f"http://{router.listen}{COMPLETIONS}", body, headers):
+                if event.data == "[DONE]":
+                    return seen
+                last, (choice,) = event.id, json.loads(event.data)["choices"]
+                seen += choice["text"]
+                if len(seen) == 5 and router is routers[0]:
+                    begun.release()
+        except httpx.TransportError:
+            assert router is routers[0] and seen
+    raise AssertionError(f"lost after {len(seen)} characters")
 
 
 class Process:
     """A router of its own, without torch."""
 
     def __init__(self, folder: Path, target: int, log: Path) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address, self.listen = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         settings = (f"model.path={folder}", f"router.targets=[127.0.0.1:{target}]",
-                    f"router.grpc_listen={self.address}", f"router.listen=127.0.0.1:{free_port()}",
+                    f"router.grpc_listen={self.address}", f"router.listen={self.listen}",
                     f"router.metrics_listen=127.0.0.1:{free_port()}")
         flags = [part for setting in settings for part in ("--set", setting)]
         self.process = subprocess.Popen([sys.executable, "-m", "router_service", *flags], stdin=subprocess.DEVNULL,

@@ -31,7 +31,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What came of an answer that broke off: ``tokens``, and whose it was, as its first delta said."""
+    """What came of an answer that broke off: ``tokens``, and whose it was, as its first delta said. Without tokens it
+    is computed from its start."""
 
     identity: str
     tokens: tuple[int, ...] = field(repr=False)

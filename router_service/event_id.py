@@ -1,0 +1,108 @@
+"""Ids of a stream's events: how far an answer went out, so that any router can go on with it.
+
+Rules:
+1. An answer is a function of its request, its seed and who computes it. So an id holds no token: it says whose answer
+   that is and how many tokens of it went out. Who goes on computes it again from the start, and leaves out what its
+   client has. All ids are of the same length, and cost the same at every token of an answer.
+2. A check over the prompt and the tokens so far tells another answer from this one. One that comes out otherwise ends
+   with an error; it is never joined.
+3. An id is what its client says. It is not signed: who makes one up gets the end of an answer that he could ask for.
+   ``secret`` of the check is what a tenant's prompts are kept under, so that nobody tries out another's ids.
+
+Format: ``ID``, in the URL's alphabet of base64. It knows nothing about HTTP or how an answer is found.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from array import array
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from router_service.tokens import AnswerToken, TextDelta
+from slipstream.base.errors import InvalidRequest
+
+HEADER = "Last-Event-ID"
+ORIGIN = struct.Struct(">16sQQ16s")  # name of the answer, created, seed, tag of who computes it
+REACHED = struct.Struct(">IBI")  # tokens, whether all is told, check
+ID = re.compile(r"[A-Za-z0-9_-]{76}")  # both
+
+
+class Origin(NamedTuple):
+    """What determines an answer besides its request, and what its chunks are headed with. ``name`` and ``identity`` are
+    32 hexadecimal digits each, ``created`` is in seconds."""
+
+    name: str
+    created: int
+    seed: int
+    identity: str
+
+
+class Reached(NamedTuple):
+    """What an id says. ``tokens`` went out, and with ``finished`` also why the answer ended."""
+
+    origin: Origin
+    tokens: int
+    finished: bool
+    check: int
+
+
+def read(text: str) -> Reached:
+    """Raises InvalidRequest."""
+    if not ID.fullmatch(text):
+        raise InvalidRequest(HEADER, "is no id of an event of this server")
+    data = urlsafe_b64decode(text)
+    name, created, seed, identity = ORIGIN.unpack(data[: ORIGIN.size])
+    tokens, finished, check = REACHED.unpack(data[ORIGIN.size :])
+    return Reached(Origin(name.hex(), created, seed, identity.hex()), tokens, bool(finished), check)
+
+
+def check_of(secret: str, prompt: Sequence[int]) -> int:
+    """The check of an answer without a token."""
+    return zlib.crc32(array("I", prompt).tobytes(), zlib.crc32(secret.encode()))
+
+
+class EventIds:
+    """The ids of one answer. ``reached``: what its client has, if it goes on; as long as it is ``behind`` that, each
+    delta has to be ``split``."""
+
+    __slots__ = ("_check", "_finished", "_head", "_tokens", "behind", "reached")
+
+    def __init__(self, origin: Origin, check: int, reached: Reached | None = None) -> None:
+        """check: of no token yet."""
+        begun = ORIGIN.pack(bytes.fromhex(origin.name), origin.created, origin.seed, bytes.fromhex(origin.identity))
+        self._head = urlsafe_b64encode(begun).decode()
+        self._tokens, self._finished, self._check = 0, False, check
+        self.reached = reached
+        self.behind = reached is not None
+
+    def after(self, delta: TextDelta) -> str:
+        """The id of an event that brings ``delta``, and of all deltas before that made no event."""
+        self._count(delta.tokens)
+        self._finished = self._finished or delta.finish != ""
+        return self._head + urlsafe_b64encode(REACHED.pack(self._tokens, self._finished, self._check)).decode()
+
+    def split(self, delta: TextDelta) -> tuple[TextDelta, TextDelta]:
+        """What its client has of ``delta``, and what is new. Raises InvalidRequest where that is another answer."""
+        reached = self.reached
+        assert reached is not None
+        ahead = reached.tokens - self._tokens
+        had, new = delta.tokens[:ahead], delta.tokens[ahead:]
+        self._count(had)
+        there = self._tokens == reached.tokens
+        if (there and self._check != reached.check) or (new and reached.finished) or (delta.finish and not there):
+            raise InvalidRequest(HEADER, "is of another answer than this request's; ask again without it")
+        if reached.finished:
+            self.behind = not delta.finish
+            return delta, TextDelta()
+        self.behind = not there
+        told = sum(len(token.text) for token in had)
+        return TextDelta(delta.text[:told], had), delta._replace(text=delta.text[told:], tokens=new)
+
+    def _count(self, tokens: Sequence[AnswerToken]) -> None:
+        for token in tokens:
+            self._tokens += 1
+            self._check = zlib.crc32(token.id.to_bytes(4, "big"), self._check)
