@@ -35,12 +35,11 @@ class DraftLatency:
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
 
-    __slots__ = ("_known", "_level", "_load", "_seen", "held", "mean_s", "shared")
+    __slots__ = ("_known", "_level", "_load", "_seen", "held", "shared")
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
         self.held = 0.0  # who stands still for nothing with each who waits: in engines that step all together
-        self.mean_s: float | None = None  # of the present load; None: nothing is known
         self._load = self._level = 1
         self._seen: dict[int, Latencies] = {}
         self._known: Latencies | None = None  # of the present load, or of the next smaller one that was seen
@@ -56,6 +55,11 @@ class DraftLatency:
         if self.shared:
             self._level = sessions.bit_length()
         self._look_up()
+
+    @property
+    def mean_s(self) -> float | None:
+        """Of the present load; None: nothing is known."""
+        return self._known.mean_s if self._known is not None else None
 
     def least_s(self, unknown_s: float) -> float:
         """The best that is known: what made the others dear may be over."""
@@ -78,7 +82,6 @@ class DraftLatency:
         self._seen[self._level].observe(seconds)
         if self._known is not self._seen[self._level]:
             self._look_up()
-        self.mean_s = self._known.mean_s if self._known is not None else None
 
     def forget(self) -> None:
         self._seen.clear()
@@ -87,26 +90,48 @@ class DraftLatency:
     def _look_up(self) -> None:
         level = self._level if self._level in self._seen else max(filter(self._level.__gt__, self._seen), default=None)
         self._known = self._seen[level] if level is not None else None
-        self.mean_s = self._known.mean_s if self._known is not None else None
 
 
 class Latencies:
-    """Of one load."""
+    """Of one load. They are put in order when somebody asks: once a step, not once a session."""
 
-    __slots__ = ("_kept", "least_s", "mean_s", "usual_s")
+    __slots__ = ("_kept", "_least_s", "_mean_s", "_new", "_usual_s")
 
     def __init__(self) -> None:
-        self.mean_s = self.least_s = self.usual_s = 0.0
+        self._mean_s = self._least_s = self._usual_s = 0.0
+        self._new = False
         self._kept: deque[float] = deque(maxlen=KEPT)
 
     def observe(self, seconds: float) -> None:
         self._kept.append(seconds)
+        self._new = True
+
+    @property
+    def least_s(self) -> float:
+        if self._new:
+            self._order()
+        return self._least_s
+
+    @property
+    def mean_s(self) -> float:
+        if self._new:
+            self._order()
+        return self._mean_s
+
+    @property
+    def usual_s(self) -> float:
+        if self._new:
+            self._order()
+        return self._usual_s
+
+    def _order(self) -> None:
         ordered = sorted(self._kept)
-        self.least_s = ordered[0]
-        mean_s = self.mean_s = ordered[KEPT // 2] if len(ordered) == KEPT else self.least_s
-        deviation_s = sum([abs(kept - mean_s) for kept in ordered]) / len(ordered) if len(ordered) > 1 else seconds / 2
+        count, least_s = len(ordered), ordered[0]
+        mean_s = ordered[KEPT // 2] if count == KEPT else least_s
+        deviation_s = sum([abs(kept - mean_s) for kept in ordered]) / count if count > 1 else least_s / 2
         # As TCP keeps its round trips (RFC 6298); where all take the same, a moment more is no surprise.
-        self.usual_s = self.mean_s + max(4.0 * deviation_s, MOMENT * self.mean_s)
+        self._usual_s = mean_s + max(4.0 * deviation_s, MOMENT * mean_s)
+        self._least_s, self._mean_s, self._new = least_s, mean_s, False
 
 
 SHARE = 0.01  # of all time: the goal is 2 % in all, and what is paid for is what should be lost, not what is
@@ -126,7 +151,9 @@ class Purse:
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
         """A round took so long, beside as many others as ``sessions`` says with it."""
-        self.left_s = max(self.left_s, min(self.left_s + SHARE * seconds, SHARE * KEPT_S * max(1, sessions)))
+        most_s = SHARE * KEPT_S * max(1, sessions)
+        if self.left_s < most_s:
+            self.left_s = min(self.left_s + SHARE * seconds, most_s)
 
     def pay(self, seconds: float) -> None:
         """What was lost, or (below 0) given back."""
@@ -330,9 +357,10 @@ class Acceptance:
             return
         depth = min(max(depth, accepted, 1), DEPTHS)
         self._per_level += 0.1 * (drafted / depth - self._per_level)
+        hits, trials, keep = self._hits, self._trials, self._keep
         for level in range(min(accepted + 1, depth)):
-            self._trials[level] = self._trials[level] * self._keep + 1.0
-            self._hits[level] = self._hits[level] * self._keep + float(level < accepted)
+            trials[level] = trials[level] * keep + 1.0
+            hits[level] = hits[level] * keep + (level < accepted)
         self._expected = []
 
     def expected(self, most: int) -> Sequence[float]:
@@ -342,8 +370,10 @@ class Acceptance:
             reach = self._reached(min(DEPTHS, int(most / per_level) + 1))
             self._expected = []
             for nodes in range(most + 1):
-                levels = min(nodes / per_level, float(DEPTHS))
-                whole = min(int(levels), DEPTHS - 1)
+                levels = nodes / per_level
+                whole = int(levels)
+                if whole >= DEPTHS:
+                    levels, whole = float(DEPTHS), DEPTHS - 1
                 self._expected.append(reach[whole] + (levels - whole) * (reach[whole + 1] - reach[whole]))
         return self._expected
 
@@ -419,8 +449,9 @@ class Beliefs:
 
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
         """A round of any session is over. Without prompt lookup it counts as a plain one."""
-        self.alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
-        self.worth = max(1.0, self.alone.gain)
+        alone = self.alone
+        alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
+        self.worth = alone.earned_s / alone.spent_s if alone.earned_s > alone.spent_s > 0.0 else 1.0
 
     def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
@@ -437,9 +468,9 @@ class Beliefs:
         """An exchange of any session, and whether it gave something to verify."""
         self._share += (1.0 - KEEP_LONG) * (drafted - self._share)
 
-    def accepted(self, sampled: bool, drafted: int, accepted: int, depth: int) -> None:
-        """A round of any session (see ``Acceptance.observe``)."""
-        self._accepted[sampled].observe(drafted, accepted, depth)
+    def acceptance(self, sampled: bool) -> Acceptance:
+        """As all sessions have seen it."""
+        return self._accepted[sampled]
 
     def asks(self, session: object, asks: bool) -> None:
         """``session`` asks for drafts, or does not any more. Whoever is gone asks for none."""

@@ -76,9 +76,8 @@ class Mode(StrEnum):
     PLAIN = "plain"
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What is there when a session decides."""
+class Seen(NamedTuple):
+    """What is there when a session decides. Like ``Decision`` a named tuple, as each session makes one a round."""
 
     others: int = 0  # rows that others bring to the coming step
     followed: bool = False  # a drafter follows
@@ -87,8 +86,7 @@ class Seen:
     grows_ahead: bool = False  # the drafter would grow on while the target verifies
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """All that a round needs to know."""
 
     mode: Mode
@@ -102,6 +100,7 @@ class Decision:
     why: Why
     spends_s: float = 0.0  # of the purse: what this round is expected to lose for what it tells
     tries: bool = False  # it is a wait that is spent for
+    pays: bool = False  # a tree would, if it were there
 
 
 class Round(NamedTuple):
@@ -186,12 +185,12 @@ class Prices:
     def best(self, expected: Sequence[float], floor: float, beside_s: float = 0.0) -> int:
         """How many draft nodes gain most, where the best n give ``expected[n]`` tokens; 0: none gains more than
         ``floor``."""
-        plain_s, base_s = self.steps[0], self.steps[0] + self.worth * beside_s
-        step, best, most = self.worth * self.rows, 0, len(expected) - 1
-        if not most or (1 + expected[most]) * plain_s <= floor * (base_s + step * (self.steps[1] - plain_s)):
+        steps, plain_s = self.steps, self.steps[0]
+        base_s, step, best, most = plain_s + self.worth * beside_s, self.worth * self.rows, 0, len(expected) - 1
+        if not most or (1 + expected[most]) * plain_s <= floor * (base_s + step * (steps[1] - plain_s)):
             return 0  # quickly, as a full house asks often
         for nodes in range(1, most + 1):
-            gain = (1 + expected[nodes]) * plain_s / (base_s + step * (self.steps[nodes] - plain_s))
+            gain = (1 + expected[nodes]) * plain_s / (base_s + step * (steps[nodes] - plain_s))
             if gain > floor:
                 best, floor = nodes, gain
         return best
@@ -202,10 +201,12 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rule
     """Of a tree that is there: what was waited for it is spent. 0: a plain step is better."""
     if rules.whole_trees:
         return standing.most
-    wait_s = standing.recent_wait_s
-    floor = rules.leave_gain * prices.plain_s / prices.seconds(0, wait_s)
+    plain_s, wait_s = prices.steps[0], standing.recent_wait_s
     expected = (acceptance or standing.acceptance).expected(standing.most)
-    return prices.best(expected, floor, wait_s + beliefs.latency.toll_s(prices.plain_s, wait_s))
+    if wait_s == 0.0:
+        return prices.best(expected, rules.leave_gain, beliefs.latency.toll_s(plain_s, 0.0))
+    return prices.best(expected, rules.leave_gain * plain_s / prices.seconds(0, wait_s),
+                       wait_s + beliefs.latency.toll_s(plain_s, wait_s))
 
 
 def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
@@ -232,7 +233,7 @@ def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
 
 def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> int:
     """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it."""
-    if not seen.chances or not standing.allowed or standing.probe_left_s is not None:
+    if not standing.allowed or standing.probe_left_s is not None:
         return 0
     floor, reach = rules.lookup_gain, [0.0]
     if nodes and seen.followed and standing.wants:
@@ -245,8 +246,7 @@ def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, se
     return prices.best(reach, floor)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Whether a tree that is asked for now is worth the wait for it."""
 
     granted: bool
@@ -254,18 +254,22 @@ class Wait:
     spends_s: float = 0.0
 
 
+GRANTED, REFUSED = Wait(True), Wait(False)
+
+
 def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None, tries: bool) -> Wait:
     """``held``: see ``DraftLatency.toll_s``; ``tries``: whether it may be one that should not pay."""
     prices, standing, latency = turn.prices, turn.case.standing, beliefs.latency
-    toll_s = latency.toll_s(prices.plain_s, latency.mean_s or 0.0, held)
-    if standing.trying or (latency.mean_s is None and not toll_s):
+    mean_s, plain_s = latency.mean_s, prices.steps[0]
+    toll_s = latency.toll_s(plain_s, mean_s or 0.0, held)
+    if standing.trying or (mean_s is None and not toll_s):
         return Wait(True, standing.trying)
     gain = rules.leave_gain if turn.case.seen.followed else rules.enter_gain
-    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[turn.nodes]) * prices.plain_s
-    if won_s >= gain * prices.seconds(turn.nodes, (latency.mean_s or 0.0) + toll_s):
-        return Wait(True)
+    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[turn.nodes]) * plain_s
+    if won_s >= gain * prices.seconds(turn.nodes, (mean_s or 0.0) + toll_s):
+        return GRANTED
     if not tries:
-        return Wait(False)
+        return REFUSED
     loses_s = latency.least_s(usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
     affords = beliefs.purse.affords_wait(loses_s)
     return Wait(affords, affords, loses_s if affords else 0.0)
@@ -311,7 +315,8 @@ class Turn(NamedTuple):
     lookup: int
     plain: bool  # a step to measure what one costs
     loses_s: float  # by that
-    drafts: bool
+    wants: bool  # growth is asked for
+    drafts: bool  # in this step too
 
 
 def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads: bool = False) -> Decision:
@@ -322,45 +327,54 @@ def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads
 
 def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[Decision]:
     """The coming rounds of sessions that were in one step."""
-    turns = [_turn(beliefs, case, rules) for case in cases]
+    prices: Prices | None = None
+    turns = list[Turn]()
+    for case in cases:
+        if prices is None or prices.rows != case.seen.others + 1:  # all of a step have the same
+            prices = Prices.of(beliefs, case.seen.others, case.standing.most)
+        turns.append(_turn(beliefs, case, prices, rules))
     waits = _together(turns, beliefs, rules) if beliefs.together else [_asks(turn, beliefs, rules) for turn in turns]
     return [_decision(beliefs, turn, wait, rules) for turn, wait in zip(turns, waits, strict=True)]
 
 
-def _turn(beliefs: Beliefs, case: Case, rules: Rules) -> Turn:
-    standing, seen = case.standing, case.seen
-    prices = Prices.of(beliefs, seen.others, standing.most)
-    nodes = tree_nodes(prices, beliefs, standing, rules)
-    lookup = _lookup(prices, nodes, beliefs, standing, seen, rules)
-    loses_s = _plain_loses_s(prices, standing)
+def _turn(beliefs: Beliefs, case: Case, prices: Prices, rules: Rules) -> Turn:
+    standing, seen, _ = case
+    nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
+    lookup = _lookup(prices, nodes, beliefs, standing, seen, rules) if seen.chances else 0
     if beliefs.costs.guessed:  # one plain step of all, or nobody learns what it costs
         plain = beliefs.costs.due(prices.rows, rules.plain_every) and not rules.whole_trees
-        loses_s, lookup = loses_s * beliefs.costs.known(prices.rows), 0 if plain else lookup
+        lookup = 0 if plain else lookup
     else:
         plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
-        plain = plain and beliefs.purse.left_s >= loses_s
-    return Turn(case, prices, nodes, lookup, plain, loses_s if plain else 0.0, standing.wants and not plain)
+    if not plain:
+        return Turn(case, prices, nodes, lookup, False, 0.0, wants, wants)
+    loses_s = _plain_loses_s(prices, standing)
+    if beliefs.costs.guessed:
+        loses_s *= beliefs.costs.known(prices.rows)
+    elif beliefs.purse.left_s < loses_s:
+        return Turn(case, prices, nodes, lookup, False, 0.0, wants, wants)
+    return Turn(case, prices, nodes, lookup, True, loses_s, wants, False)
 
 
 def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules) -> Decision:
-    (standing, seen, leads), lookup, wants = turn.case, turn.lookup, turn.case.standing.wants
+    (standing, seen, leads), prices, nodes, lookup, plain, loses_s, wants, drafts = turn
     if lookup and wait.tries:
-        wait = Wait(False)
+        wait = REFUSED
+    granted, shared = wait.granted, beliefs.latency.shared
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
-    asks = wait.granted if beliefs.latency.shared else wants and (wait.granted or _lasts(turn, beliefs, rules))
-    verify = turn.nodes if turn.drafts else 0
+    asks = granted if shared else wants and (granted or _lasts(turn, beliefs, rules))
+    verify = nodes if drafts else 0
     want = verify if asks and not lookup else 0
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
-                    bool(want and seen.grows_ahead and leads and not beliefs.latency.shared),
-                    _deadline_s(beliefs, standing, rules) if wait.granted and _waits(turn) else 0.0,
-                    _enough(turn.prices, turn.nodes, beliefs, standing) if wants and not lookup else 0.0,
-                    _why(turn, wait), turn.loses_s if turn.plain else wait.spends_s, wait.tries)
+                    want > 0 and seen.grows_ahead and leads and not shared,
+                    _deadline_s(beliefs, standing, rules) if granted and _waits(turn) else 0.0,
+                    _enough(prices, nodes, beliefs, standing) if wants and not lookup else 0.0,
+                    _why(turn, wait), loses_s if plain else wait.spends_s, wait.tries, nodes > 0)
 
 
 def _waits(turn: Turn) -> bool:
     """Whether it would stand still, if that is granted."""
-    standing = turn.case.standing
-    return turn.drafts and turn.nodes > 0 and turn.case.seen.followed and not (standing.idle or standing.silent)
+    return turn.nodes > 0 and turn.drafts and turn.case.seen.followed and not turn.case.standing.silent
 
 
 def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
@@ -378,11 +392,11 @@ def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
 def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None, tries: bool = True) -> Wait:
     standing, seen = turn.case.standing, turn.case.seen
     if not turn.drafts:
-        return Wait(False)
+        return REFUSED
     if standing.probe_left_s is not None or standing.silent or not (seen.followed or beliefs.latency.shared):
-        return Wait(True)
-    if standing.idle:
-        return Wait(False)
+        return GRANTED
+    if not turn.nodes:
+        return REFUSED
     if beliefs.latency.shared and beliefs.latency.load != turn.prices.rows:  # all who run, not who is in this step
         prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
         turn = turn._replace(prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))
@@ -392,8 +406,13 @@ def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None,
 def _together(turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[Wait]:
     """Of one step. Whoever is least worth the time of all leaves the others to pay for it, until all who are left
     are worth it."""
-    able = [at for at, turn in enumerate(turns) if _waits(turn)]
-    waits = [Wait(False) if _waits(turn) else _asks(turn, beliefs, rules) for turn in turns]
+    able, waits = list[int](), list[Wait]()
+    for at, turn in enumerate(turns):
+        if _waits(turn):
+            able.append(at)
+            waits.append(REFUSED)
+        else:
+            waits.append(_asks(turn, beliefs, rules))
     found = _worth(able, waits, turns, beliefs, rules)
     if found or not able:
         return waits
@@ -439,11 +458,11 @@ def _why(turn: Turn, wait: Wait) -> Why:
         return "forbidden"
     if turn.lookup:
         return "prompt lookup"
-    if turn.plain and standing.wants:
+    if turn.plain and turn.wants:
         return "measures plain"
     if standing.probe_left_s is not None:
         return "a probe"
-    if not standing.wants or standing.idle:
+    if not turn.wants or not turn.nodes:
         return "drafts do not pay"
     if wait.tries:
         return "tries a wait"

@@ -89,18 +89,18 @@ class SpeculationPolicy:
         self._able = config.max_nodes > 0
         self._beliefs = beliefs
         self._rules = rules = rules or Rules.of(config)
-        self._sampled = sampled
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
         acceptance, share = beliefs.begin(sampled, rules.patience * self._plain_s)
         self._at = Standing(Mode.SPECULATE if self._able else Mode.PLAIN, acceptance, config.max_nodes, self._able,
                             share=share)
-        self._others: int | None = None  # as the decision that stands has seen them
+        self._known = beliefs.acceptance(sampled)
+        self._others: int | None = None  # as the newest decision has seen them
         self._stands: Decision | None = None  # since the last round
         self._since_s = self._next_probe_s = now_s
         self._backoff_s = rules.probe_after_s
         self._failed = 0
         self._returns: Reason = "probe_ok"  # what a probe that succeeds is credited to
-        self._spell = Ledger()  # since speculation began
+        self._won_s = 0.0  # since speculation began
         self._risk_s = 0.0  # the running sum of rule 1
         self._probe: Probe | None = None
 
@@ -171,42 +171,45 @@ class SpeculationPolicy:
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
         earned_s, spent_s = self._account(round_)
-        if round_.lookup:
-            return self.tick(now_s)
-        answered = self._count(round_)
-        if not self._at.wants:
+        answered = self._count(round_) if not round_.lookup else False
+        self._stands = None
+        if round_.lookup or not self._at.wants:
             return self.tick(now_s)
         self._at.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         if self._probe is not None:
             self._probe.add(now_s, earned_s, spent_s, round_, answered)
             return self._judge(now_s, self._probe)
-        self._spell.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
+        self._won_s += earned_s - spent_s
         self._risk_s = max(0.0, self._risk_s + self._rules.leave_gain * spent_s - earned_s)
         return self._consider_leaving(now_s)
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        beliefs, told, drafted = self._beliefs, self._others, round_.drafted
-        beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
+        beliefs, told, drafted, wait_s = self._beliefs, self._others, round_.drafted, round_.wait_s
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
+        beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
         others = beside if told is None else told
-        steps = ((round_.plain_s, round_.verify_s) if round_.plain_s is not None else
-                 Prices.of(beliefs, beside, drafted).steps)
-        self._plain_s, step_s = steps[0], steps[-1]
-        waiting = 1 if round_.plain_s is not None else others + 1
-        exchanged = (drafted or round_.wait_s) and not round_.lookup
-        toll_s = beliefs.latency.toll_s(self._plain_s, round_.wait_s) if exchanged else 0.0
-        prices = Prices((self._plain_s, step_s if drafted else self._plain_s), waiting, beliefs.worth)
-        earned_s = (1 + round_.accepted) * self._plain_s
-        spent_s = prices.seconds(1, round_.wait_s + toll_s)  # a plain step is a plain step, whatever it took
+        if round_.plain_s is not None:
+            plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
+        else:
+            steps, waiting = Prices.of(beliefs, beside, drafted).steps, others + 1
+            plain_s, step_s = steps[0], steps[-1]
+        self._plain_s = plain_s
+        beside_s = wait_s
+        if (drafted or wait_s) and not round_.lookup:
+            beside_s += beliefs.latency.toll_s(plain_s, wait_s)
+        if drafted:  # a plain step is a plain step, whatever it took
+            beside_s += waiting * (step_s - plain_s)
+        earned_s, spent_s = (1 + round_.accepted) * plain_s, plain_s + beliefs.worth * beside_s
         beliefs.passed(earned_s, spent_s, round_.lookup)
-        beliefs.purse.earn(round_.verify_s + round_.wait_s, others + 1)
-        self._stands = None
+        beliefs.purse.earn(round_.verify_s + wait_s, others + 1)
         if not round_.lookup:
-            self._at.acceptance.observe(drafted, round_.accepted, round_.depth)
-            beliefs.accepted(self._sampled, drafted, round_.accepted, round_.depth)
+            if drafted:
+                self._at.acceptance.observe(drafted, round_.accepted, round_.depth)
+                self._known.observe(drafted, round_.accepted, round_.depth)
             self._at.trying = self._at.trying and round_.first  # which teaches nothing
-            self._learn_latency(round_)
+            if drafted or wait_s > 0 or round_.exchange_s is not None:
+                self._learn_latency(round_)
         return earned_s, spent_s
 
     def _learn_latency(self, round_: Round) -> None:
@@ -228,8 +231,8 @@ class SpeculationPolicy:
 
     def _count(self, round_: Round) -> bool:
         """Returns whether the drafter answered in this round."""
-        at = self._at
-        pays = tree_nodes(self._prices(), self._beliefs, at, self._rules) > 0
+        at, stands = self._at, self._stands
+        pays = stands.pays if stands is not None else tree_nodes(self._prices(), self._beliefs, at, self._rules) > 0
         at.since_plain = at.since_plain + 1 if round_.drafted else 0
         at.idle = 0 if pays else at.idle + 1
         waited = round_.wait_s > 0
@@ -294,7 +297,7 @@ class SpeculationPolicy:
         return None
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
-        won = -self._spell.loss_s > self._rules.patience * self._plain_s
+        won = self._won_s > self._rules.patience * self._plain_s
         if self._at.mode is Mode.SPECULATE and won and reason != "incompatible":
             self._backoff_s = self._rules.probe_after_s
         self._postpone(now_s)
@@ -353,7 +356,7 @@ class SpeculationPolicy:
 
     def _enter(self, now_s: float) -> Transition | None:
         reason, self._returns = self._returns, "probe_ok"
-        self._spell, self._failed, self._risk_s = Ledger(), 0, 0.0
+        self._won_s, self._failed, self._risk_s = 0.0, 0, 0.0
         return self._go(now_s, Mode.SPECULATE, reason)
 
     def _fail(self, now_s: float, reason: Reason = "probe_failed") -> Transition | None:
