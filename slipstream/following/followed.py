@@ -47,8 +47,7 @@ class Step:
         return self.began_s + self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(NamedTuple):
     """What one session got out of a step: ``tokens`` to commit, the first ``accepted`` of them draft tokens."""
 
     session: int
@@ -60,8 +59,7 @@ class Verified:
     rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
 
 
-@dataclass(frozen=True, slots=True)
-class RoundRecord:
+class RoundRecord(NamedTuple):
     """What became of a round, and why it was as it was."""
 
     drafted: int
@@ -145,9 +143,7 @@ class Waiting:
             self._latency_s = max(0.0, now_s - asked_s)
 
     def stood_s(self, began_s: float) -> float:
-        """Seconds that it stood still before the step that began at ``began_s``."""
-        if not self.stood:
-            return 0.0
+        """Seconds that it, which stood still, did so before the step that began at ``began_s``."""
         answered_s = self._heard_s if self._heard_s is not None else min(began_s, self.until_s)
         return max(0.0, answered_s - self.committed_s)
 
@@ -194,7 +190,7 @@ class Followed:
     @property
     def nodes(self) -> int:
         """Rows to verify now, root included."""
-        held, decision = len(self.side.tree) - 1, self.decision
+        held, decision = len(self.side.tree.tokens) - 1, self.decision
         return 1 if not held or self.left == 1 else 1 + min(held, decision.lookup or decision.verify)
 
     def take(self, rows: int) -> DraftTree:
@@ -250,28 +246,31 @@ class Followed:
         self.detach()
         self.decision = self._alone()
 
-    def learn(self, verified: Verified, step: Step) -> Learned:
-        """What a step gave, and what the next round is decided by."""
-        record = self._learn(verified, step, step.ended_s)
+    def learn(self, verified: Verified, step: Step, now_s: float) -> Learned:
+        """What a step that ended at ``now_s`` gave, and what the next round is decided by."""
+        record = self._learn(verified, step, now_s)
         if verified.finish:
             return Learned(self, verified, record, (), (), None)
-        chain, chances = self._look_up(verified.tokens)
+        chain, chances = self._look_up(verified.tokens) if self._shared.lookup else ((), ())
         self.waiting.unasked += len(verified.tokens)
-        return Learned(self, verified, record, chain, chances, self._sees(step.ended_s, step.sessions - 1, chances))
+        return Learned(self, verified, record, chain, chances, self._sees(now_s, step.sessions - 1, chances))
 
-    def commit(self, learned: Learned, decision: Decision | None, step: Step) -> None:
+    def commit(self, learned: Learned, decision: Decision | None, step: Step, now_s: float) -> None:
         """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
         round; None: nobody drafts there."""
-        now_s, verified, side = step.ended_s, learned.verified, self.side
+        verified, side = learned.verified, self.side
         if verified.finish:
             side.commit(verified.tokens)
             return
         decision = self.decision = decision or self._alone()
         if decision.want:
             self.waiting.asks()
-        message = side.commit(verified.tokens, self._rows_of(verified), verified.drafted, decision.want, decision.ahead)
-        self._shared.pool.say(self.link, message)
-        self._follow(now_s, step.sessions - 1)
+        rows = self._rows_of(verified, self.reads) if self.reads is not None and verified.rows else None
+        message = side.commit(verified.tokens, rows, verified.drafted, decision.want, decision.ahead)
+        if message is not None:
+            self._shared.pool.say(self.link, message)
+        if self.link is None or not decision.follow:
+            self._follow(now_s, step.sessions - 1)
         self._await(now_s)
         if decision.lookup:
             chances = learned.chances[: decision.lookup]
@@ -327,14 +326,15 @@ class Followed:
             self.policy.drafter_ready(now_s)
 
     def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
-        before, waiting, lookup = self.decision, self.waiting, self.decision.lookup > 0
-        waited_s = waiting.stood_s(step.began_s) if self.link is not None and self.side.num_output else 0.0
+        before, waiting, side = self.decision, self.waiting, self.side
+        lookup, first_token = before.lookup > 0, side.base == side.prompt_len
+        waited_s = waiting.stood_s(step.began_s) if waiting.stood and self.link is not None and not first_token else 0.0
         round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
                        verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
-                       late=waiting.stood and not self.side.heard, exchange_s=None if lookup else waiting.latency(),
+                       late=waiting.stood and not side.heard, exchange_s=None if lookup else waiting.latency(),
                        first=waiting.first, lookup=lookup)
         # The first token comes with the prompt: nobody waits for a drafter there.
-        waiting.first = waiting.first and (lookup or self.side.num_output == 0)
+        waiting.first = waiting.first and (lookup or first_token)
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._note(change, self.link)
         return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
@@ -348,7 +348,7 @@ class Followed:
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 
     def _look_up(self, tokens: tuple[int, ...]) -> tuple[Sequence[int], Sequence[float]]:
-        most = self._shared.policy.max_nodes if self._shared.lookup else 0
+        most = self._shared.policy.max_nodes
         if not most or not self.policy.allowed:
             return (), ()
         if self._lookup is None:
@@ -417,12 +417,10 @@ class Followed:
         self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
                            self.side.base if tells else None)
 
-    def _rows_of(self, verified: Verified) -> Features | None:
-        if self.reads is None or not verified.rows:
-            return None
+    def _rows_of(self, verified: Verified, reads: FeatureSpec) -> Features:
         start, count = self.side.base - 1, len(verified.tokens)
         self._rows_from = start + count
-        return Features(self.session, start, verified.rows, count, self.reads.dtype)
+        return Features(self.session, start, verified.rows or b"", count, reads.dtype)
 
     def _note(self, change: Transition | None, link: Link | None) -> None:
         if change is not None:

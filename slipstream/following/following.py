@@ -148,10 +148,10 @@ class Following:
     def committed(self, batch: Sequence[Verified], step: Step, failed: Failed | None = None) -> list[RoundRecord]:
         """What a step gave. Drafters hear of it with the next ``flush``. failed: is told of a session in which
         something went wrong, which has no record then; without it that is raised."""
-        learned = list[Learned]()
+        learned, now_s = list[Learned](), step.ended_s
         for verified in batch:
             try:
-                learned.append(self.sessions[verified.session].learn(verified, step))
+                learned.append(self.sessions[verified.session].learn(verified, step, now_s))
             except Exception as error:
                 _fails(failed, verified.session, error)
         decisions = iter(SpeculationPolicy.decide_step([(one.followed.policy, one.seen) for one in learned
@@ -161,7 +161,7 @@ class Following:
             decision = next(decisions) if one.seen is not None else None
             followed, base, began_s = one.followed, one.followed.side.base, one.followed.waiting.committed_s
             try:
-                followed.commit(one, decision, step)
+                followed.commit(one, decision, step, now_s)
             except Exception as error:
                 _fails(failed, followed.session, error)
                 continue

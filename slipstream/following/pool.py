@@ -194,23 +194,28 @@ class DraftPool:
 
     def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
         """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
-        totals: dict[str, tuple[int, int]] = {}
+        of = defaultdict[Link, list[int]](lambda: [0, 0, 0, 0])
         for link, drafted, accepted in verified:
-            hello = self._ready.get(link)
-            if hello is None:
-                continue
-            before = totals.get(hello.drafter, (0, 0))
-            totals[hello.drafter] = before[0] + drafted, before[1] + accepted
-            self._agrees(link, accepted)
-        for drafter, (drafted, accepted) in totals.items():
-            self._metrics.judged(drafter, drafted, accepted)
+            sums = of[link]
+            sums[0] += 1
+            sums[1] += accepted > 0
+            sums[2] += drafted
+            sums[3] += accepted
+        totals = Counter[str](), Counter[str]()
+        for link, (rounds, agreed, drafted, accepted) in of.items():
+            if (hello := self._ready.get(link)) is not None:
+                totals[0][hello.drafter] += drafted
+                totals[1][hello.drafter] += accepted
+                self._agrees(link, rounds, agreed)
+        for drafter, drafted in totals[0].items():
+            self._metrics.judged(drafter, drafted, totals[1][drafter])
 
-    def _agrees(self, link: Link, accepted: int) -> None:
+    def _agrees(self, link: Link, rounds: int, agreed: int) -> None:
         agreement = self._agreement.get(link)
         if agreement is None:
             return
         suspected = agreement.suspect
-        agreement.add(accepted > 0)
+        agreement.add(agreed, rounds)
         if agreement.suspect == suspected:
             return
         self._metrics.pairing_suspect(link.address, agreement.suspect)

@@ -29,11 +29,11 @@ class Agreement:
     rounds: int = 0
     agreed: int = 0
 
-    def add(self, agreed: bool) -> None:
-        """A round in which something was drafted."""
+    def add(self, agreed: int, rounds: int = 1) -> None:
+        """Rounds in which something was drafted, and in how many of them they agreed."""
         if self.rounds >= FORGET_ROUNDS:
             self.rounds, self.agreed = self.rounds // 2, self.agreed // 2
-        self.rounds += 1
+        self.rounds += rounds
         self.agreed += agreed
 
     @property

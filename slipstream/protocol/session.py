@@ -146,7 +146,8 @@ class TargetSide:
         base = self.base
         self._move(TargetEvent.COMMIT)
         nodes = self.tree.follow(tokens)
-        self._remember(tokens, nodes)
+        if followed:
+            self._remember(tokens, nodes)
         self.tree = self.tree.below(nodes, tokens)
         self.tokens.extend(tokens)
         self.base = len(self.tokens)
@@ -214,12 +215,14 @@ class TargetSide:
         known = self._root_scores.get(self.base, 0.0)
         self._root_scores[self.base + len(tokens)] = known + (gained if isfinite(gained) else 0.0)
         if len(self._root_scores) > MAX_NODES:  # a drafter that says nothing must not make us remember for ever
-            del self._root_scores[min(self._root_scores)]
+            del self._root_scores[next(iter(self._root_scores))]
 
     def _append(self, growth: Growth) -> None:
         if growth.base == self.base:  # it knows the newest root, so it names nothing that was committed
             if self._passed:
-                self._forget_before(growth.base)
+                self._passed.clear()
+            if len(self._root_scores) > 1:
+                self._root_scores = {self.base: 0.0}
             self.tree = self.tree.append(growth.ids.tolist(), growth.parents.tolist(), growth.tokens.tolist(),
                                          growth.scores.tolist())
             return

@@ -59,6 +59,9 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint64]
 
+ROOT_PARENT, ROOT_SCORE = np.array([-1], np.int32), np.zeros(1, np.float32)  # of every tree of one node
+ROOT_PARENT.flags.writeable = ROOT_SCORE.flags.writeable = False
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -76,13 +79,7 @@ class DraftTree:
     @staticmethod
     def root_only(base: int, token: int) -> DraftTree:
         """The tree of plain decoding: the newest committed token alone."""
-        return DraftTree(
-            base,
-            np.array([token], np.int32),
-            np.array([-1], np.int32),
-            np.array([-base], np.int32),
-            np.zeros(1, np.float32),
-        )
+        return DraftTree(base, np.array([token], np.int32), ROOT_PARENT, np.array([-base], np.int32), ROOT_SCORE)
 
     @property
     def is_chain(self) -> bool:
@@ -115,6 +112,8 @@ class DraftTree:
         """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
         any."""
         nodes: list[int] = []
+        if len(self.tokens) == 1:
+            return nodes
         above, left = 0, iter(tokens)
         token = next(left, None)
         # One pass: a parent stands before its children, and siblings carry distinct tokens.

@@ -17,10 +17,9 @@ import numpy as np
 
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
-from slipstream.protocol.messages import Sampling
 from slipstream_vllm.features import Batch
 from slipstream_vllm.options import SWITCH
-from slipstream_vllm.remote import RemoteDrafter, Row
+from slipstream_vllm.remote import GREEDY, RemoteDrafter, Row
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
 
 
@@ -140,9 +139,13 @@ def _patch_ends(runner: Any) -> None:
 
 def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> list[Row]:
     """The batch of ``runner`` after a step that gave ``sampled``, in the batch's order."""
-    batch, verified = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens
-    return [_row(runner, batch, place, request, sampled[place], len(verified.get(request, ())))
-            for place, request in enumerate(batch.req_ids)]
+    batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
+    count, on_cpu = len(batch.req_ids), runner.device.type == "cpu"
+    facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
+                batch.num_prompt_tokens[:count].tolist(), strict=True)
+    return [_row(batch, place, request, new, length, prompt, len(verified.get(request, ())),
+                 runner.requests[request].sampling_params, runner.max_model_len, keyed, on_cpu)
+            for place, (request, new, length, prompt) in enumerate(facts)]
 
 
 def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Batch:
@@ -158,15 +161,16 @@ def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Ba
                  table.block_size)
 
 
-def _row(runner: Any, batch: Any, place: int, request: str, new: list[int], drafted: int) -> Row:
-    length, prompt = int(batch.num_tokens_no_spec[place]), int(batch.num_prompt_tokens[place])
-    asked = runner.requests[request].sampling_params
-    answer = asked.max_tokens if asked is not None and asked.max_tokens is not None else runner.max_model_len
-    greedy = asked is not None and asked.temperature == 0.0
-    keyed = keyed_of(runner) if asked is not None else None
-    sampling = Sampling() if keyed is None else keyed.known.of(request, asked)[0]
-    extra = (asked.extra_args if asked is not None else None) or {}
-    return Row(request, length, tuple(int(token) for token in new), drafted, prompt,
-               min(prompt + answer, runner.max_model_len), lambda: batch.token_ids_cpu[place, :length].tolist(),
-               greedy or keyed is not None or runner.device.type != "cpu", sampling, extra.get(SWITCH),
-               trace=extra.get(HEADER))
+def _row(batch: Any, place: int, request: str, new: list[int], length: int, prompt: int, drafted: int, asked: Any,
+         longest: int, keyed: KeyedSampling | None, on_cpu: bool) -> Row:
+    def tokens() -> list[int]:
+        known: list[int] = batch.token_ids_cpu[place, :length].tolist()
+        return known
+
+    if asked is None:
+        return Row(request, length, tuple(map(int, new)), drafted, prompt, longest, tokens, not on_cpu)
+    answer, extra = longest if asked.max_tokens is None else asked.max_tokens, asked.extra_args or {}
+    return Row(request, length, tuple(map(int, new)), drafted, prompt, min(prompt + answer, longest), tokens,
+               keyed is not None or not on_cpu or asked.temperature == 0.0,
+               GREEDY if keyed is None else keyed.known.of(request, asked)[0],
+               extra.get(SWITCH), trace=extra.get(HEADER))

@@ -19,9 +19,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
@@ -54,8 +53,7 @@ GREEDY = Sampling()
 TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One request of the engine's batch, after a step. ``length``: its tokens, the newest included."""
 
     request: str
@@ -197,8 +195,16 @@ class Chains:
 
     def _heard(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
         """The session of each, which knows of what the step gave. None: it has none any more, or none is wanted."""
-        goes_on = {one.session: row for row in rows if row is not None and (one := self._follows(row)) is not None}
-        opens = {row.request for row in rows if row is not None} - {row.request for row in goes_on.values()}
+        goes_on = dict[int, Row]()
+        opens = set[str]()
+        for row in rows:
+            if row is None:
+                continue
+            one = self._sessions.get(row.request)
+            if one is not None and one.side.base + len(row.new) == row.length:
+                goes_on[one.session] = row
+            else:
+                opens.add(row.request)
 
         def failed(session: int, error: Exception) -> None:  # rule 2
             self._tell("no drafts for a request", error)
@@ -209,11 +215,6 @@ class Chains:
             mode = self.following.sessions[session].policy.mode
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, mode.value))
         return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
-
-    def _follows(self, row: Row) -> Followed | None:
-        """Its session, if it only goes on with what the step gave."""
-        one = self._sessions.get(row.request)
-        return one if one is not None and one.side.base + len(row.new) == row.length else None
 
     def _verified(self, row: Row) -> Verified:
         one = self._sessions[row.request]
@@ -227,7 +228,7 @@ class Chains:
             if opens:
                 self.following.begin([self._open(row)], step.ended_s)
             one = self._sessions.get(row.request)
-            if one is not None:
+            if one is not None and one.reads is not None:
                 self._give_rows(row, one)
             return one
         except Exception as error:  # rule 2
@@ -261,6 +262,8 @@ class Chains:
 
     def _wanted(self, row: Row) -> bool:
         """Whether its user wants drafts."""
+        if row.asked is None:
+            return True
         wanted = allowed(row.asked)
         if wanted is None and (problem := repr(row.asked)[:80]) not in self._problems:
             self._problems.add(problem)
