@@ -58,7 +58,8 @@ class Telling:
         if not one.told and one.first_step_s is not None:
             one.told = True
             piece = piece._replace(cached_tokens=one.cached_tokens, queue_s=max(0.0, one.first_step_s - one.arrived_s))
-        self._metrics.lenient(outcome.lenient)
+        if outcome.lenient:
+            self._metrics.lenient(outcome.lenient)
         self._pieces.append((one.sink, piece))
         if one.history is not None:
             one.history.append(tokens)

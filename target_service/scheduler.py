@@ -180,7 +180,7 @@ class Queues:
             if one.prefilling:
                 facts.append(Facts(one.number, held, one.num_prefill, 1, False))
             elif one.followed.waits(now_s):
-                one.followed.waiting.stood = True
+                one.followed.stands(now_s)
                 standing.append(one)
                 facts.append(Facts(one.number, held, 0, 1, True))
             else:

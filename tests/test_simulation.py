@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from slipstream.base.errors import ConfigError
 from slipstream.observe.trace import Trace, commit_key, growth_key, merge
-from slipstream.protocol.messages import Growth
+from slipstream.protocol.messages import DraftBound, Growth
 from slipstream.protocol.requests import Piece
 from slipstream.protocol.tree import DraftTree
 from slipstream.simulate.simulation import (
@@ -120,6 +121,27 @@ def test_a_drafter_that_turns_bad_is_left_and_used_again_when_it_is_good(schedul
     assert len(changes) <= 14, f"it flaps: {changes}"
     spent_s = [now_s for end, (now_s, _) in zip(ends, drafted, strict=True) if bad_from <= end < bad_to]
     assert spent_s[-1] - spent_s[0] < 1.1 * (bad_to - bad_from) / 50, "what was tried in vain cost too much"
+
+
+class Deaf(Line):
+    """Its draft hears nothing, and says nothing."""
+
+    def send(self, items: Sequence[DraftBound]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_draft_that_says_nothing_costs_a_request_one_deadline(batch: int) -> None:
+    world, deployment = World(), Deployment(batch=batch)
+    target = Target(world, Accelerator(), deployment, 0)
+    Deaf("deaf", target, Draft(world, Accelerator(), deployment), 0.0).join()
+    target.actor.wake(0.0)
+    world.run(1.0)
+    deadline_s = deployment.policy.deadline_max_s
+    step_s = deployment.timing.step_of(batch) + deployment.host_s
+    stood_s = 1.0 - step_s * len(target.pieces) / batch
+    assert 0.5 * deadline_s < stood_s < 1.1 * deadline_s
+    assert sum(piece.wait_s for _, piece in target.pieces) == pytest.approx(batch * deadline_s, rel=0.1)
 
 
 def test_unknown_schedules_are_refused() -> None:

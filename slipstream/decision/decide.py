@@ -18,13 +18,14 @@ It knows no clock, no drafter and no transition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Literal, NamedTuple
 
 from slipstream.base.config import PolicySection
-from slipstream.decision.beliefs import Acceptance, Beliefs, Ledger
+from slipstream.decision.beliefs import Acceptance, Beliefs, DraftLatency, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,22 +255,28 @@ class Wait(NamedTuple):
     spends_s: float = 0.0
 
 
-GRANTED, REFUSED = Wait(True), Wait(False)
+GRANTED, TRIED, REFUSED = Wait(True), Wait(True, tries=True), Wait(False)
 
 
-def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None, tries: bool) -> Wait:
-    """``held``: see ``DraftLatency.toll_s``; ``tries``: whether it may be one that should not pay."""
-    prices, standing, latency = turn.prices, turn.case.standing, beliefs.latency
-    mean_s, plain_s = latency.mean_s, prices.steps[0]
+def _worth_s(turn: Turn, rules: Rules) -> float:
+    """Seconds beside the step, its own and those of others, that its tree is worth (rule 1)."""
+    (standing, seen, _), prices, nodes = turn.case, turn.prices, turn.nodes
+    plain_s, gain = prices.steps[0], rules.leave_gain if seen.followed else rules.enter_gain
+    if not gain:
+        return inf
+    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[nodes]) * plain_s
+    return (won_s / gain - plain_s) / prices.worth - prices.rows * (prices.steps[nodes] - plain_s)
+
+
+def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None) -> Wait:
+    """``held``: see ``DraftLatency.toll_s``."""
+    standing, latency, plain_s = turn.case.standing, beliefs.latency, turn.prices.steps[0]
+    mean_s = latency.mean_s
     toll_s = latency.toll_s(plain_s, mean_s or 0.0, held)
     if standing.trying or (mean_s is None and not toll_s):
-        return Wait(True, standing.trying)
-    gain = rules.leave_gain if turn.case.seen.followed else rules.enter_gain
-    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[turn.nodes]) * plain_s
-    if won_s >= gain * prices.seconds(turn.nodes, (mean_s or 0.0) + toll_s):
+        return TRIED if standing.trying else GRANTED
+    if _worth_s(turn, rules) >= (mean_s or 0.0) + toll_s:
         return GRANTED
-    if not tries:
-        return REFUSED
     loses_s = latency.least_s(usual_wait_s(beliefs, rules)) + toll_s  # if nothing comes of it
     affords = beliefs.purse.affords_wait(loses_s)
     return Wait(affords, affords, loses_s if affords else 0.0)
@@ -389,7 +396,7 @@ def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
     return standing.share * (expected[turn.nodes] - expected[1]) > 1 - rules.leave_gain
 
 
-def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None, tries: bool = True) -> Wait:
+def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None) -> Wait:
     standing, seen = turn.case.standing, turn.case.seen
     if not turn.drafts:
         return REFUSED
@@ -400,21 +407,24 @@ def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None,
     if beliefs.latency.shared and beliefs.latency.load != turn.prices.rows:  # all who run, not who is in this step
         prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
         turn = turn._replace(prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))
-    return _wait(turn, beliefs, rules, held, tries)
+    return _wait(turn, beliefs, rules, held)
 
 
 def _together(turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[Wait]:
     """Of one step. Whoever is least worth the time of all leaves the others to pay for it, until all who are left
     are worth it."""
-    able, waits = list[int](), list[Wait]()
+    able, waits = dict[int, float](), list[Wait]()  # who could wait -> the seconds that it is worth
     for at, turn in enumerate(turns):
-        if _waits(turn):
-            able.append(at)
-            waits.append(REFUSED)
-        else:
+        if not _waits(turn):
             waits.append(_asks(turn, beliefs, rules))
-    found = _worth(able, waits, turns, beliefs, rules)
-    if found or not able:
+            continue
+        standing = turn.case.standing
+        able[at] = inf if standing.trying or standing.probe_left_s is not None else _worth_s(turn, rules)
+        waits.append(REFUSED)
+    waiting = _worth(able, turns, beliefs.latency)
+    for at in waiting:
+        waits[at] = TRIED if turns[at].case.standing.trying else GRANTED
+    if waiting or not able:
         return waits
     # Nobody waits: who tries it tries it with all, as all stand.
     held = (turns[0].prices.rows - len(able)) / len(able)
@@ -425,14 +435,15 @@ def _together(turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[Wai
     return waits
 
 
-def _worth(able: Sequence[int], waits: list[Wait], turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[int]:
-    """Who of ``able`` waits; what each is granted is written into ``waits``."""
-    waiting = list(able)
+def _worth(able: Mapping[int, float], turns: Sequence[Turn], latency: DraftLatency) -> list[int]:
+    """Who of ``able`` waits."""
+    waiting, mean_s = list(able), latency.mean_s
     while waiting:
         held = max(0, turns[0].prices.rows - len(waiting)) / len(waiting)
-        for at in waiting:
-            waits[at] = _asks(turns[at], beliefs, rules, held, tries=False)
-        left = [at for at in waiting if waits[at].granted]
+        toll_s = latency.toll_s(turns[0].prices.steps[0], mean_s or 0.0, held)
+        if mean_s is None and not toll_s:
+            break
+        left = [at for at in waiting if able[at] >= (mean_s or 0.0) + toll_s]
         if len(left) == len(waiting):
             break
         waiting = left

@@ -105,7 +105,7 @@ class Waiting:
     __slots__ = ("_asked", "_heard_s", "_latency_s", "committed_s", "first", "stood", "unasked", "until_s")
 
     def __init__(self) -> None:
-        self.committed_s = 0.0  # when the newest token was committed
+        self.committed_s = 0.0  # when the newest token was committed; of a prompt, when it could have been verified
         self.until_s = 0.0  # the deadline of the drafter's answer
         self.stood = False  # a step went without it since then, because it waited
         self.first = True  # the drafter that follows has not been awaited yet, or not for long
@@ -121,6 +121,12 @@ class Waiting:
     def asks(self) -> None:
         """A tree is asked for. What the drafter has to catch up with takes time that no later answer takes."""
         self.first, self.unasked = self.first or self.unasked > PENDING, 0
+
+    def stands(self, now_s: float, prompt: bool) -> None:
+        """A step goes without it, because it waits. ``prompt``: nothing is committed behind its prompt yet."""
+        if prompt and not self.stood:
+            self.committed_s = now_s
+        self.stood = True
 
     def begin(self, now_s: float, wait_s: float, base: int | None) -> None:
         """The drafter hears of the newest token now. ``base``: what its answer will name, if that tells its latency."""
@@ -215,6 +221,10 @@ class Followed:
             return False
         tree = self.side.tree
         return len(tree) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+
+    def stands(self, now_s: float) -> None:
+        """The step leaves it out, as it ``waits``."""
+        self.waiting.stands(now_s, self.side.base == self.side.prompt_len)
 
     def begin(self, now_s: float, others: int) -> None:
         """It is computed from now on, beside so many ``others``."""
@@ -328,12 +338,12 @@ class Followed:
     def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
         before, waiting, side = self.decision, self.waiting, self.side
         lookup, first_token = before.lookup > 0, side.base == side.prompt_len
-        waited_s = waiting.stood_s(step.began_s) if waiting.stood and self.link is not None and not first_token else 0.0
+        waited_s = waiting.stood_s(step.began_s) if waiting.stood and self.link is not None else 0.0
         round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
                        verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
                        late=waiting.stood and not side.heard, exchange_s=None if lookup else waiting.latency(),
                        first=waiting.first, lookup=lookup)
-        # The first token comes with the prompt: nobody waits for a drafter there.
+        # At the first token the drafter has the prompt to read, and so it may have behind it.
         waiting.first = waiting.first and (lookup or first_token)
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._note(change, self.link)

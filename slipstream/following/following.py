@@ -199,7 +199,7 @@ class Following:
         self.inbox.drain(until_s=max(until_s, began_s + GLANCE_S))
         while (now_s := self._clock()) < until_s and (waiting := [one for one in sessions if one.waits(now_s)]):
             for one in waiting:
-                one.waiting.stood = True
+                one.stands(now_s)
             due_s = max(one.waiting.until_s for one in waiting)
             self.inbox.drain(max(1e-4, min(due_s, until_s) - now_s), until_s)
 

@@ -16,7 +16,8 @@ The only importer of prometheus_client. It knows nothing about sessions, trees o
 from __future__ import annotations
 
 from collections import Counter as Counted
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
@@ -28,6 +29,7 @@ from slipstream import __version__
 from slipstream.base.errors import STATUS
 
 M = TypeVar("M", Counter, Gauge, Histogram)
+Told = TypeVar("Told")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Registry:
     def __init__(self, service: str, model: str) -> None:
         self._collectors = CollectorRegistry()
         self._fixed = (service, model)
+        self.settle: Callable[[], None] = lambda: None  # what is not counted yet; called before all is read
         ProcessCollector(registry=self._collectors)
         self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
         self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
@@ -83,6 +86,7 @@ class Registry:
 
     def page(self, accept: str) -> tuple[str, bytes]:
         """(content type, body) of a scrape, in the form that the header ``accept`` asks for."""
+        self.settle()
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._collectors)
 
@@ -249,11 +253,31 @@ class RouterMetrics:
         self._breaker.drop(peer)
 
 
+TOGETHER = 64  # rounds that are counted at once
+
+
+def taken(told: deque[Told]) -> Iterator[Told]:
+    """All that is there, though others put or take too."""
+    with suppress(IndexError):
+        while True:
+            yield told.popleft()
+
+
 class TargetMetrics:
-    """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted."""
+    """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted.
+
+    What a step tells is counted when TOGETHER rounds are there or somebody reads: behind a step the caches hold
+    weights, and a counter takes ten times longer than in a loop."""
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("target", model)
+        self._stepped = deque[tuple[int, float, float, float]]()
+        self._ended = deque[Sequence[tuple[int, int, str]]]()
+        self._judged = deque[tuple[str, int, int]]()
+        self._waiting = 0  # rounds, and steps
+        self._held: tuple[int, int, int] | None = None  # slots
+        self._there: tuple[int, int] | None = None  # sessions
+        registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
         self._requests = registry.counter("requests_total", "Requests ended.", "outcome")
         self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens taken.")
@@ -300,14 +324,51 @@ class TargetMetrics:
         self._cached.of().inc(cached)
 
     def step(self, rows: int, draft_wait_s: float, verify_s: float, host_s: float) -> None:
-        self._rows.of().observe(rows)
-        self._step.of("draft_wait").observe(draft_wait_s)
-        self._step.of("verify").observe(verify_s)
-        self._step.of("host").observe(host_s)
+        self._stepped.append((rows, draft_wait_s, verify_s, host_s))
+        self._wait(1)
 
     def rounds(self, rounds: Sequence[tuple[int, int, str]]) -> None:
-        """The commits of one step, one a session: draft tokens, how many were accepted, and one of OUTCOMES. They are
-        summed first: a counter takes longer than a sum."""
+        """The commits of one step, one a session: draft tokens, how many were accepted, and one of OUTCOMES."""
+        self._ended.append(rounds)
+        self._wait(len(rounds))
+
+    def slots(self, total: int, free: int, cached: int) -> None:
+        """``cached``: those that hold prompts for later and are given up when room is wanted."""
+        self._held = total, free, cached
+
+    def sessions(self, running: int, waiting: int) -> None:
+        self._there = running, waiting
+
+    def _wait(self, more: int) -> None:
+        self._waiting += more
+        if self._waiting >= TOGETHER:
+            self._waiting = 0
+            self._settle()
+
+    def _settle(self) -> None:
+        for rows, draft_wait_s, verify_s, host_s in taken(self._stepped):
+            self._rows.of().observe(rows)
+            self._step.of("draft_wait").observe(draft_wait_s)
+            self._step.of("verify").observe(verify_s)
+            self._step.of("host").observe(host_s)
+        tokens = Counted[tuple[str, str]]()
+        for drafter, drafted, accepted in taken(self._judged):
+            tokens[drafter, "drafted"] += drafted
+            tokens[drafter, "accepted"] += accepted
+        for labels, count in tokens.items():
+            self._by_drafter.of(*labels).inc(count)
+        if rounds := [one for step in taken(self._ended) for one in step]:
+            self._count(rounds)
+        if self._held is not None:
+            total, free, cached = self._held
+            self._slots.of("used").set(total - free - cached)
+            self._slots.of("cached").set(cached)
+            self._slots.of("free").set(free)
+        if self._there is not None:
+            self._sessions.of("running").set(self._there[0])
+            self._sessions.of("waiting").set(self._there[1])
+
+    def _count(self, rounds: Sequence[tuple[int, int, str]]) -> None:
         for outcome, count in Counted(outcome for _, _, outcome in rounds).items():
             self._rounds.of(outcome).inc(count)
         self._bonus.of().inc(len(rounds))
@@ -323,16 +384,6 @@ class TargetMetrics:
             length.observe(accepted)
         for position in range(1, max(accepted for _, accepted in drafts) + 1):
             self._position.of(str(position)).inc(sum(accepted >= position for _, accepted in drafts))
-
-    def slots(self, total: int, free: int, cached: int) -> None:
-        """``cached``: those that hold prompts for later and are given up when room is wanted."""
-        self._slots.of("used").set(total - free - cached)
-        self._slots.of("cached").set(cached)
-        self._slots.of("free").set(free)
-
-    def sessions(self, running: int, waiting: int) -> None:
-        self._sessions.of("running").set(running)
-        self._sessions.of("waiting").set(waiting)
 
     def preempted(self) -> None:
         self._preempted.of().inc()
@@ -356,8 +407,7 @@ class TargetMetrics:
         self._suspect.drop(peer)
 
     def judged(self, drafter: str, drafted: int, accepted: int) -> None:
-        self._by_drafter.of(drafter, "drafted").inc(drafted)
-        self._by_drafter.of(drafter, "accepted").inc(accepted)
+        self._judged.append((drafter, drafted, accepted))
 
     def moved(self) -> None:
         self._moved.of().inc()
