@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -61,10 +62,12 @@ async def test_what_is_held_does_not_grow(request: pytest.FixtureRequest, capsys
         with capsys.disabled():
             print(text, end="", file=sys.stderr, flush=True)
 
+    started = time.monotonic()
     held, made = await soaked(count, told)
+    an_hour = count * 3600 / (time.monotonic() - started)
     growth = {name: {what: slope([getattr(one, what) for one in seen[SETTLING:]], made[SETTLING:])
                      for what in ("kb", "files", "threads")} for name, seen in held.items()}
-    told(f"\na thousand requests leave behind: {told_of(growth)}\n")
+    told(f"\na thousand requests leave behind: {told_of(growth)}; at {an_hour:.0f} requests an hour\n")
     for name, slopes in growth.items():
         assert 1024 * slopes["kb"] < MOST_BYTES, f"{name} keeps {1024 * slopes['kb']:.0f} bytes of each request"
         assert held[name][-1].files <= held[name][SETTLING].files + AT_ONCE, f"{name} keeps files open"
@@ -97,7 +100,8 @@ async def soaked(count: int, told: Callable[[str], None]) -> tuple[dict[str, lis
             made.append(part * (count // PARTS))
             for name, process in processes.items():
                 held[name].append(Held.by(process))
-            told(f"\r{made[-1]:.0f} of {count} requests, router {held['router'][-1].kb / 1024:.1f} MB")
+            now = ", ".join(f"{name} {seen[-1].kb / 1024:.1f} MB" for name, seen in held.items())
+            told(f"\n{made[-1]:.0f} of {count} requests: {now}")
         info = await timed.clients[0].info()
         assert info.sessions_running + info.sessions_waiting == 0, "answers that nobody reads"
         assert await timed.drafts[0].metric("sessions_open") == 0, "sessions that nobody closed"
