@@ -21,7 +21,7 @@ from slipstream.engine.loading import graphed, identity_of, load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
-from slipstream.engine.runner import Memory, ModelRunner, default_slots
+from slipstream.engine.runner import TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
 from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -35,8 +35,6 @@ from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.served import Served
 from target_service.service import LoopDispatch, TargetService
-
-TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,5 +145,5 @@ def _slots(config: TargetSection, model: CausalModel, max_context: int, memory: 
     if model.device.type == "cuda":
         wanted = config.max_sessions * min(TYPICAL_CONTEXT, max_context)
         return max(memory.slots(wanted), max_context + MAX_NODES)
-    typical = default_slots(model.config, model.dtype, config.max_sessions, TYPICAL_CONTEXT, device=model.device)
+    typical = default_slots(model.config, model.dtype, config.max_sessions, max_context, device=model.device)
     return max(typical, max_context + MAX_NODES)

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from bench.gpu.shapes import LLAMA_8B, config_of
+from deploy.values import DraftValues, PodValues, TargetValues
+from slipstream.base.config import DraftSection, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError
-from slipstream.engine.runner import Memory, slot_bytes, step_bytes
+from slipstream.drafting.heads.checkpoint import read_head
+from slipstream.engine.model import ModelConfig
+from slipstream.engine.runner import Memory, default_slots, kv_bytes, slot_bytes, step_bytes
+from slipstream.models.folder import resolve, settled_draft
 from slipstream.observe.log import refuse_private
 
 CONFIG = config_of(LLAMA_8B)
@@ -38,6 +45,24 @@ def test_the_report_adds_up() -> None:
     found = Memory(80 * GB, 60 * GB, 150_000, 2 * GB).report(100_000)
     assert found == {"total": 80.0, "free_beside_model": 60.0, "slots": 15.0, "largest_step": 2.0, "left": 43.0}
     assert refuse_private(None, "info", {"gb": found}) == {"gb": found}, "no word of it may be a word for texts"
+
+
+@pytest.mark.parametrize(("values", "section", "beside_mib"), [(TargetValues, TargetSection, 1600),
+                                                              (DraftValues, DraftSection, 400)])
+def test_pools_that_are_full_are_within_what_the_chart_requests(values: type[PodValues],
+                                                                section: type[TargetSection | DraftSection],
+                                                                beside_mib: int) -> None:
+    """``beside_mib``: a process with its weights and, of a target, the largest step."""
+    folder = resolve(ModelSection().path)
+    if values is DraftValues:
+        head = resolve(settled_draft(DraftSection(), ModelSection()).model)
+        config, a_slot = read_head(head, folder).config, kv_bytes
+    else:
+        config, a_slot = ModelConfig.from_folder(folder), slot_bytes
+    slots = default_slots(config, torch.bfloat16, section().max_sessions, share=1.0)
+    assert slots == section().max_sessions * 1024
+    requested = re.fullmatch(r"(\d+)Mi", values().resources["requests"]["memory"])
+    assert requested and slots * a_slot(config, torch.bfloat16) / 2**20 + beside_mib <= int(requested[1])
 
 
 def test_this_machine_has_memory() -> None:

@@ -37,7 +37,7 @@ from slipstream.engine.model import ModelConfig, device_of, dtype_of, tell_unrea
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_names
-from slipstream.engine.runner import ModelRunner, default_slots
+from slipstream.engine.runner import ModelRunner, default_slots, free_memory, kv_bytes
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger
 
@@ -167,7 +167,13 @@ def _token_map(section: DraftSection, vocab_size: int) -> torch.Tensor | None:
 
 
 def _num_slots(section: DraftSection, config: ModelConfig) -> int:
-    return default_slots(config, dtype_of(section.dtype), section.max_sessions, device=section.device)
+    """Told in the log with what they take: memory is touched when a slot is first used, which may be hours later."""
+    dtype = dtype_of(section.dtype)
+    free = free_memory(torch.device(section.device))[0]
+    slots = default_slots(config, dtype, section.max_sessions, device=section.device)
+    gb = {"free": round(free / 1e9, 2), "slots": round(slots * kv_bytes(config, dtype) / 1e9, 2)}
+    logger("draft").info("memory", device=section.device, gb=gb, slots=slots)
+    return slots
 
 
 def _graphs(section: DraftSection, network: EagleNetwork) -> Levels | None:

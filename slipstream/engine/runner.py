@@ -38,6 +38,7 @@ from slipstream.protocol.messages import FeatureSpec, Projection
 
 CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
+TYPICAL_CONTEXT = 1024  # slots are sized for so many tokens an answer, as few use the whole context
 MOST_TAPS = 3  # that a head of a known kind reads
 
 
@@ -99,11 +100,13 @@ def limited_memory(group: Path = CGROUP) -> tuple[int, int] | None:
 
 def default_slots(config: ModelConfig, dtype: torch.dtype, max_sessions: int, max_context: int = 0,
                   share: float = 0.5, device: torch.device | str = "cpu") -> int:
-    """How many slots to give a pool: room for ``max_sessions`` whole contexts (0: the model's), or what fits into
-    ``share`` of the memory that is free on the device now; at least one context of 1024 tokens."""
+    """How many slots to give a pool: room for ``max_sessions`` answers of a typical length and for one of a whole
+    context (0: the model's), or what fits into ``share`` of the memory that is free on the device now; at least a
+    typical one."""
     context = min(max_context or config.max_context, config.max_context)
+    typical = min(context, TYPICAL_CONTEXT)
     fits = int(free_memory(torch.device(device))[0] * share) // kv_bytes(config, dtype)
-    return max(min(max_sessions * context, fits), min(context, 1024))
+    return max(min(max(max_sessions * typical, context), fits), typical)
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
