@@ -179,24 +179,19 @@ class GrowingTree:
     def growth(self, session: int, most: int, began_s: float) -> Growth:
         """The ``most`` best nodes that the target does not have, best first, which is parents first: they are sent.
         began_s: when drafting began, by ``time.perf_counter``."""
-        order = sorted(range(len(self.ids)), key=self.scores.__getitem__, reverse=True)  # the earlier among equals
-        ids, parents, tokens, scores = list[int](), list[int](), list[int](), list[float]()
-        left = min(most, MAX_HELD - 1 - self.num_sent)
-        for node in order if left > 0 else ():
-            if self.ids[node]:
-                continue
-            above = self.parents[node]
-            parents.append(-self.base if above == ROOT else self.ids[above])
-            self.ids[node] = self.next_id + len(ids)
-            ids.append(self.ids[node])
-            tokens.append(self.tokens[node])
-            scores.append(self.scores[node])
-            if len(ids) == left:
-                break
-        self.next_id += len(ids)
-        self.num_sent += len(ids)
-        return Growth(session, self.base, np.array(ids, np.int32), np.array(parents, np.int32),
-                      np.array(tokens, np.int32), np.array(scores, np.float32), perf_counter() - began_s)
+        ids, parents, tokens, scores = self.ids, self.parents, self.tokens, self.scores
+        order = sorted(range(len(ids)), key=scores.__getitem__, reverse=True)  # the earlier among equals
+        if self.num_sent:
+            order = [node for node in order if not ids[node]]
+        nodes, first, root = order[: max(0, min(most, self.room))], self.next_id, -self.base
+        for number, node in enumerate(nodes, first):
+            ids[node] = number
+        self.next_id += len(nodes)
+        self.num_sent += len(nodes)
+        above = [root if (parent := parents[node]) == ROOT else ids[parent] for node in nodes]
+        return Growth(session, self.base, np.arange(first, self.next_id, dtype=np.int32), np.array(above, np.int32),
+                      np.array([tokens[node] for node in nodes], np.int32),
+                      np.array([scores[node] for node in nodes], np.float32), perf_counter() - began_s)
 
     def promise(self, count: int) -> float:
         """Tokens that the ``count`` best nodes that the target has would give, were scores true logarithms of the

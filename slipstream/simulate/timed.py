@@ -29,7 +29,8 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
-from slipstream.drafting.tree import ROOT, Children, GrowingTree
+from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
+from slipstream.drafting.tree import ROOT, GrowingTree, Indices
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
@@ -95,31 +96,27 @@ class Law:
     def __init__(self, timing: Timing) -> None:
         self._seed = timing.seed
         self._limits = np.cumsum(timing.acceptance)
-        self._scores = [math.log(p) for p in timing.acceptance]
+        self.scores = [math.log(p) for p in timing.acceptance]  # of a node's children, best first
         self._wrong = timing.wrong
 
-    def following(self, tokens: Sequence[int] | NDArray[np.int64],
-                  positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """The true token after each of ``tokens`` at ``positions``: int64 [T]."""
+    def following(self, tokens: Sequence[int] | Indices, positions: Sequence[int] | Indices) -> Indices:
+        """The true token after each of ``tokens`` at ``positions``: int64 of their shape."""
         stream = np.asarray(tokens, np.uint64) // np.uint64(SYMBOLS)
         symbol = mix(self._seed, stream, np.asarray(positions, np.uint64)) % np.uint64(SYMBOLS)
         return (stream * np.uint64(SYMBOLS) + symbol).astype(np.int64)
 
-    def children(self, tokens: Sequence[int], positions: Sequence[int], count: int) -> list[Children]:
-        """For each node its ``count`` best children by the drafter's belief: tokens and log scores."""
-        truth = self.following(tokens, positions)
-        stream = np.asarray(tokens, np.uint64) // np.uint64(SYMBOLS)
-        luck = mix(self._seed + (1 << 32), stream, np.asarray(positions, np.uint64)) / np.float64(2**64)
+    def children(self, streams: NDArray[np.int64], positions: NDArray[np.int64], count: int) -> Indices:
+        """The ``count`` best children, by the drafter's belief, of nodes of a stream at a position, whatever tokens
+        they carry: int64 [..., K]. K is at most how many there are chances for; ``scores`` are theirs."""
+        begin = streams * SYMBOLS
+        truth = self.following(begin, positions)
+        luck = mix(self._seed + (1 << 32), streams.astype(np.uint64), positions.astype(np.uint64)) / np.float64(2**64)
         right = np.searchsorted(self._limits, luck, side="right")
-        right[(np.asarray(positions) >= self._wrong[0]) & (np.asarray(positions) < self._wrong[1])] = len(self._scores)
-        count = min(count, len(self._scores))
-        ranked: list[Children] = []
-        for token, rank in zip(truth.tolist(), right.tolist(), strict=True):
-            first = token - token % SYMBOLS
-            wrong = [first + (token + step) % SYMBOLS for step in range(1, count + 1)]
-            ranked.append(([token if place == rank else wrong[place] for place in range(count)],
-                           self._scores[:count]))
-        return ranked
+        right[(positions >= self._wrong[0]) & (positions < self._wrong[1])] = len(self.scores)
+        places = np.arange(min(count, len(self.scores)))
+        wrong = begin[..., None] + (truth[..., None] + 1 + places) % SYMBOLS
+        found: Indices = np.where(places == right[..., None], truth[..., None], wrong)
+        return found
 
 
 class Device:
@@ -218,15 +215,19 @@ class TimedDrafter:
         began_s = time.perf_counter()
         known = [(number, self.sessions[number], budget) for number, budget in zip(ids, budgets, strict=True)
                  if number in self.sessions]
-        levels, most = 0, steps or self.timing.levels
+        most = steps or self.timing.levels
         if steps:
             for _, session, _ in known:
                 session.tree.aim()
-        while levels < most and (level := [s for _, s, budget in known if s.can_grow and levels < budget]):
+        fresh, others = list[tuple[TimedSession, int]](), list[tuple[TimedSession, int]]()
+        for _, session, budget in known:
+            (fresh if budget > 0 and is_fresh(session.tree) else others).append((session, min(most, budget)))
+        levels, done = self._begin(fresh) if fresh else 0, 0
+        while level := [session for session, count in others if done < count and session.can_grow]:
             self._expand(level)
-            levels += 1
+            done += 1
         growths = [session.tree.growth(number, budget, began_s) for number, session, budget in known]
-        self.device.busy(began_s, levels * self.timing.draft_s / self.timing.levels)
+        self.device.busy(began_s, max(levels, done) * self.timing.draft_s / self.timing.levels)
         return growths
 
     def tree(self, session: int) -> GrowingTree:
@@ -236,13 +237,30 @@ class TimedDrafter:
         for number in ids:
             self.sessions.pop(number, None)
 
+    def _begin(self, sessions: Sequence[tuple[TimedSession, int]]) -> int:
+        """Whole trees of so many levels each. Returns how many levels the device computed."""
+        trees, levels = [session.tree for session, _ in sessions], [count for _, count in sessions]
+        streams = np.array([[session.newest // SYMBOLS] for session, _ in sessions])
+        positions = np.array([[tree.base - 1] for tree in trees]) + np.arange(max(levels))
+        children, scores = self.law.children(streams, positions, self.timing.width), self.law.scores
+        if len(trees) < MANY:
+            for tree, count, found in zip(trees, levels, children.tolist(), strict=True):
+                for level in range(count):
+                    tree.expand([(found[level], scores)] * len(tree.frontier))
+            return max(levels)
+        fresh, nodes = FreshTrees(len(trees), self.timing.width), 1
+        for level in range(max(levels)):
+            shape = (len(trees), nodes, children.shape[2])
+            fresh.expand(np.broadcast_to(children[:, level, None], shape), np.broadcast_to(scores[: shape[2]], shape))
+            nodes = fresh.picks.shape[1]
+        fresh.settle(trees, levels)
+        return max(levels)
+
     def _expand(self, sessions: Sequence[TimedSession]) -> None:
-        """One level of all of them, as a device computes it: what the law says is asked for once."""
-        trees = [session.tree for session in sessions]
-        tokens = [session.newest if node == ROOT else session.tree.tokens[node]
-                  for session in sessions for node in session.tree.frontier]
-        positions = [tree.base - 1 + (0 if node == ROOT else tree.depths[node])
-                     for tree in trees for node in tree.frontier]
-        children = iter(self.law.children(tokens, positions, self.timing.width))
-        for tree in trees:
-            tree.expand([next(children) for _ in tree.frontier])
+        """One level of all of them, as a device computes it."""
+        nodes = [(session.newest // SYMBOLS, session.tree.base - 1 + (0 if node == ROOT else session.tree.depths[node]))
+                 for session in sessions for node in session.tree.frontier]
+        streams, positions = np.array(nodes).T
+        children = iter(self.law.children(streams, positions, self.timing.width).tolist())
+        for tree in (session.tree for session in sessions):
+            tree.expand([(next(children), self.law.scores) for _ in tree.frontier])
