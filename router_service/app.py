@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -33,14 +33,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects.fields import Unknown
-from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
+from router_service.dialects.openai import Body, ChatBody, CompletionBody, Options, parse
 from router_service.dialects.problems import Problem, http_problem, problem_of
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Asked, Gateway, Run
+from router_service.markup import BARE, Markup, Named
 from router_service.tenants import ApiKeys
-from router_service.tokens import TextDelta
+from router_service.tokens import TextCodec, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
@@ -109,12 +110,12 @@ class Surface:
     async def chat(self, request: Request) -> Response:
         body, unknown = await self._read(request, ChatBody)
         asked = self._gateway.plan_chat(body)
-        return await self._answer(request, asked, ChatReply, body, unknown)
+        return await self._answer(request, asked, self._chat_reply, body, unknown)
 
     async def complete(self, request: Request) -> Response:
         body, unknown = await self._read(request, CompletionBody)
         asked = self._gateway.plan_completion(body)
-        return await self._answer(request, asked, TextReply, body, unknown)
+        return await self._answer(request, asked, self._text_reply, body, unknown)
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -176,7 +177,19 @@ class Surface:
         unknown = Unknown(self._gateway.strict)
         return parse(kind, raw, unknown), unknown
 
-    async def _answer(self, request: Request, asked: Asked, kind: type[ChatReply | TextReply],
+    def _chat_reply(self, run: Run, origin: Origin) -> Reply:
+        codec, options = self._gateway.codec, run.job.options
+        markups = markups_of(codec, options, run.job.prompts[0], run.job.num_answers)
+        return ChatReply(options.answer_id or origin.name, origin.created, run.job.model, codec,
+                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n,
+                         markups, options.tell_reasoning)
+
+    def _text_reply(self, run: Run, origin: Origin) -> Reply:
+        options = run.job.options
+        return TextReply(options.answer_id or origin.name, origin.created, run.job.model, self._gateway.codec,
+                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n)
+
+    async def _answer(self, request: Request, asked: Asked, reply_to: Callable[[Run, Origin], Reply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
         shown = request.headers.get(LAST_EVENT_ID)
         reached = read(shown) if shown else None
@@ -193,11 +206,9 @@ class Surface:
         except BaseException:
             client.close()
             raise
-        options = asked.options
         origin = reached.origin if reached is not None else Origin(
-            run.id, run.created, options.sampling.seed, run.identity)
-        reply = kind(options.answer_id or origin.name, origin.created, asked.model, self._gateway.codec,
-                     options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n)
+            run.id, run.created, asked.options.sampling.seed, run.identity)
+        reply = reply_to(run, origin)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
             wanted = reached is not None or "text/event-stream" in request.headers.get("accept", "")
@@ -263,6 +274,19 @@ def _again(asked: Asked, body: ChatBody | CompletionBody, reached: Reached) -> A
     if too_many or (body.seed is not None and options.sampling.seed != seed):
         raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to, or leave it out")
     return asked.again(seed, reached.origin.identity)
+
+
+def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count: int) -> list[Markup | Named]:
+    """What tells calls and reasoning apart in so many answers to ``prompt``; [] where nobody asks for it."""
+    use = options.use if options.use is not None and options.use.offered else None
+    if not options.parsed or (use is None and codec.style.thoughts is None):
+        return []
+    if use is not None and use.named:
+        return [Named(use.choice) for _ in range(count)]
+    if use is not None and use.forced:
+        return [Markup(BARE, use.schemas) for _ in range(count)]
+    most = None if use is None or use.parallel else 1
+    return [Markup(codec.style, {} if use is None else use.schemas, codec.thinks(prompt), most) for _ in range(count)]
 
 
 def _num_containers(data: bytearray) -> int:

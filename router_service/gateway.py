@@ -17,16 +17,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import orjson
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
+from router_service.dialects.tools import told
 from router_service.lanes import Lanes
 from router_service.template import ASSISTANT, Turn
 from router_service.tenants import Tenant
@@ -49,7 +51,7 @@ class Asked:
     endpoint: str
     model: str
     options: Options
-    messages: Sequence[Mapping[str, str]] = field(default=(), repr=False)
+    messages: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     prompts: Sequence[str | Sequence[int]] = field(default=(), repr=False)
     begun: Begun | None = None  # of its only answer
     turn: Turn = ASSISTANT
@@ -67,8 +69,9 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
-        named = len(orjson.dumps(self.turn.names)) if self.turn.names else 0
-        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts)) + named
+        others = [self.turn.names, *(message["tool_calls"] for message in self.messages if "tool_calls" in message)]
+        written = sum(len(orjson.dumps(other)) for other in others if other)
+        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts)) + written
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +154,14 @@ class Gateway:
 
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
-        messages = [{"role": m.role, "content": m.content} for m in body.messages]
-        turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message),
-                    body.chat_template_kwargs or {})
-        return self._checked(Asked("chat", self._named(body.model), body.options(), messages=messages, begun=begun,
-                                   turn=turn))
+        options, names = body.options(), body.names()
+        messages = [message.given() for message in body.messages]
+        if not self.codec.style.takes_tools:
+            messages = told(messages, options.use)
+        elif options.use is not None and options.use.offered:
+            names["tools"] = options.use.tools
+        turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)
+        return self._checked(Asked("chat", self._named(body.model), options, messages=messages, begun=begun, turn=turn))
 
     def plan_completion(self, body: CompletionBody, begun: Begun | None = None) -> Asked:
         """Raises InvalidRequest, NotFound or Unavailable."""
@@ -200,7 +206,7 @@ class Gateway:
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate, request.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, options.show_specials)
+                          options.keep_stop, self._shown(options))
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -210,6 +216,9 @@ class Gateway:
 
     def _named(self, model: str | None) -> str:
         return self.model if model is None else model
+
+    def _shown(self, options: Options) -> Collection[int]:
+        return self.codec.specials if options.show_specials else self.codec.marks if options.parsed else ()
 
     def _stop_ids(self, options: Options) -> tuple[int, ...]:
         own = () if options.ignore_eos else self.codec.stop_token_ids

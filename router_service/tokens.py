@@ -25,13 +25,15 @@ import asyncio
 import codecs
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from router_service.markup import Style, marks
 from router_service.template import ASSISTANT, ChatTemplate, Turn
 from router_service.text_files import literals, longest_token, stop_token_ids, template_source
+from router_service.words import Words
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.identity import Identity
@@ -46,11 +48,11 @@ class TextCodec:
     """The tokenizer and the chat template of one model folder. Nothing about it changes; threads may share it.
 
     ``stop_token_ids`` end an answer (the model's end-of-text and end-of-turn tokens); ``vocab_size`` is the
-    tokenizer's, which may be below the model's.
+    tokenizer's, which may be below the model's. ``marks``: those of ``specials`` that tell calls and reasoning apart.
     """
 
-    __slots__ = ("_bytes", "_literals", "_longest", "_specials", "_spell", "_template", "_texts", "_tokenizer",
-                 "starts_with_space", "stop_token_ids", "vocab_size")
+    __slots__ = ("_bytes", "_literals", "_longest", "_specials", "_spell", "_template", "_texts", "_tokenizer", "marks",
+                 "specials", "starts_with_space", "stop_token_ids", "style", "vocab_size")
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ModelError naming the file and field that cannot be used."""
@@ -68,6 +70,9 @@ class TextCodec:
         self._texts: dict[int, str | None] = {}  # what ``whole_text`` said
         source = template_source(folder)
         self._template = None if source is None else ChatTemplate(*source, self._specials.values())
+        self.style = Style() if source is None else Style.of(source[0])
+        self.specials = frozenset(self._specials)
+        self.marks = marks(self._specials)
         self.stop_token_ids: tuple[int, ...] = stop_token_ids(folder, self._tokenizer)
 
     def close(self) -> None:
@@ -95,6 +100,11 @@ class TextCodec:
             if part:
                 tokens += self._literals[part] if i % 2 else next(plain)
         return tokens
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer to ``prompt`` begins in the midst of reasoning."""
+        end = b"".join(self.token_bytes(token) for token in prompt[-TAIL:]).decode("utf-8", "replace")
+        return self.style.thoughts is not None and end.rfind(self.style.thoughts[0]) > end.rfind(self.style.thoughts[1])
 
     def is_special(self, token: int) -> bool:
         return token in self._specials
@@ -150,21 +160,22 @@ def too_long(field: str, room: int, length: str) -> InvalidRequest:
 class Detokenizer:
     """The text of one answer, token by token."""
 
-    __slots__ = ("_at_start", "_codec", "_open", "_show_specials", "_utf8")
+    __slots__ = ("_at_start", "_codec", "_open", "_shown", "_utf8")
 
-    def __init__(self, codec: TextCodec, show_specials: bool = False) -> None:
+    def __init__(self, codec: TextCodec, shown: Collection[int] = ()) -> None:
+        """``shown``: special tokens that the text has."""
         self._codec = codec
-        self._show_specials = show_specials
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = codec.starts_with_space
         self._open = False  # whether a character is unfinished
 
     def push(self, token: int) -> str:
-        """The text that is complete with ``token``; "" while a character is unfinished, and for special tokens unless
-        they are shown."""
-        text = None if self._open or self._show_specials else self._codec.whole_text(token)
+        """The text that is complete with ``token``; "" while a character is unfinished, and for special tokens that are
+        not shown."""
+        text = None if self._open or token in self._shown else self._codec.whole_text(token)
         if text is None:
-            if self._codec.is_special(token) and not self._show_specials:
+            if self._codec.is_special(token) and token not in self._shown:
                 return ""
             text = self._utf8.decode(self._codec.token_bytes(token))
             self._open = self._utf8.getstate()[0] != b""
@@ -275,8 +286,8 @@ class Completion:
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
-                 show_specials: bool = False) -> None:
-        """``keep_stop``: the stop string that ends it is part of its text. ``show_specials``: so are special tokens.
+                 shown: Collection[int] = ()) -> None:
+        """``keep_stop``: the stop string that ends it is part of its text. ``shown``: so are these special tokens.
         Raises InvalidRequest where the answer was over before."""
         self.identity = identity
         self.tally = Tally()
@@ -285,7 +296,7 @@ class Completion:
         self._pieces = aiter(answer)
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
-        self._detokenizer = Detokenizer(codec, show_specials)
+        self._detokenizer = Detokenizer(codec, shown)
         self._stops = StopStrings(stops, keep_stop) if stops else None
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
         self._length = 0  # of the text so far
@@ -376,19 +387,15 @@ class Completion:
 
 
 class StopStrings:
-    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it came.
+    """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it
+    came."""
 
-    What a character costs grows with the number of stops, not with their lengths: a place in the text at which one may
-    begin is given up once."""
-
-    __slots__ = ("_firsts", "_held", "_keep", "_longest", "_stops", "matched")
+    __slots__ = ("_held", "_keep", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         """None of ``stops`` is empty."""
-        self._stops = tuple(dict.fromkeys(stops))
+        self._stops = Words(stops)
         self._keep = keep
-        self._firsts = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.matched: str | None = None
 
@@ -397,23 +404,14 @@ class StopStrings:
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        found = [(start + len(stop), start, stop) for stop in self._stops.words if (start := text.find(stop)) >= 0]
         if found:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start + len(self.matched) if self._keep else start]
-        kept = self._unfinished(text)
+        kept = self._stops.unfinished(text)
         self._held = text[len(text) - kept:]
         return text[:len(text) - kept]
-
-    def _unfinished(self, text: str) -> int:
-        """The length of the longest end of ``text`` that begins a stop string."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[start] in self._firsts:
-                end = text[start:]
-                if any(stop.startswith(end) for stop in self._stops):
-                    return len(end)
-        return 0
 
 
 async def merged(completions: Sequence[Completion]) -> AsyncGenerator[Numbered, None]:

@@ -39,6 +39,8 @@ class EchoTarget:
         self.stalled = 0  # answers so far
         self.draining = False
         self.deaf = False
+        self.says = ""  # the whole answer, instead
+        self.context = CONTEXT
         self.lossy = False
         self.grammars = False
         self.identity: Identity | None = Identity(model, "float32", "none", "echo")
@@ -56,8 +58,8 @@ class EchoTarget:
     async def info(self) -> TargetInfo:
         if self.deaf:
             await asyncio.Event().wait()
-        return TargetInfo(self.model, VOCAB, CONTEXT, "", len(self.running), self.waiting, 4096, 4096, self.draining,
-                          (DraftStatus("draft:1", True, "echo"),), self.lossy,
+        return TargetInfo(self.model, VOCAB, self.context, "", len(self.running), self.waiting, 4096, 4096,
+                          self.draining, (DraftStatus("draft:1", True, "echo"),), self.lossy,
                           identity=self.identity, grammars=self.grammars)
 
 
@@ -85,11 +87,12 @@ class EchoAnswer:
             raise ModelChanged("another model")
         if target.draining:
             raise Draining("going away")
-        if len(request.tokens) >= CONTEXT:
+        if len(request.tokens) >= target.context:
             raise InvalidRequest("tokens", "too long")
         target.running.add(self)
-        whole = answer_bytes(request)
-        tokens = [*whole[: target.end], *([EOS] if EOS in request.sampling.stop_token_ids else whole)]
+        whole = list(target.says.encode()) or answer_bytes(request)
+        end = len(whole) if target.says else target.end
+        tokens = [*whole[:end], *([EOS] if EOS in request.sampling.stop_token_ids else whole)]
         assert list(request.tokens[len(request.tokens) - request.answered:]) == tokens[: request.answered]
         sent, pieces = request.answered, 0
         while sent < min(len(tokens), request.max_tokens):

@@ -49,7 +49,8 @@ def test_the_nearest_field_is_named() -> None:
 @pytest.mark.parametrize(("change", "told"), [
     ({"messages": "hi"}, "messages: must be a list"),
     ({"messages": []}, "messages: must have at least 1 item(s)"),
-    ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role: must be 'system', 'user' or 'assistant'"),
+    ({"messages": [{"role": "usr", "content": "x"}]},
+     "messages[0].role: must be 'system', 'user', 'assistant' or 'tool'"),
     ({"max_tokens": "5"}, "max_tokens: must be a whole number"),
     ({"max_tokens": 0}, "max_tokens: must be at least 1"),
     ({"temperature": "hot"}, "temperature: must be a number"),
@@ -57,7 +58,7 @@ def test_the_nearest_field_is_named() -> None:
     ({"stop": ["a"] * 33}, "stop: must have at most 32 items"),
     ({"stop": "a" * 1025}, "stop[0]: must have at most 1024 characters"),
     ({"stop_token_ids": [1] * 49}, "stop_token_ids: must have at most 48 items"),
-    ({"tools": [{}]}, "tools: is not served here; call it without tools"),
+    ({"functions": [{}]}, "functions: is not served here; send tools of type function"),
     ({"seed": 1.5}, "seed: must be a whole number"),
     ({"n": True}, "n: must be a whole number"),
     ({"request_id": "a b"}, "request_id: must be 1 to 128 letters, digits, '.', '_', ':' or '-'"),

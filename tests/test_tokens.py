@@ -180,7 +180,7 @@ def test_names_reach_the_template_as_text_and_replace_none_of_its_own() -> None:
 
 def test_special_tokens_are_shown_where_they_are_wanted(codec: TextCodec) -> None:
     tokens = codec.encode("naïve <|im_end|>字")
-    shown = Detokenizer(codec, show_specials=True)
+    shown = Detokenizer(codec, codec.specials)
     assert "".join([*map(shown.push, tokens), shown.flush()]) == "naïve <|im_end|>字"
 
 

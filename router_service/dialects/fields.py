@@ -39,7 +39,7 @@ class Refused:
 # What readers are told, the default first.
 HONOURED: Mapping[str, str] = MappingProxyType({
     "model": "the one here; as `GET /v1/models` names it",
-    "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`; content: text, or parts of it",
+    "messages": "of chats; roles `system` (or `developer`), `user`, `assistant`, `tool`; content: text, or parts of it",
     "prompt": "of completions; a text, token ids, or a list of either",
     "max_tokens": "what the context leaves; completions: 16", "max_completion_tokens": "chat's name of `max_tokens`",
     "temperature": "1; 0 to 100, 0 always takes the likeliest token", "top_p": "1, off", "top_k": "0, off",
@@ -60,6 +60,12 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "add_generation_prompt": "chat: true; false: the assistant's turn is not begun",
     "continue_final_message": "false; the answer continues the last message",
     "chat_template_kwargs": "at most 64 names for the chat template, as `enable_thinking`",
+    "tools": "functions that the model may call, at most 128",
+    "tool_choice": "`auto`, `none`, `required`, or a function; the last two bind the answer",
+    "parallel_tool_calls": "true; false: the first call alone",
+    "reasoning_effort": "given to the chat template; `none` is also `enable_thinking` false",
+    "include_reasoning": "true; false leaves `reasoning_content` out",
+    "separate_reasoning": "true; false leaves reasoning in the content",
     "request_id": "random; ends the answer's `id`", "cache_salt": "cached prompts are shared only where it is the same",
     **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
                      "guided_grammar"), "one of them: what the answer is bound to"),
@@ -68,8 +74,8 @@ HONOURED: Mapping[str, str] = MappingProxyType({
 
 # They say nothing about the answer: who asks, how to bill, keep and schedule it, and in which pieces it comes.
 INERT = frozenset({
-    "custom_labels", "include_reasoning", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
-    "safety_identifier", "separate_reasoning", "service_tier", "session_id", "spaces_between_special_tokens", "store",
+    "custom_labels", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",
+    "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store",
     "stream_interval", "stream_reasoning", "user",
 })
 
@@ -80,11 +86,10 @@ _PLACING = "leave it out: routers and targets place requests themselves"
 _TELLING = "leave it out: usage, logprobs and return_token_ids are what is told"
 _OWN = "leave it out: what runs is the model's own"
 _PROMPT = "write it into the prompt"
-_TOOLS = "call it without tools"
+_TOOLS = "send tools of type function"
 
 REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice) for advice, names in (
-    (_TOOLS, {"tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True), "functions": ([],),
-              "function_call": ("none",), "web_search_options": ()}),
+    (_TOOLS, {"functions": ([],), "function_call": ("none",), "web_search_options": ()}),
     (_GRAMMARS, {"json_schema": (), "regex": (), "ebnf": (), "stop_regex": ([], "")}),
     (_TEXT_ONLY, {"audio": (), "modalities": (["text"],), "images_config": (), "video_config": (),
                   "use_audio_in_video": (False,), "max_dynamic_patch": (), "min_dynamic_patch": (),
@@ -106,7 +111,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice
                 "return_flat_raw_output_top_logprobs": (False,), "return_flat_raw_top_logprobs_b64": (False, True)}),
     (_OWN, {"chat_template": (), "lora_path": (), "custom_params": (), "custom_logit_processor": (),
             "logit_processors": ([],), "vllm_xargs": ({},), "watermark": (), "watermarking": (False,), "moderation": (),
-            "prompt_cache_options": (), "thinking": (), "thinking_token_budget": (), "reasoning_effort": ("none",),
+            "prompt_cache_options": (), "thinking": (), "thinking_token_budget": (),
             "repetition_detection": (), "task": (), "verbosity": (), "prediction": (), "bad_words": ([],),
             "allowed_token_ids": ()}),
     (_PROMPT, {"suffix": ("",), "documents": ([],), "input_ids": ()}),
@@ -116,9 +121,8 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({name: Refused(neutral, advice
 
 # Of a message, besides role and content.
 OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
-    "name": Refused(("",), "write it into the content"), "audio": Refused((), _TEXT_ONLY),
-    "refusal": Refused(("",), "write it into the content"), "annotations": Refused(([],), "leave it out"),
-    "tool_calls": Refused(([],), _TOOLS), "function_call": Refused((), _TOOLS), "tool_call_id": Refused((), _TOOLS),
+    "audio": Refused((), _TEXT_ONLY), "refusal": Refused(("",), "write it into the content"),
+    "annotations": Refused(([],), "leave it out"), "function_call": Refused((), "use tool_calls"),
 })
 
 

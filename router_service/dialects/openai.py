@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,6 +31,7 @@ from pydantic import (
 
 from router_service.dialects.fields import OF_MESSAGE, REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
+from router_service.dialects.tools import ToolUse, calls_of, use_of
 from router_service.text_files import NAMED_TOKENS
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
@@ -72,6 +73,9 @@ class Options:
     stop: tuple[str, ...] = field(default=(), repr=False)
     keep_stop: bool = False  # in the text
     show_specials: bool = False  # in the text
+    parsed: bool = False  # calls and reasoning are told apart
+    use: ToolUse | None = None
+    tell_reasoning: bool = True
     top_logprobs: int | None = None
     token_ids: bool = False
     ignore_eos: bool = False
@@ -168,7 +172,7 @@ class Generation(Strict):
     def continuous_usage(self) -> bool:
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def wanted(self, max_tokens: int | None, top_logprobs: int | None) -> Options:
+    def wanted(self, max_tokens: int | None, top_logprobs: int | None, use: ToolUse | None = None) -> Options:
         """Raises InvalidRequest naming a value out of range."""
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         sampling = Sampling(**{"temperature": 1.0, **given}, top_k=max(self.top_k or 0, 0),
@@ -176,15 +180,31 @@ class Generation(Strict):
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
                             seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
         bound_by, grammar = grammar_of({name: getattr(self, name) for name in READERS}) or ("", None)
-        return Options(sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())),
-                       bool(self.include_stop_str_in_output), self.skip_special_tokens is False, top_logprobs,
-                       bool(self.return_token_ids), bool(self.ignore_eos), self.truncate_prompt_tokens,
-                       self.cache_salt or "", self.request_id or "", self.speculate is not False, grammar, bound_by)
+        if use is not None and use.forced:
+            if grammar is not None:
+                raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}")
+            bound_by, grammar = "tool_choice", use.grammar()
+        return Options(
+            sampling, max_tokens, self.n or 1, tuple(filter(None, self.stop or ())), use=use,
+            keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,
+            top_logprobs=top_logprobs, token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
+            truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
+            speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by)
 
 
 class Message(Strict):
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    name: str | None = None
+    tool_calls: SkipValidation[list[dict[str, Any]]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """For a template: what is there."""
+        extra = {name: value for name in ("name", "tool_calls", "tool_call_id", "reasoning_content")
+                 if (value := getattr(self, name))}
+        return {"role": self.role, "content": self.content, **extra}
 
 
 class ChatBody(Generation):
@@ -196,6 +216,12 @@ class ChatBody(Generation):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: SkipValidation[dict[str, Any]] | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    tools: SkipValidation[Any] = None  # see ``tools``
+    tool_choice: SkipValidation[Any] = None
+    parallel_tool_calls: bool | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -208,7 +234,7 @@ class ChatBody(Generation):
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
-    def _names(cls, value: Any) -> Any:
+    def _named(cls, value: Any) -> Any:
         if value is None:
             return value
         if not isinstance(value, dict):
@@ -225,8 +251,17 @@ class ChatBody(Generation):
             raise InvalidRequest("top_logprobs", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
-        return self.wanted(self.max_completion_tokens or self.max_tokens,
-                           (self.top_logprobs or 0) if self.logprobs else None)
+        use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        wanted = self.wanted(self.max_completion_tokens or self.max_tokens,
+                             (self.top_logprobs or 0) if self.logprobs else None, use)
+        return replace(wanted, parsed=self.separate_reasoning is not False or use is not None,
+                       tell_reasoning=self.include_reasoning is not False)
+
+    def names(self) -> dict[str, Any]:
+        """What the template is given besides messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        quiet = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return {**effort, **quiet, **(self.chat_template_kwargs or {})}
 
 
 class CompletionBody(Generation):
@@ -286,8 +321,14 @@ def _plain_message(at: str, message: Any, unknown: Unknown) -> Any:
     if not isinstance(message, dict):
         return message
     plain = known(message, Message.model_fields, OF_MESSAGE, unknown, f"{at}.")
-    if plain.get("role") in ("tool", "function"):
-        raise InvalidRequest(f"{at}.role", "tools are not supported by this server", "unsupported_parameter")
+    if plain.get("role") == "function":
+        raise InvalidRequest(f"{at}.role", "is not served here; use tools and the role 'tool'", "unsupported_parameter")
+    if plain.get("tool_calls") is not None:
+        plain["tool_calls"] = calls_of(f"{at}.tool_calls", plain["tool_calls"])
+    if plain.get("content", "") is None and plain.get("role") == "assistant":
+        plain["content"] = ""
+    if plain.get("tool_calls"):
+        plain.setdefault("content", "")
     if plain.get("role") == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):

@@ -10,14 +10,17 @@ Format: the OpenAI API. It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
 
+from router_service.markup import Call, Markup, Named
 from router_service.tokens import AnswerToken, TextCodec, TextDelta
 from slipstream.protocol.chat import Usage
 
+CALL_ID = 9  # characters: Mistral's templates take no other number
 Json = dict[str, Any]
 PLACE = "\x00text\x00"
 LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
@@ -38,24 +41,29 @@ class Reply(Protocol):
 
 
 class ChatReply:
-    """``chat.completion`` and its chunks. ``prompts``: their token ids, and those of the answers, are told."""
+    """``chat.completion`` and its chunks. ``prompts``: their token ids, and those of the answers, are told.
+    ``markups``, one a choice, tell calls and reasoning apart; () leaves all to the content."""
 
     def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
-                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1) -> None:
+                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1,
+                 markups: Sequence[Markup | Named] = (), tell_reasoning: bool = True) -> None:
         self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
+        self._markups = markups
+        self._tell_reasoning = tell_reasoning
         self._codec = codec
         self._logprobs = logprobs
         self._prompt: Json = {} if prompts is None else {"prompt_token_ids": list(prompts[0])}
-        self.detailed = logprobs or prompts is not None
+        self.detailed = logprobs or prompts is not None or bool(markups)
 
     def opening(self, number: int) -> Json | None:
         return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        if not (delta.text or delta.finish or (self.detailed and delta.tokens)):
+        told = self._told(number, delta)
+        if not (told or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
             return None
-        return self._chunk([_choice(number, {"content": delta.text} if delta.text else {}, delta.finish,
-                                    self._logprobs_of(delta.tokens)) | self._ids_of(delta.tokens)])
+        return self._chunk([_choice(number, told, self._finish(number, delta), self._logprobs_of(delta.tokens))
+                            | self._ids_of(delta.tokens)])
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | _usage(usage)
@@ -64,10 +72,32 @@ class ChatReply:
         choices = []
         for number, deltas in enumerate(answers):
             tokens = [token for delta in deltas for token in delta.tokens]
-            message = {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None}
-            choices.append({"index": number, "message": message, "finish_reason": deltas[-1].finish,
+            message = {"role": "assistant", "content": "", "refusal": None}
+            for delta in deltas:
+                _join(message, self._told(number, delta))
+            if "tool_calls" in message and not message["content"]:
+                message["content"] = None
+            choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
                             "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
         return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt, **_usage(usage)}
+
+    def _told(self, number: int, delta: TextDelta) -> Json:
+        """What ``delta`` adds to the message of a choice."""
+        if not self._markups:
+            return {"content": delta.text} if delta.text else {}
+        parts = self._markups[number].push(delta.text, bool(delta.finish))
+        told: Json = {}
+        if parts.reasoning and self._tell_reasoning:
+            told["reasoning_content"] = parts.reasoning
+        if parts.content:
+            told["content"] = parts.content
+        if parts.calls:
+            told["tool_calls"] = [_call(call) for call in parts.calls]
+        return told
+
+    def _finish(self, number: int, delta: TextDelta) -> str:
+        called = delta.finish == "stop" and self._markups and self._markups[number].num_calls
+        return "tool_calls" if called else delta.finish
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
@@ -169,6 +199,26 @@ class Chunks:
             head, _, tail = orjson.dumps(self._reply.chunk(number, TextDelta(PLACE))).rpartition(orjson.dumps(PLACE))
             around = self._around[number] = head, tail
         return around[0] + orjson.dumps(delta.text) + around[1]
+
+
+def _call(call: Call) -> Json:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, "id": secrets.token_hex(CALL_ID)[:CALL_ID], "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _join(message: Json, told: Json) -> None:
+    """Add what a delta says to a whole message, whose calls bear no index."""
+    for name in ("content", "reasoning_content"):
+        if name in told:
+            message[name] = (message.get(name) or "") + told[name]
+    for call in told.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if "id" in call:
+            calls.append({"id": call["id"], "type": "function", "function": call["function"]})
+        else:
+            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
 
 def _choice(number: int, delta: Json, finish: str = "", logprobs: Json | None = None) -> Json:

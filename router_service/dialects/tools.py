@@ -1,0 +1,168 @@
+"""Tools in a request: what may be called, what was called before, and how a model is told of it.
+
+Rules:
+1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
+2. Arguments in history are objects written as JSON, as the API gives them; templates are given the objects.
+3. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
+   ``<tool_call>`` and ``<tool_response>``.
+4. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
+   calls.
+
+Format: the OpenAI API's. It knows nothing about what a model answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from router_service.dialects.formats import made
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.grammar import Grammar
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message
+MAX_CONTAINERS = 16_384  # lists and objects of the arguments of one call
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+Json = dict[str, Any]
+TOLD = """You may call functions to help with the user's request. They are, in JSON:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and arguments in this form and nothing else:
+<tool_call>
+{{"name": "name of the function", "arguments": {{"name of the argument": "value"}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What may be called. ``choice``: "none", "auto", "required", or one of the names (``named``)."""
+
+    tools: tuple[Json, ...] = field(default=(), repr=False)  # as the client wrote them
+    choice: str = "auto"
+    named: bool = False
+    parallel: bool = True
+
+    @property
+    def schemas(self) -> Mapping[str, Any]:
+        """Of each function's arguments, by its name."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+
+    @property
+    def offered(self) -> bool:
+        """Whether the model is told of them."""
+        return bool(self.tools) and self.choice != "none"
+
+    @property
+    def forced(self) -> bool:
+        return self.offered and (self.named or self.choice == "required")
+
+    def grammar(self) -> Grammar:
+        """What a forced call binds the answer to. Raises InvalidRequest."""
+        schemas = self.schemas
+        if self.named:
+            return made("tool_choice", "json_schema", _written(schemas[self.choice] or {"type": "object"}))
+        shared: Json = {}
+        calls = []
+        for name, given in schemas.items():
+            own = dict(given or {"type": "object"})
+            shared |= own.pop("$defs", {})
+            calls.append({"type": "object", "properties": {"name": {"const": name}, "arguments": own},
+                          "required": ["name", "arguments"], "additionalProperties": False})
+        most = {} if self.parallel else {"maxItems": 1}
+        schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+        return made("tool_choice", "json_schema", _written({**schema, "$defs": shared} if shared else schema))
+
+
+def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
+    """What a body's fields ask for; None: nothing. Raises InvalidRequest."""
+    if tools is None or tools == []:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice", "needs tools")
+        return None
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"must be a list of at most {MAX_TOOLS} functions")
+    for i, tool in enumerate(tools):
+        _check_tool(f"tools[{i}]", tool)
+    use = ToolUse(tuple(tools), parallel=parallel is not False)
+    if len(use.schemas) < len(tools):
+        raise InvalidRequest("tools", "two of them have the same name")
+    if choice in (None, "auto", "none", "required"):
+        return ToolUse(use.tools, choice or "auto", False, use.parallel)
+    name = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = name.get("name") if isinstance(name, dict) else None
+    if not isinstance(name, str) or name not in use.schemas:
+        raise InvalidRequest("tool_choice", "must be 'none', 'auto', 'required', or a function among tools, as in "
+                             '{"type": "function", "function": {"name": "..."}}')
+    return ToolUse(use.tools, name, True, use.parallel)
+
+
+def _check_tool(at: str, tool: Any) -> None:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        raise InvalidRequest(f"{at}.type", "must be 'function'")
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidRequest(f"{at}.function", "must be an object")
+    if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
+        raise InvalidRequest(f"{at}.function.name", "must be 1 to 128 letters, digits, '_', '.', ':' or '-'")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise InvalidRequest(f"{at}.function.parameters", "must be a JSON schema")
+    if not isinstance(function.get("description") or "", str):
+        raise InvalidRequest(f"{at}.function.description", "must be a string")
+
+
+def calls_of(at: str, calls: Any) -> list[Json]:
+    """The calls of a message in history, arguments as objects. Raises InvalidRequest."""
+    if not isinstance(calls, list) or len(calls) > MAX_CALLS:
+        raise InvalidRequest(at, f"must be a list of at most {MAX_CALLS} calls")
+    return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
+
+
+def _call(at: str, call: Any) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{at}.function.name", "must be a string")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        if arguments.count("[") + arguments.count("{") > MAX_CONTAINERS:
+            raise InvalidRequest(f"{at}.function.arguments", f"hold more than {MAX_CONTAINERS} lists and objects")
+        try:
+            arguments = orjson.loads(arguments or "{}")
+        except orjson.JSONDecodeError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
+    id_ = call.get("id")
+    return {**({"id": id_} if isinstance(id_, str) else {}), "type": "function",
+            "function": {"name": function["name"], "arguments": arguments}}
+
+
+def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
+    """``messages`` for a template that knows neither tools nor calls."""
+    plain = [_plain(message) for message in messages]
+    if use is not None and use.offered:
+        words = TOLD.format(tools="\n".join(_written(tool) for tool in use.tools))
+        if plain and plain[0]["role"] == "system":
+            plain[0] = {**plain[0], "content": f"{plain[0]['content']}\n\n{words}"}
+        else:
+            plain.insert(0, {"role": "system", "content": words})
+    return plain
+
+
+def _plain(message: Mapping[str, Any]) -> Json:
+    content = message["content"]
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [f"<tool_call>\n{_written(call['function'])}\n</tool_call>" for call in message["tool_calls"]]
+    return {"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])}
+
+
+def _written(value: Any) -> str:
+    return orjson.dumps(value).decode()

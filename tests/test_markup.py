@@ -1,0 +1,158 @@
+"""Calls of tools and reasoning are told apart alike, however a text is cut and whatever a model writes."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from router_service.markup import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Markup, Named, Style, marks
+
+CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = {"weather": CITY, "now": {}}
+HERMES = Style(thoughts=THOUGHTS[0])
+MISTRAL = Style(("[TOOL_CALLS]",), THOUGHTS[1])
+DEEPSEEK, KIMI = (Style((section.begin,), THOUGHTS[0]) for section in SECTIONS)
+PARIS: tuple[str, Any] = ("weather", {"city": "Paris", "days": 2})
+NOW: tuple[str, Any] = ("now", {})
+JSON = '{"city": "Paris", "days": 2}'
+D, K = SECTIONS
+Told = tuple[str, str, list[tuple[str, Any]]]
+
+SAID: dict[str, tuple[Style, str, Told]] = {
+    "no call": (HERMES, "2 < 3 and <tool is no mark\n", ("", "2 < 3 and <tool is no mark\n", [])),
+    "hermes": (HERMES, f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>\n',
+               ("", "Let me see.", [PARIS])),
+    "hermes, arguments first": (HERMES, f'<tool_call>{{"arguments": {JSON}, "name": "weather"}}</tool_call>',
+                                ("", "", [PARIS])),
+    "hermes, arguments as a text": (
+        HERMES, f'<tool_call>{{"name": "weather", "arguments": {json.dumps(JSON)}}}</tool_call>', ("", "", [PARIS])),
+    "hermes, none": (HERMES, '<tool_call>{"name": "now"}</tool_call>', ("", "", [NOW])),
+    "smollm": (HERMES, f'<tool_call>[{{"name": "weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
+                       "</tool_call>", ("", "", [PARIS, NOW])),
+    "two": (HERMES, "<think>\nHm.\n</think>\n\n" + f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n'
+            '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', ("Hm.", "", [PARIS, NOW])),
+    "marks in a text": (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call> \\"{\\\\"}}'
+                                "</tool_call>", ("", "", [("weather", {"city": '</tool_call> "{\\'})])),
+    "qwen's coders": (HERMES, "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>"
+                      "\n2\n</parameter>\n</function>\n</tool_call>\nSo.", ("", "So.", [PARIS])),
+    "qwen's coders, forgetful": (
+        HERMES, "<function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</function>", ("", "", [PARIS])),
+    "glm": (HERMES, "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+            "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call><tool_call>now</tool_call>",
+            ("Hm.", "", [PARIS, NOW])),
+    "mistral, a list": (MISTRAL, f'[TOOL_CALLS] [{{"name": "weather", "arguments": {JSON}}}]', ("", "", [PARIS])),
+    "mistral": (MISTRAL, f"[THINK]Hm.[/THINK]So:[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]"
+                         "{}", ("Hm.", "So:", [PARIS, NOW])),
+    "deepseek 3": (DEEPSEEK, f"{D.begin}{D.call}function{D.arguments}weather\n```json\n{JSON}\n```{D.end_call}{D.end}",
+                   ("", "", [PARIS])),
+    "deepseek 3.1": (DEEPSEEK, f"So:{D.begin}{D.call}weather{D.arguments}{JSON}{D.end_call}{D.call}now{D.arguments}{{}}"
+                               f"{D.end_call}{D.end}", ("", "So:", [PARIS, NOW])),
+    "kimi": (KIMI, f"{K.begin}{K.call}functions.weather:0{K.arguments}{JSON}{K.end_call}{K.end}", ("", "", [PARIS])),
+    "llama": (BARE, f'{LLAMA}{{"type": "function", "name": "weather", "parameters": {JSON}}}', ("", "", [PARIS])),
+    "llama, bare": (BARE, f'\n{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
+                    ("", "", [PARIS, NOW])),
+    "llama, no tool of ours": (BARE, '{"name": "Bob", "parameters": 1}', ("", '{"name": "Bob", "parameters": 1}', [])),
+    "no JSON": (HERMES, "So: <tool_call>weather, please</tool_call>", ("", "So: weather, please", [])),
+}
+
+
+def told(style: Style, pieces: list[str], thinking: bool = False, most: int | None = None) -> Told:
+    """Reasoning, content and calls, as their pieces join."""
+    markup = Markup(style, TOOLS, thinking, most)
+    reasoning = content = ""
+    calls: list[tuple[str, str]] = []
+    for i, piece in enumerate(pieces):
+        parts = markup.push(piece, i == len(pieces) - 1)
+        reasoning, content = reasoning + parts.reasoning, content + parts.content
+        for call in parts.calls:
+            if call.name:
+                assert call.index == len(calls)
+                calls.append((call.name, ""))
+            name, arguments = calls[call.index]
+            calls[call.index] = name, arguments + call.arguments
+    assert markup.num_calls == len(calls)
+    return reasoning, content, calls
+
+
+def cut(text: str, chance: random.Random) -> list[str]:
+    cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(len(text) + 1)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("said", SAID)
+def test_every_form_is_told_alike_however_it_is_cut(said: str) -> None:
+    style, text, (reasoning, content, calls) = SAID[said]
+    whole = told(style, [text])
+    assert (whole[0], whole[1], [(name, json.loads(arguments)) for name, arguments in whole[2]]) == (
+        reasoning, content, calls)
+    chance = random.Random(7)
+    assert told(style, list(text)) == whole
+    for _ in range(100):
+        assert told(style, cut(text, chance)) == whole
+    for end in range(len(text)):
+        part = told(style, [text[:end]])
+        assert told(style, list(text[:end])) == part, "where it breaks off, too"
+        assert not any(mark in part[1] for mark in MARKS)
+
+
+def test_nothing_that_a_model_writes_is_an_error() -> None:
+    words = [*MARKS, "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
+             "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",
+             '{"name": "now"', '"arguments": {', "12", "null", "```json\n"]
+    chance = random.Random(11)
+    for _ in range(1500):
+        style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE])
+        thinking = chance.random() < 0.2
+        text = "".join(chance.choices(words, k=chance.randrange(25)))
+        assert told(style, cut(text, chance), thinking) == told(style, [text], thinking), text
+
+
+def test_what_a_character_costs_does_not_grow() -> None:
+    class Counted(str):
+        """Knows what it is appended to."""
+
+        seen = 0
+
+        def __radd__(self, other: str) -> str:
+            Counted.seen += len(other) + 1
+            return str(other) + str(self)
+
+    for style, opening in ((HERMES, '<tool_call>{"name": "now", "arguments": {"a": "'), (HERMES, "<tool_call>"),
+                           (HERMES, "<think>"), (BARE, '{"'), (MISTRAL, "[TOOL_CALLS]"), (HERMES, "")):
+        seen = []
+        for length in (500, 1000):
+            markup, Counted.seen = Markup(style, TOOLS), 0
+            for char in opening + "<x " * length:
+                markup.push(Counted(char))
+            seen.append(Counted.seen)
+        assert 1500 <= seen[0] <= 20_000 and seen[1] <= 2 * seen[0] + 100, (opening, seen)
+
+
+def test_only_so_many_calls_are_told() -> None:
+    style, text, _ = SAID["two"]
+    assert told(style, [text], most=1)[2] == told(style, [text])[2][:1]
+    assert told(style, list(text), most=1) == told(style, [text], most=1)
+
+
+def test_an_answer_may_begin_in_the_midst_of_reasoning() -> None:
+    assert told(HERMES, list("Hm. \n</think>\n\nSo."), thinking=True) == ("Hm.", "So.", [])
+    assert told(HERMES, list("So.</think>")) == ("", "So.</think>", [])
+
+
+def test_the_only_call_of_a_named_tool() -> None:
+    named = Named("now")
+    first, second = named.push('{"a": '), named.push("1}", True)
+    assert [(call.index, call.name, call.arguments) for call in (*first.calls, *second.calls)] == [
+        (0, "now", '{"a": '), (0, "", "1}")]
+    assert named.num_calls == 1
+
+
+def test_the_style_is_read_off_the_template() -> None:
+    assert Style.of("{{ messages }}") == Style() and not Style().takes_tools
+    assert Style.of("{% if tools %}<tool_call>{% endif %}</think>") == Style(("<tool_call>",), THOUGHTS[0], True)
+    assert Style.of("{% for t in tools %}[TOOL_CALLS]").openers == ("[TOOL_CALLS]",)
+    assert Style.of("{{ tools | tojson }} ipython").bare
+    assert marks({1: "<tool_call>", 2: "<|im_end|>"}) == {1}

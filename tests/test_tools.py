@@ -1,0 +1,169 @@
+"""Tools over HTTP: what a model is told of them, what its answer becomes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router_service.dialects.tools import MAX_CALLS, MAX_TOOLS, ToolUse, told, use_of
+from router_service.template import ChatTemplate, Turn
+from slipstream.base.errors import InvalidRequest
+from tests.echo import EchoTarget
+from tests.routing import CHAT, HELLO, events, routing
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALL = 'So: <tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+TWO = CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+PAST: list[dict[str, Any]] = [
+    *HELLO, {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny"}]
+
+
+async def test_a_call_is_told_whole_and_in_pieces(tiny_folder: Path) -> None:
+    target = EchoTarget(accepted=2)
+    target.says, target.context = TWO, 4096
+    async with routing(tiny_folder, target) as r:
+        whole = await r.openai.chat.completions.create(model="tiny", messages=HELLO, tools=[WEATHER, NOW])  # type: ignore[list-item]
+        message, finish = whole.choices[0].message, whole.choices[0].finish_reason
+        assert finish == "tool_calls" and message.content == "So:"
+        calls: Any = message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("weather", {"city": "Paris"}), ("now", {})]
+        assert len({call.id for call in calls}) == 2
+        chunks = events((await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], stream=True)).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        pieces = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [piece["function"]["name"] for piece in pieces if "id" in piece] == ["weather", "now"]
+        arguments = "".join(piece["function"]["arguments"] for piece in pieces if piece["index"] == 0)
+        assert arguments == '{"city": "Paris"}' and len([p for p in pieces if p["index"] == 0]) > 3, "as they come"
+        assert "".join(delta.get("content", "") for delta in deltas) == "So:"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        one = (await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], parallel_tool_calls=False)).json()
+        assert [call["function"]["name"] for call in one["choices"][0]["message"]["tool_calls"]] == ["weather"]
+        none = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="none")).json()["choices"][0]
+        assert none["message"]["content"] == TWO and none["finish_reason"] == "stop"
+
+
+async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        refused = (await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="required")).json()["error"]
+        assert refused["param"] == "tool_choice" and not target.requests, "this engine takes no grammar"
+    target.grammars, target.says, target.context = True, '{"city": "Rome"}', 4096
+    async with routing(tiny_folder, target) as r:
+        for stream in (False, True):
+            answer = await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice=NAMED, stream=stream)
+            told = events(answer.text)[1:] if stream else [answer.json()]
+            calls = [call for part in told for choice in part["choices"]
+                     for call in (choice["delta"] if stream else choice["message"]).get("tool_calls", ())]
+            assert calls[0]["function"]["name"] == "weather"
+            assert "".join(call["function"]["arguments"] for call in calls) == target.says
+        grammar = target.requests[-1].grammar
+        assert grammar and (grammar.kind, json.loads(grammar.source)) == ("json_schema", SCHEMA)
+        target.says = '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]'
+        message = (await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice="required")).json()
+        calls = message["choices"][0]["message"]["tool_calls"]
+        assert [call["function"] for call in calls] == [
+            {"name": "weather", "arguments": '{"city": "Rome"}'}, {"name": "now", "arguments": "{}"}]
+        grammar = target.requests[-1].grammar
+        assert grammar and len(json.loads(grammar.source)["items"]["anyOf"]) == 2
+
+
+async def test_the_past_reaches_the_template(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.context = 4096
+    async with routing(tiny_folder, target) as r:
+        assert (await r.post(CHAT, messages=PAST, tools=[WEATHER])).status_code == 200
+        prompt = bytes(token for token in target.requests[0].tokens if token < 256).decode()
+        for words in ("<tools>", '"name":"weather"', '<tool_call>\n{"name":"weather","arguments":{"city":"Rome"}}',
+                      "<tool_response>\nsunny\n</tool_response>"):
+            assert words in prompt
+
+
+def test_a_template_that_takes_tools_is_given_them() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{% for m in messages %}{{ m.role }}{% if m.tool_calls %}"
+                            "{{ m.tool_calls[0].function.arguments.city }}{% endif %}{% endfor %}", {}, ["<s>"])
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "<s>"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    parts = template.render(messages, Turn(names={"tools": [NOW]}))
+    assert parts == [json.dumps([NOW]) + "assistant", "<s>", ""], "an argument ends no turn"
+
+
+def test_what_a_template_without_tools_is_told() -> None:
+    use = use_of([NOW], None, None)
+    assert told(HELLO, None) == HELLO and told(HELLO, ToolUse((NOW,), "none")) == HELLO
+    assert [m["role"] for m in told(HELLO, use)] == ["system", "user"]
+    first = told([{"role": "system", "content": "Be brief."}, *HELLO], use)[0]
+    assert first["content"].startswith("Be brief.\n\n") and '{"type":"function","function":{"name":"now"}}' in (
+        first["content"])
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"tools": {}}, "tools"), ({"tools": [NOW] * (MAX_TOOLS + 1)}, "tools"), ({"tools": [NOW, NOW]}, "tools"),
+    ({"tools": [{"type": "retrieval"}]}, "tools[0].type"), ({"tools": [1]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, None),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": [1]}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "description": 1}}]}, "tools[0].function.description"),
+    ({"tools": [NOW], "tool_choice": "always"}, "tool_choice"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": NAMED}, "tool_choice"), ({"tools": [], "tool_choice": "auto"}, None),
+    ({"tools": [NOW], "tool_choice": {"type": "function"}}, "tool_choice"),
+])
+def test_tools_that_are_none_are_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
+    try:
+        use_of(fields.get("tools"), fields.get("tool_choice"), None)
+    except InvalidRequest as error:
+        assert error.field == param
+    else:
+        assert param is None
+
+
+async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None:
+    call = PAST[1]["tool_calls"][0]
+    deep = "[" * 20_000
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for calls, field in (({}, ""), ([call] * (MAX_CALLS + 1), ""), ([{}], "[0].function.name"),
+                             ([{"function": {"name": "a", "arguments": "x"}}], "[0].function.arguments"),
+                             ([{"function": {"name": "a", "arguments": "[]"}}], "[0].function.arguments"),
+                             ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments")):
+            past = [{"role": "assistant", "tool_calls": calls}, *HELLO]
+            error = (await r.post(CHAT, messages=past)).json()["error"]
+            assert error["param"] == f"messages[0].tool_calls{field}", error
+
+
+@pytest.fixture
+def thinking_folder(tmp_path: Path, tiny_folder: Path) -> Path:
+    """A model whose template begins its reasoning."""
+    folder = tmp_path / "thinks"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% if enable_thinking | default(true) %}"
+                                                "<think>\n{% else %}<think>\n\n</think>{% endif %}")
+    return folder
+
+
+async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
+    target = EchoTarget()
+    target.says = "Hm.\n</think>\n\nSo."
+    async with routing(thinking_folder, target) as r:
+        message = (await r.post(CHAT, messages=HELLO)).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "So.")
+        chunks = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
+        assert "".join(delta.get("content", "") for delta in deltas) == "So."
+        quiet = (await r.post(CHAT, messages=HELLO, include_reasoning=False)).json()["choices"][0]["message"]
+        assert "reasoning_content" not in quiet and quiet["content"] == "So."
+        mixed = (await r.post(CHAT, messages=HELLO, separate_reasoning=False)).json()["choices"][0]["message"]
+        assert mixed["content"] == target.says
+        target.says = "So."
+        for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            plain = (await r.post(CHAT, messages=HELLO, **fields)).json()["choices"][0]["message"]
+            assert plain["content"] == "So." and "reasoning_content" not in plain
