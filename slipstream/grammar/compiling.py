@@ -1,0 +1,94 @@
+"""A grammar compiled by llguidance, with a bound to what that and every later mask may cost.
+
+Rules:
+1. What is refused is an InvalidRequest for "grammar" with llguidance's own words.
+2. ``LIMITS`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
+   is refused everywhere.
+3. A compilation recurses as deep as a grammar's names refer to one another, so it runs on a thread with ``STACK``.
+4. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
+
+It knows nothing about requests or trees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.grammar.matcher import Ends, Matcher
+from slipstream.protocol.grammar import Grammar
+
+# Measured: a schema of 200 properties has 807 items in a row, and nothing common a tenth of the others. What is
+# ambiguous without end takes 15 ms for the mask that breaks the limit.
+LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000, step_max_items=3000,
+                        max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
+STACK = 256 << 20  # bytes, taken as they are used: the deepest source of MAX_SOURCE bytes takes an eighth
+END = "<|end of what a grammar allows|>"
+MAX_WORDS = 300  # characters of a refusal
+
+
+def check(grammar: Grammar) -> None:
+    """Raises InvalidRequest for what no vocabulary makes a grammar of."""
+    problem = LLMatcher.validate_grammar(_written(grammar), None, limits=LIMITS)
+    if problem and not problem.startswith("WARNING"):
+        raise _refused(problem)
+
+
+class Vocabulary:
+    """The tokens that matchers allow. Threads may share it."""
+
+    __slots__ = ("_end", "_size", "_tokens")
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        """size: of the model's vocabulary. Takes most of a second, in which no other thread runs. Raises ModelError for
+        a tokenizer that llguidance does not know."""
+        own = Tokenizer.from_str(tokenizer.to_str())
+        own.add_special_tokens([END])
+        self._size = size
+        self._end = max(own.get_vocab(with_added_tokens=True).values())  # the newest
+        try:
+            self._tokens = LLTokenizer(own.to_str(), eos_token=self._end)
+        except ValueError as error:
+            raise ModelError(f"tokenizer.json: grammars cannot use it: {str(error)[:MAX_WORDS]}") from error
+
+    def compile(self, grammar: Grammar, ends: Ends, answered: Sequence[int] = ()) -> Matcher:
+        """A matcher of an answer that stands behind ``answered``. Other threads may run. Raises InvalidRequest."""
+        written = _written(grammar)
+        words = (self._tokens.vocab_size + 31) // 32
+        matcher = Matcher(lambda: LLMatcher(self._tokens, written, log_level=0, limits=LIMITS), words, self._end,
+                          self._size, ends)
+        if matcher.problem or not matcher.begins():
+            raise _refused(matcher.problem or "it allows nothing at all")
+        if matcher.commit(answered) < len(answered):
+            raise InvalidRequest("answered", "the grammar does not allow it")
+        if matcher.ended:
+            raise InvalidRequest("answered", "the grammar ends with it")
+        return matcher
+
+
+def _written(grammar: Grammar) -> str:
+    """As llguidance reads it."""
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.source))
+    if grammar.kind == "lark":
+        return str(LLMatcher.grammar_from_lark(grammar.source))
+    try:
+        content = json.loads(grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_WORDS]}") from error
+    if grammar.kind == "choice":
+        if not (isinstance(content, list) and content and all(isinstance(text, str) and text for text in content)):
+            raise InvalidRequest("grammar", "must be a list of texts")
+        return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
+    if not isinstance(content, dict):
+        raise InvalidRequest("grammar", "must be a JSON object")
+    return str(LLMatcher.grammar_from_json_schema(grammar.source))
+
+
+def _refused(problem: str) -> InvalidRequest:
+    words = " ".join(problem.replace("<non-verbose/>", "").split())
+    return InvalidRequest("grammar", f"cannot be compiled: {words[:MAX_WORDS]}")

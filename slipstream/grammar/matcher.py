@@ -1,0 +1,168 @@
+"""Matcher: where one answer stands in its grammar, and what the grammar allows from there.
+
+Rules:
+1. What is allowed at a node depends on the answer and the node's path alone. A tree is walked depth first: a token is
+   consumed on the way down and rolled back on the way up.
+2. A stop token is allowed where the answer could be over and has its ``min_tokens``; and wherever nothing else is
+   allowed, as a grammar cannot say more than it has.
+3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
+4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. Drafts make it
+   build more than plain decoding does, so it begins afresh then, from the answer's tokens alone, ``RESTARTS`` times.
+   For the same reason no two answers share what was built.
+
+It knows nothing about logits, engines or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from slipstream.protocol.tree import DraftTree
+
+RESTARTS = 3  # of one answer: each costs a compilation
+ALL = np.uint32(0xFFFFFFFF)
+Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends an answer besides its grammar: one of ``tokens``, after so many others at least."""
+
+    tokens: tuple[int, ...]
+    min_tokens: int = 0
+
+
+class Matcher:
+    """Of one answer, which has no token yet. It belongs to one thread at a time."""
+
+    __slots__ = ("_begun", "_end", "_ends", "_matcher", "_restarts", "_row", "_row_at", "_tokens", "_width")
+
+    def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends) -> None:
+        """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it."""
+        self._begun = begun
+        self._matcher = begun()
+        self._end, self._ends = end, ends
+        self._width = (vocab_size + 31) // 32
+        self._row = np.zeros(max(words, self._width), np.uint32)[:words]
+        self._row_at: int = self._row.ctypes.data
+        self._tokens: list[int] = []
+        self._restarts = 0
+
+    @property
+    def problem(self) -> str:
+        """What it died of; "" while it lives."""
+        return str(self._matcher.get_error())
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow the answer so far."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def begins(self) -> bool:
+        """Whether it allows anything at all."""
+        return self._compute() and not self.ended
+
+    def commit(self, tokens: Sequence[int]) -> int:
+        """Go on by ``tokens`` as far as the grammar goes; returns how many those were. A token that only ends the
+        answer is none of them."""
+        for count, token in enumerate(tokens):
+            if not self._consume(token, self._tokens):
+                return count
+            self._tokens.append(token)
+        return len(tokens)
+
+    def kept(self, tree: DraftTree) -> list[int]:
+        """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
+        return sorted([0, *(node for node, _ in self._visit(tree))])
+
+    def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]:
+        """What may be chosen at each node of ``tree``, and at which nodes that is known: at all where an answer goes
+        on, but for broken ones. Without the root among them nothing more can be said (``problem``)."""
+        masks = np.full((len(tree), self._width), ALL)
+        known = set[int]()
+        if self._fill(masks[0], 0):
+            known.add(0)
+            tokens = tree.tokens.tolist()
+            known.update(node for node, level in self._visit(tree)
+                         if tokens[node] not in self._ends.tokens and self._fill(masks[node], level))
+        return masks, frozenset(known)
+
+    def forced(self) -> list[int]:
+        """What can only follow, spelt as the tokenizer spells it."""
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
+        """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
+        but for one that ends the answer."""
+        if len(tree) == 1:
+            return
+        tokens, below = tree.tokens.tolist(), _children(tree)
+        waiting = [(node, 1) for node in below.get(0, ())]
+        path: list[int] = []
+        while waiting:
+            node, level = waiting.pop()
+            self._matcher.rollback(len(path) - level + 1)
+            del path[level - 1 :]
+            if tokens[node] in self._ends.tokens:
+                if self._matcher.is_accepting():
+                    yield node, level
+            elif self._matcher.try_consume_tokens([tokens[node]]):
+                path.append(tokens[node])
+                yield node, level
+                waiting += [(child, level + 1) for child in below.get(node, ())]
+            if self._matcher.is_error():
+                self._restart(self._tokens)
+                return
+        self._matcher.rollback(len(path))
+
+    def _fill(self, mask: Masks, level: int) -> bool:
+        """What is allowed here, ``level`` tokens below the answer. False: it is broken."""
+        if not self._compute():
+            return False
+        width, ends = self._width, self._ends
+        mask[:] = 0
+        mask[: len(self._row)] = self._row[:width]
+        stops = self._matcher.is_accepting()
+        if len(self._tokens) + level < ends.min_tokens:
+            for token in ends.tokens:
+                mask[token >> 5] &= ~np.uint32(1 << (token & 31))
+            stops = False
+        if stops or not mask.any():
+            for token in ends.tokens:
+                mask[token >> 5] |= np.uint32(1 << (token & 31))
+        return True
+
+    def _compute(self) -> bool:
+        """llguidance's mask into ``_row``, without the end of a text."""
+        self._matcher.unsafe_compute_mask_ptr(self._row_at, self._row.nbytes)
+        if self._matcher.is_error():
+            return False
+        self._row[self._end >> 5] &= ~np.uint32(1 << (self._end & 31))
+        return True
+
+    def _consume(self, token: int, before: Sequence[int]) -> bool:
+        """Whether the grammar goes on by ``token``."""
+        if self._matcher.try_consume_tokens([token]):
+            return True
+        return self._matcher.is_error() and self._restart([*before, token])
+
+    def _restart(self, tokens: Sequence[int]) -> bool:
+        """Stand behind ``tokens`` with nothing built but what they need. False: it may not, or cannot."""
+        if self._restarts >= RESTARTS:
+            return False
+        self._restarts += 1
+        self._matcher = self._begun()
+        return self._matcher.try_consume_tokens([*tokens]) == len(tokens)
+
+
+def _children(tree: DraftTree) -> dict[int, list[int]]:
+    below: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents.tolist()):
+        below.setdefault(parent, []).append(node)
+    return below
