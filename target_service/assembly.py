@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from slipstream.base.config import Config, TargetSection
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import ConfigError, ModelError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.loading import graphed, identity_of, load_model
@@ -22,7 +23,8 @@ from slipstream.engine.model import CausalModel
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
-from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.models.folder import load_tokenizer, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
@@ -31,6 +33,7 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
 from slipstream.protocol.tree import MAX_NODES, Thresholds
+from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.served import Served
@@ -72,18 +75,20 @@ def build(config: Config, loop: asyncio.AbstractEventLoop, drafts: Callable[[], 
         if isinstance(model, NativeDecoder):
             # It has threads of its own. What is left to torch is small, and waking another thread for it costs more.
             torch.set_num_threads(1)
-        return assemble(config, model, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder))
+        return assemble(config, model, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder),
+                        grammars(folder, model.config.vocab_size))
     ranked = ranked_model(folder, section)
-    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder)),
-                     ranks=ranked)
+    target = replace(assemble(config, ranked, name, tokenizer_hash(folder), loop, drafts, weights_hash(folder),
+                              grammars(folder, ranked.config.vocab_size)), ranks=ranked)
     ranked.watch(partial(target.vitals.lost, "a rank"))
     return target
 
 
 def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: asyncio.AbstractEventLoop,
-             drafts: Callable[[], Sequence[DraftStatus]], weights: str = "") -> Target:
+             drafts: Callable[[], Sequence[DraftStatus]], weights: str = "",
+             grammars: Grammars | None = None) -> Target:
     """A target around any model, whose steps are measured. ``digest``: the hash of its tokenizer; ``weights``: that of
-    its weights, "" where it has none."""
+    its weights, "" where it has none. ``grammars``: None where answers are bound to none."""
     shape = model.config
     max_context = min(config.target.max_context or shape.max_context, shape.max_context)
     runner = _runner(config.target, model, max_context)
@@ -102,7 +107,16 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
                           threads=model.threads if isinstance(model, NativeDecoder) else torch.get_num_threads(),
                           weights=identity.weights[:16], slots=served.num_slots, max_context=max_context,
                           step_ms={str(rows): round(1e3 * costs.cost(rows), 2) for rows in (1, 8, 64)})
-    return Target(worker, TargetService(worker, served, config.target, drafts), hello, metrics)
+    return Target(worker, TargetService(worker, served, config.target, drafts, grammars=grammars), hello, metrics)
+
+
+def grammars(folder: Path, vocab_size: int) -> Grammars | None:
+    """What binds answers of the model in ``folder`` to grammars; None where its tokenizer is of no use for that."""
+    try:
+        return Grammars(Vocabulary(load_tokenizer(folder), vocab_size))
+    except ModelError as error:
+        logger("target").warning("answers are bound to no grammar", problem=str(error))
+        return None
 
 
 def _runner(config: TargetSection, model: CausalModel, max_context: int) -> ModelRunner:

@@ -20,11 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from slipstream.base.config import TargetSection
-from slipstream.base.errors import DeviceFull, Draining, RanksLost
+from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.following.followed import RoundRecord, Step, Verified
 from slipstream.following.following import Following
+from slipstream.grammar.matcher import Matcher
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans, Spans
@@ -155,10 +156,11 @@ class TargetWorker:
         """Let the engine thread do ``event`` before its next step."""
         self.following.inbox.post(event)
 
-    def ask(self, number: int, request: Request, sink: Sink) -> None:
-        """An answer is wanted; ``sink`` takes its pieces, or the error that ends it."""
+    def ask(self, number: int, request: Request, sink: Sink, matcher: Matcher | None = None) -> None:
+        """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``matcher``: of what it is bound
+        to; it is the engine thread's from now on."""
         arrived_s = self._clock()
-        self.post(lambda: self._arrive(number, request, sink, arrived_s))
+        self.post(lambda: self._arrive(number, request, sink, arrived_s, matcher))
         if self._failed is not None:  # it failed since somebody looked
             self._dispatch([(sink, self._failed)])
 
@@ -272,7 +274,7 @@ class TargetWorker:
             return None
         by_number = {one.number: one for one in self._queues.running}
         prefill = [(by_number[number], rows) for number, rows in plan.prefill]
-        trees = [(by_number[number], by_number[number].followed.take(rows)) for number, rows in plan.verify]
+        trees = [(by_number[number], by_number[number].take(rows)) for number, rows in plan.verify]
         nodes = sum(len(tree) - 1 for _, tree in trees)
         rows = sum(rows for _, rows in prefill) + len(trees) + nodes
         self._kv.make_room(rows)
@@ -293,7 +295,14 @@ class TargetWorker:
             self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for one, _ in [*prefill, *trees]:
             one.first_step_s = one.first_step_s or began_s
-        return Done(step, [one for one, _ in prefill], outcomes)
+        return Done(step, [one for one, _ in prefill], self._without_broken(outcomes))
+
+    def _without_broken(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Those whose grammar says what may follow; the others' answers end."""
+        for outcome in outcomes:
+            if not outcome.verdict.tokens:
+                self._fail(outcome.sequence, InvalidRequest("grammar", "takes more work to follow than it may"))
+        return [outcome for outcome in outcomes if outcome.verdict.tokens]
 
     def _commit(self, done: Done) -> Committed:
         """Make the verdicts part of the answers, and have their drafters told."""
@@ -321,9 +330,9 @@ class TargetWorker:
         waited_s = max((record.waited_s for _, _, record in committed), default=0.0)
         self._metrics.step(step.rows, waited_s, step.seconds, self._clock() - step.ended_s)
 
-    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float) -> None:
+    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, matcher: Matcher | None) -> None:
         try:
-            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans)
+            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, matcher)
         except Exception as error:  # its reader hears of it, and nobody else
             self._log.exception("request not begun", session=number)
             self._dispatch([(sink, error)])

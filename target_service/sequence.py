@@ -30,10 +30,11 @@ from slipstream.engine.kv import Match, RadixCache
 from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
+from slipstream.grammar.matcher import Matcher
 from slipstream.observe.spans import Span, Spans
 from slipstream.protocol.messages import FeatureSpec
 from slipstream.protocol.requests import Finish, Piece, Request
-from slipstream.protocol.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 Sink = Callable[[Piece | Exception], None]
 
@@ -49,6 +50,7 @@ class Sequence:
     followed: Followed  # its tokens, tree, drafter and decisions
     history: TokenHistory | None
     span: Span
+    matcher: Matcher | None = None  # of what it is bound to
     slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     computed: int = 0
     borrowed: int = 0
@@ -59,7 +61,7 @@ class Sequence:
 
     @staticmethod
     def begin(number: int, request: Request, sink: Sink, arrived_s: float, following: Following,
-              spans: Spans) -> Sequence:
+              spans: Spans, matcher: Matcher | None = None) -> Sequence:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
         span = spans.begin("target.answer", request.trace, prompt=prompt, answered=request.answered)
@@ -70,7 +72,7 @@ class Sequence:
             history.append(request.tokens[prompt:])
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
                                   request.speculate, span.parent)
-        return Sequence(number, request, sink, arrived_s, followed, history, span)
+        return Sequence(number, request, sink, arrived_s, followed, history, span, matcher)
 
     @property
     def tokens(self) -> list[int]:
@@ -90,12 +92,26 @@ class Sequence:
         return self.base - 1 - self.computed
 
     def cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
-        """What of ``tokens`` becomes part of the answer, and whether it ends there."""
+        """What of ``tokens`` becomes part of the answer, and whether it ends there. To be asked once a commit."""
+        cut, finish = self._cut(tokens)
+        if self.matcher is not None:
+            known = self.matcher.commit(cut[:-1] if finish == "stop" else cut)
+            if self.matcher.ended:  # a stop token behind it says nothing more
+                return cut[:known], "stop"
+        return cut, finish
+
+    def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
         room, stops = self.followed.left, self.request.sampling.stop_token_ids
         for count, token in enumerate(tokens[:room] if stops else (), start=1):
             if token in stops:
                 return tokens[:count], "stop"
         return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
+
+    def take(self, rows: int) -> DraftTree:
+        """What to verify, in at most so many rows: nothing that its grammar forbids."""
+        if self.matcher is not None:
+            self.followed.side.keep(self.matcher.kept(self.followed.side.tree))
+        return self.followed.take(rows)
 
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""

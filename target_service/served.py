@@ -49,6 +49,10 @@ class Served:
              "context_length_exceeded"),
             ("logit_bias", all(0 <= token < self.vocab_size for token in bias_ids),
              "names a token outside the vocabulary", "invalid_value"),
+            ("stop_token_ids", request.grammar is None or len(request.sampling.stop_token_ids) > 0,
+             "a grammar needs a token that ends the answer", "invalid_value"),
+            ("grammar", request.grammar is None or not self.lossy or request.sampling.greedy,
+             "is for exact answers: this target has accept thresholds below 1", "unsupported_parameter"),
             ("top_logprobs", request.top_logprobs is None or 0 <= request.top_logprobs <= 20,
              "must be between 0 and 20", "invalid_value"),
         )

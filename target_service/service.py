@@ -14,13 +14,16 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from slipstream.base.config import TargetSection
-from slipstream.base.errors import CapacityError, Draining, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.grammar.matcher import Matcher
 from slipstream.observe.log import logger
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drained
+from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import CALM_S
 from target_service.sequence import Sink
@@ -41,15 +44,33 @@ class LoopDispatch:
 class TargetAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``."""
 
-    def __init__(self, worker: TargetWorker, number: int, request: Request) -> None:
+    def __init__(self, worker: TargetWorker, number: int, request: Request,
+                 compiled: asyncio.Future[Matcher] | None = None) -> None:
+        """compiled: what it is bound to; it begins when that is there."""
         self._worker = worker
         self._number = number
+        self._request = request
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._over = False
-        worker.ask(number, request, self._pieces.put_nowait)
+        self._compiled = compiled
+        if compiled is None:
+            worker.ask(number, request, self._pieces.put_nowait)
+        else:
+            compiled.add_done_callback(self._begin)
+
+    def _begin(self, compiled: asyncio.Future[Matcher]) -> None:
+        if self._over or compiled.cancelled():
+            return
+        error = compiled.exception()
+        if isinstance(error, Exception):
+            self._pieces.put_nowait(error)
+        else:
+            self._worker.ask(self._number, self._request, self._pieces.put_nowait, compiled.result())
 
     def set_speculation(self, allowed: bool) -> None:
-        if not self._over:
+        if self._compiled is not None and not self._compiled.done():
+            self._request = replace(self._request, speculate=allowed)
+        elif not self._over:
             self._worker.switch(self._number, allowed)
 
     async def aclose(self) -> None:
@@ -75,7 +96,10 @@ class TargetService:
     """Takes requests for one target."""
 
     def __init__(self, worker: TargetWorker, served: Served, config: TargetSection,
-                 drafts: Callable[[], Sequence[DraftStatus]], clock: Callable[[], float] = time.monotonic) -> None:
+                 drafts: Callable[[], Sequence[DraftStatus]], clock: Callable[[], float] = time.monotonic,
+                 grammars: Grammars | None = None) -> None:
+        """grammars: None where answers are bound to none."""
+        self._grammars = grammars
         self._worker = worker
         self._served = served
         self._config = config
@@ -95,14 +119,19 @@ class TargetService:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
         if self._worker.shedding.refuses:
             raise CapacityError("the device's memory is short: running answers go on, new ones have to wait", CALM_S)
-        return TargetAnswer(self._worker, next(self._numbers), request)
+        compiled: asyncio.Future[Matcher] | None = None
+        if request.grammar is not None:
+            if self._grammars is None:
+                raise InvalidRequest("grammar", "this target binds no answer to one", "unsupported_parameter")
+            compiled = self._grammars.compile(request)
+        return TargetAnswer(self._worker, next(self._numbers), request, compiled)
 
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
                           self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
-                          served.lossy, identity=served.identity)
+                          served.lossy, identity=served.identity, grammars=self._grammars is not None)
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run

@@ -4,7 +4,10 @@ Rules:
 1. One forward for everything. Plain decoding is a tree with one node, in the same batch as all others.
 2. Tree nodes take any free slots. After the walk the accepted nodes' slots are the answer's, the rest are freed: no
    KV is copied.
-3. The choice at a node depends on that node's own path alone: penalties, min_tokens and noise follow the path.
+3. The choice at a node depends on that node's own path alone: penalties, min_tokens, the grammar and noise follow the
+   path.
+4. What a grammar allows is found while a device computes. A verdict ends before a node where that is not known; one
+   that is empty says that its answer cannot go on.
 
 It knows nothing about drafters, schedules or clients.
 """
@@ -12,7 +15,7 @@ It knows nothing about drafters, schedules or clients.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +69,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         logits, best = runner.scored(batch)
         if returns_at_once:  # the device has its work before the host has others'
             meanwhile()
+        sessions, known = _bound(trees, sessions)
         choices = choose(logits, sessions, best) if sessions else []
     except Exception as error:
         for slots in node_slots:  # nobody owns them yet
@@ -75,15 +79,33 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    return [_outcome(runner, one, tree, slots, session, depth, choices, logits, thresholds)
-            for (one, tree), slots, session, depth in zip(trees, node_slots, sessions, depths, strict=True)]
+    return [_outcome(runner, one, tree, slots, session, depth, nodes, choices, logits, thresholds)
+            for (one, tree), slots, session, depth, nodes in zip(trees, node_slots, sessions, depths, known,
+                                                                 strict=True)]
+
+
+Known = frozenset[int] | None  # the nodes where it is known what the grammar allows; None: there is no grammar
+
+
+def _bound(trees: abc.Sequence[tuple[Sequence, DraftTree]],
+           sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], list[Known]]:
+    """``sessions`` with what their grammars allow at the nodes of their ``trees``, and where that is known."""
+    bound, known = list[ChoiceRows](), list[Known]()
+    for (one, tree), session in zip(trees, sessions, strict=True):
+        masks, nodes = (None, None) if one.matcher is None else one.matcher.masks(tree)
+        bound.append(session if masks is None else replace(session, allowed=masks))
+        known.append(nodes)
+    return bound, known
 
 
 def _outcome(runner: ModelRunner, one: Sequence, tree: DraftTree, slots: list[int], session: ChoiceRows, depth: int,
-              choices: abc.Sequence[int], logits: torch.Tensor, thresholds: Thresholds) -> Outcome:
+              known: Known, choices: abc.Sequence[int], logits: torch.Tensor, thresholds: Thresholds) -> Outcome:
     begin, end = session.rows.start, session.rows.stop
     own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
     verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
+    if known is not None and not known.issuperset(verdict.path):
+        count = next(place for place, node in enumerate(verdict.path) if node not in known)
+        verdict = Verdict(verdict.path[:count], verdict.tokens[:count])
     one.take_slots([slots[node] for node in verdict.path])
     runner.slots.free([slot for node, slot in enumerate(slots) if node not in verdict.path])
     wanted = one.request.top_logprobs

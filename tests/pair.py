@@ -39,6 +39,7 @@ from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
+from target_service.assembly import grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.served import Served
@@ -146,7 +147,8 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
                         shape.max_context, served.identity)
     worker.start()
     try:
-        yield Rig(worker, TargetService(worker, served, config, tuple), hello, runner, metrics)
+        service = TargetService(worker, served, config, tuple, grammars=grammars(folder, shape.vocab_size))
+        yield Rig(worker, service, hello, runner, metrics)
     finally:
         await asyncio.to_thread(worker.stop)
 

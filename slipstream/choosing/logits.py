@@ -1,9 +1,9 @@
-"""What a request makes of a row of logits before a token is drawn: penalties, bias, min_tokens; and what top-k, top-p
-and min-p leave of it.
+"""What a request makes of a row of logits before a token is drawn: penalties, bias, min_tokens, a grammar; and what
+top-k, top-p and min-p leave of it.
 
 Rules:
-1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens; top-k, top-p, min-p.
-   top-p counts the mass that top-k left.
+1. The order is: repetition penalty, frequency penalty, presence penalty, logit bias, min_tokens, grammar; top-k, top-p,
+   min-p. top-p counts the mass that top-k left.
 2. Penalties look along each row's own path: the answer so far and the draft tokens between the root and the row. The
    repetition penalty counts the prompt too; frequency and presence count the answer alone. A token that has no column
    (a draft's smaller vocabulary) cannot be chosen there, so it is left out.
@@ -124,6 +124,14 @@ def forbid_stops(rows: torch.Tensor, columns: Columns, sampling: Sampling, num_o
     if early and sampling.stop_token_ids:
         where, _ = columns.find(sampling.stop_token_ids)
         rows[sent(early, rows.device)[:, None], where] = -math.inf
+
+
+def allow(rows: torch.Tensor, allowed: NDArray[np.uint32]) -> None:
+    """Make impossible in ``rows`` (float64 [r, V]) what ``allowed`` (uint32 [r, W], bit i of word w is token
+    32 * w + i) leaves out, in place."""
+    octets = sent(allowed.view(np.uint8), rows.device)
+    bits = (octets[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=rows.device)) & 1
+    rows.masked_fill_(bits.flatten(1)[:, : rows.shape[1]] == 0, -math.inf)
 
 
 def is_filtered(sampling: Sampling) -> bool:

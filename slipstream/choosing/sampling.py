@@ -2,7 +2,7 @@
 the tokens before it, and the request's ``Sampling``; of nothing else.
 
 Rules:
-1. The order is: penalties, logit bias, min_tokens, temperature, top-k, top-p, min-p, keyed noise,
+1. The order is: penalties, logit bias, min_tokens, grammar, temperature, top-k, top-p, min-p, keyed noise,
    argmax. Filters look at the tempered distribution.
 2. Tokens of equal probability survive the filters (``logits.py``, as all before the noise) together, or not at all.
 3. Noise (``noise.py``) is a pure function of (seed, absolute position, token id), so argmax(logits / T + noise) over
@@ -20,11 +20,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.choosing.logits import (
     Columns,
     TokenHistory,
+    allow,
     bias,
     forbid_stops,
     is_filtered,
@@ -53,11 +56,20 @@ class ChoiceRows:
     num_output: Sequence[int]  # answer tokens that stand before it
     history: TokenHistory | None  # of what is committed; needed with penalties
     paths: Sequence[Sequence[int]]  # draft tokens below the root down to this row; the root's is empty
+    # What a grammar allows, uint32 [r, W], bit i of word w is token 32 * w + i. It has min_tokens in it: a grammar that
+    # has ended ends the answer.
+    allowed: NDArray[np.uint32] | None = None
 
     @property
     def plain_greedy(self) -> bool:
         """Whether the choice is the argmax of the logits as they are."""
-        return self.sampling.greedy and not self.sampling.logit_bias and not self.sampling.path_dependent
+        return self.sampling.greedy and not self.adjusted
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether anything changes the logits before they are filtered and drawn from."""
+        sampling = self.sampling
+        return sampling.path_dependent or bool(sampling.logit_bias) or self.allowed is not None
 
     def split(self, most: int) -> list[ChoiceRows]:
         """The same rows in parts of at most ``most``."""
@@ -65,7 +77,8 @@ class ChoiceRows:
             return [self]
         cuts = [slice(first, first + most) for first in range(0, len(self.rows), most)]
         return [replace(self, rows=self.rows[cut], positions=self.positions[cut], num_output=self.num_output[cut],
-                        paths=self.paths[cut]) for cut in cuts]
+                        paths=self.paths[cut], allowed=None if self.allowed is None else self.allowed[cut])
+                for cut in cuts]
 
 
 def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int] | None = None) -> list[int]:
@@ -105,7 +118,7 @@ def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
             parts.append((session.rows, _argmax(_penalised(logits, session, None))))
     most = ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE
     for is_adjusted in (False, True):  # apart, as an adjusted row is summed in another type
-        sampled = [s for s in sessions if not s.sampling.greedy and _is_adjusted(s.sampling) is is_adjusted]
+        sampled = [s for s in sessions if not s.sampling.greedy and s.adjusted is is_adjusted]
         free = [s for s in sampled if not is_filtered(s.sampling)]
         for few in [free] if most == ROWS_AT_ONCE_CPU and free else _packs(free, most):
             parts.append((_rows_of(few), _race(logits, few)))
@@ -210,7 +223,7 @@ def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
 
 def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
     """[r, V]: a session's rows after penalties: float64 where there are any, else a view of ``logits``."""
-    if _is_adjusted(session.sampling):
+    if session.adjusted:
         return _penalised(logits, session, vocabulary)
     return logits[session.rows.start:session.rows.stop]
 
@@ -244,10 +257,6 @@ def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
     return torch.cat([row_keys(s.sampling.seed, s.positions, device) for s in sessions])
 
 
-def _is_adjusted(sampling: Sampling) -> bool:
-    return sampling.path_dependent or bool(sampling.logit_bias)
-
-
 def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
     """The sessions in groups of at most ``most`` rows; one with more rows is split."""
     packs: list[list[ChoiceRows]] = []
@@ -263,10 +272,10 @@ def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
 
 
 def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
-    """float64 [r, V]: the session's rows after penalties, logit bias and min_tokens; a copy."""
+    """float64 [r, V]: the session's rows after penalties, logit bias, min_tokens and its grammar; a copy."""
     sampling = session.sampling
     rows = logits[session.rows.start:session.rows.stop].to(torch.float64, copy=True)
-    if not _is_adjusted(sampling):
+    if not session.adjusted:
         return rows
     columns = Columns(rows.shape[1], vocabulary, rows.device)
     if TokenHistory.of(sampling) is not None:
@@ -274,7 +283,10 @@ def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tens
         penalise(rows, columns, sampling, session.history, session.paths)
     if sampling.logit_bias:
         bias(rows, columns, sampling.logit_bias)
-    forbid_stops(rows, columns, sampling, session.num_output)
+    if session.allowed is not None:
+        allow(rows, session.allowed)
+    else:
+        forbid_stops(rows, columns, sampling, session.num_output)
     return rows
 
 

@@ -4,8 +4,7 @@ Rules:
 1. What is refused is an InvalidRequest for "grammar" with llguidance's own words.
 2. ``LIMITS`` bound the work of a compilation and of a mask by counts of its steps, never by time: what is refused here
    is refused everywhere.
-3. A compilation recurses as deep as a grammar's names refer to one another, so it runs on a thread with ``STACK``.
-4. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
+3. A vocabulary ends texts with a token of its own that no model has: what ends an answer is the request's affair.
 
 It knows nothing about requests or trees.
 """
@@ -26,8 +25,8 @@ from slipstream.protocol.grammar import Grammar
 # ambiguous without end takes 15 ms for the mask that breaks the limit.
 LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000, step_max_items=3000,
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
-STACK = 256 << 20  # bytes, taken as they are used: the deepest source of MAX_SOURCE bytes takes an eighth
 END = "<|end of what a grammar allows|>"
+SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
 MAX_WORDS = 300  # characters of a refusal
 
 
@@ -86,7 +85,7 @@ def _written(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    return str(LLMatcher.grammar_from_json_schema(grammar.source))
+    return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE}))
 
 
 def _refused(problem: str) -> InvalidRequest:

@@ -1,0 +1,160 @@
+"""An answer that is bound to a grammar is the plain one, token for token, and keeps to its grammar.
+
+Every kind of grammar, every drafter and fate of ``test_lossless``, greedy and sampled, in float64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
+from slipstream.models.folder import load_tokenizer
+from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
+from tests.pair import HASTY, STUBBORN, drafting, local_link, target
+from tests.test_lossless import DRAFTERS, FATES, drafter, folders, joined, tokens_of
+from tests.tiny import EOS, VOCAB
+
+__all__ = ["folders"]
+
+MAX_TOKENS = 32
+SCHEMAS = {
+    "object": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6},
+                                                "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+               "required": ["name", "age"], "additionalProperties": False},
+    "array": {"type": "array", "items": {"enum": ["one", "two", "three"]}, "minItems": 2, "maxItems": 4},
+    "choice of shapes": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,5}$"}]},
+    "tree": {"$defs": {"node": {"type": "object", "properties": {"c": {"type": "array", "maxItems": 2,
+                                                                     "items": {"$ref": "#/$defs/node"}}},
+                                "additionalProperties": False}}, "$ref": "#/$defs/node"},
+}
+GRAMMARS = {
+    **{name: Grammar("json_schema", json.dumps(schema)) for name, schema in SCHEMAS.items()},
+    "any object": Grammar("json_schema", '{"type":"object"}'),
+    "regex": Grammar("regex", "[a-e]+(-[0-9]{2}){1,3}"),
+    "choice": Grammar("choice", '["the cat", "the cat sat", "a dog", "né\\"e"]'),
+    "lark": Grammar("lark", 'start: sum\nsum: sum "+" term | term\nterm: NUMBER | "(" sum ")"\nNUMBER: /[0-9]{1,3}/'),
+}
+SAMPLINGS = {
+    "greedy": Sampling(stop_token_ids=(EOS,)),
+    "T1.0": Sampling(temperature=1.0, top_p=0.95, seed=12, stop_token_ids=(EOS,)),
+    "penalties": Sampling(temperature=0.8, seed=13, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.1,
+                          min_tokens=8, stop_token_ids=(EOS,), logit_bias=((65, 2.0),)),
+}
+PROMPT = tuple(b"one two three one two three one")
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return bytes(token for token in tokens_of(pieces) if token != EOS).decode()
+
+
+def requests(sampling: Sampling) -> list[Request]:
+    return [Request(name, PROMPT, sampling, MAX_TOKENS, grammar=grammar) for name, grammar in GRAMMARS.items()]
+
+
+@pytest.fixture(scope="module")
+async def plain(folders: dict[str, Path]) -> dict[str, list[list[Piece]]]:
+    async with target(folders["target"]) as rig:
+        return {name: await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))
+                for name, sampling in SAMPLINGS.items()}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(folders: dict[str, Path]) -> Vocabulary:
+    return Vocabulary(load_tokenizer(folders["target"]), VOCAB)
+
+
+def keeps_to(grammar: Grammar, tokens: list[int], finish: str, vocabulary: Vocabulary) -> bool:
+    """Whether every token is allowed by one that saw the whole answer and nothing else."""
+    matcher = vocabulary.compile(grammar, Ends((EOS,)))
+    said = tokens[:-1] if tokens[-1] == EOS else tokens
+    return matcher.commit(said) == len(said) and (tokens[-1] != EOS or finish == "stop")
+
+
+async def test_plain_answers_keep_to_their_grammars(plain: dict[str, list[list[Piece]]],
+                                                    vocabulary: Vocabulary) -> None:
+    for name, answers in plain.items():
+        for (kind, grammar), pieces in zip(GRAMMARS.items(), answers, strict=True):
+            assert keeps_to(grammar, tokens_of(pieces), pieces[-1].finish, vocabulary), (name, kind)
+            if pieces[-1].finish == "stop" and grammar.kind == "json_schema":
+                json.loads(text_of(pieces))
+    done = [text_of(pieces) for pieces in plain["greedy"] if pieces[-1].finish == "stop"]
+    assert len(done) >= 5, "so few answers end that nothing was tested"
+    assert text_of(plain["greedy"][list(GRAMMARS).index("choice")]) in json.loads(GRAMMARS["choice"].source)
+    assert re.fullmatch(GRAMMARS["regex"].source, text_of(plain["T1.0"][list(GRAMMARS).index("regex")]))
+
+
+ALWAYS = {("noisy", "colocated"), ("ngram", "late"), ("eagle3", "ahead"), ("hostile", "colocated"), ("noisy", "killed")}
+
+
+@pytest.mark.parametrize(("kind", "fate"), [
+    pytest.param(kind, fate, marks=() if (kind, fate) in ALWAYS else pytest.mark.long)
+    for kind in DRAFTERS for fate in FATES])
+async def test_drafts_change_no_constrained_answer(kind: str, fate: str, folders: dict[str, Path],
+                                                   plain: dict[str, list[list[Piece]]]) -> None:
+    policy = HASTY if fate in ("late", "lost") else STUBBORN
+    accepted = 0
+    async with (target(folders["target"], policy, prompt_lookup=fate == "killed") as rig,
+                joined(rig, kind, fate, folders)):
+        for name, sampling in SAMPLINGS.items():
+            answers = await asyncio.gather(*(rig.answer(request) for request in requests(sampling)))
+            for grammar, expected, pieces in zip(GRAMMARS, plain[name], answers, strict=True):
+                assert tokens_of(pieces) == tokens_of(expected), (kind, fate, name, grammar)
+                assert pieces[-1].finish == expected[-1].finish
+                accepted += sum(piece.accepted for piece in pieces)
+        await rig.check()
+    assert accepted > 0 or kind == "hostile" or fate in ("late", "lost"), "no draft token was ever of use"
+
+
+@pytest.mark.parametrize("moved_after", [1, 4])
+async def test_an_answer_that_moves_goes_on_as_it_would_have(moved_after: int, folders: dict[str, Path],
+                                                             plain: dict[str, list[list[Piece]]]) -> None:
+    """Another target has nothing of it but its tokens."""
+    async with (target(folders["target"]) as rig, drafting(drafter("noisy", folders)) as peers,
+                local_link(rig, peers)):
+        for name, sampling in SAMPLINGS.items():
+            whole = [(request, tokens) for request, tokens in zip(requests(sampling), map(tokens_of, plain[name]),
+                                                                  strict=True) if len(tokens) > moved_after]
+            answers = await asyncio.gather(*(rig.answer(request.after(tokens[:moved_after]))
+                                             for request, tokens in whole))
+            for (request, tokens), pieces in zip(whole, answers, strict=True):
+                assert tokens[:moved_after] + tokens_of(pieces) == tokens, (name, request)
+
+
+async def test_answers_that_push_each_other_out_keep_their_place(folders: dict[str, Path],
+                                                                 plain: dict[str, list[list[Piece]]]) -> None:
+    async with (target(folders["target"], slots=160, prefix_cache=False) as rig,
+                drafting(drafter("noisy", folders)) as peers, local_link(rig, peers)):
+        answers = await asyncio.gather(*(rig.answer(request) for request in requests(SAMPLINGS["T1.0"])))
+        assert [tokens_of(pieces) for pieces in answers] == [tokens_of(pieces) for pieces in plain["T1.0"]]
+        assert rig.count("preemptions_total") > 0, "the slots sufficed, so nothing was tested"
+
+
+@pytest.mark.parametrize(("changes", "field"), [
+    ({"grammar": Grammar("regex", "(")}, "grammar"),
+    ({"grammar": Grammar("json_schema", '{"type": 1}')}, "grammar"),
+    ({"grammar": Grammar("choice", "[1]")}, "grammar"),
+    ({"grammar": Grammar("lark", "start: <|no such token|>")}, "grammar"),
+    ({"grammar": Grammar("json_schema", '{"$ref": "#"}')}, "grammar"),
+    ({"sampling": Sampling()}, "stop_token_ids"),
+    ({"tokens": (*PROMPT, 120), "answered": 1}, "answered"),
+])
+async def test_what_cannot_be_bound_is_refused_by_name(changes: dict[str, Any], field: str,
+                                                       folders: dict[str, Path]) -> None:
+    request = replace(Request("r", PROMPT, SAMPLINGS["greedy"], 8, grammar=GRAMMARS["lark"]), **changes)
+    async with target(folders["target"]) as rig:
+        assert (await rig.service.info()).grammars
+        with pytest.raises(InvalidRequest) as refused:
+            await rig.answer(request)
+        assert refused.value.field == field
+        assert len(tokens_of(await rig.answer(replace(request, grammar=None, tokens=PROMPT, answered=0)))) == 8
