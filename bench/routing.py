@@ -45,6 +45,7 @@ class Rig:
 
     target: Process
     router: Process
+    grpc: str  # the router's address
     ways: dict[str, Ask]
 
 
@@ -73,8 +74,9 @@ async def routed(timing: Timing) -> AsyncIterator[Rig]:
                 came.append(time.perf_counter())
 
         async with running(router), AsyncClient(f"127.0.0.1:{grpc}") as caller:
-            yield Rig(target, router, {"direct": direct, "router, HTTP": over_http,
-                                       "router, HTTP with ids": over_http_with_ids, "router, gRPC": over_grpc})
+            ways: dict[str, Ask] = {"direct": direct, "router, HTTP": over_http, "router, gRPC": over_grpc,
+                                    "router, HTTP with ids": over_http_with_ids}
+            yield Rig(target, router, f"127.0.0.1:{grpc}", ways)
 
 
 async def alone(ways: dict[str, Ask], times: int) -> dict[str, list[float]]:

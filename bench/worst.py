@@ -1,8 +1,9 @@
 """``python -m bench.worst``: what the worst legal requests to a router cost everybody else.
 
 Behind the router is a target that computes nothing. A stream runs and ``/live`` is asked without end, while a body of
-2 MiB comes, or ``--together`` of them, one kind after the other. Told for each kind: how long the stream waited for a
-token beyond its step, and ``/live`` for its answer, at worst; the answer to the body, and when all of them had theirs.
+2 MiB comes over HTTP or gRPC, or ``--together`` of them, one kind after the other. Told for each kind: how long the
+stream waited for a token beyond its step, and ``/live`` for its answer, at worst; the answer to the body, and when all
+of them had theirs.
 The first row has a short body: it is what this machine does to them. Client and services share the cores, and others
 may add to it but never take away: the best of ``--times`` counts.
 """
@@ -14,14 +15,21 @@ import asyncio
 import itertools
 import json
 import time
+from typing import Any
 
 from bench.completions import Connection
 from bench.report import Row, finished, number, write
 from bench.routing import LONG, Rig, routed
-from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_ITEMS
+from slipstream.base.errors import SlipstreamError
+from slipstream.protocol.chat import MAX_BEGUN, MAX_BODY_BYTES, MAX_ITEMS, Begun, ChatOptions, Message
 from slipstream.simulate.timed import Timing
+from slipstream.wire.channel import INFERENCE_SERVICE, open_channel
+from slipstream.wire.inference import encode_chat, encode_complete
+from slipstream.wire.status import translated
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GRPC_CHAT, GRPC_COMPLETE = f"/{INFERENCE_SERVICE}/Chat", f"/{INFERENCE_SERVICE}/Complete"
+MESSAGES, OPTIONS, BIASES, STOPS = 2, 3, 9, 11  # numbers of fields in inference.proto
 MARK = "<|im_end|>"
 GOAL_MS = 250
 SETTLE_S = 0.3
@@ -55,6 +63,42 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "empty lists that nobody reads": (CHAT, _filled('"metadata":[', "[],", "[]]")),
         "nested lists that nobody reads": (CHAT, _filled('"metadata":[', "[[[[[[]]]]]],", "[]]")),
     }
+
+
+def calls() -> dict[str, tuple[str, bytes]]:
+    """The same over gRPC, and what only protobuf can say: any number of fields of a few bytes."""
+    room, few = MAX_BODY_BYTES - 100, ChatOptions(max_tokens=1)
+    words = "what a reader reads for a while " * (room // 32)
+    turns = (Message("user", "7" * (room // MAX_ITEMS - 20)),) * MAX_ITEMS
+    begun = ChatOptions(max_tokens=1 << 30, begun=Begun("0" * 32, (7,) * MAX_BEGUN))
+    return {
+        "gRPC: a prompt of words": (GRPC_COMPLETE, encode_complete("timed", words, few)),
+        "gRPC: a prompt of digits": (GRPC_COMPLETE, encode_complete("timed", "7" * room, few)),
+        "gRPC: a prompt of marks": (GRPC_COMPLETE, encode_complete("timed", MARK * (room // len(MARK)), few)),
+        "gRPC: a message of words": (GRPC_CHAT, encode_chat("timed", (Message("user", words),), few)),
+        f"gRPC: {MAX_ITEMS} messages": (GRPC_CHAT, encode_chat("timed", turns, few)),
+        "gRPC: as many messages as fit": (GRPC_CHAT, _fields(MESSAGES)),
+        "gRPC: options again and again": (GRPC_CHAT, _fields(OPTIONS)),
+        "gRPC: as many stop strings as fit": (GRPC_COMPLETE, _field(OPTIONS, _fields(STOPS))),
+        "gRPC: as many biases as fit": (GRPC_COMPLETE, _field(OPTIONS, _fields(BIASES))),
+        "gRPC: as many begun tokens as may be": (GRPC_COMPLETE, encode_complete("timed", "a", begun)),
+        "gRPC: as many unknown fields as fit": (GRPC_COMPLETE, _fields(1000)),
+    }
+
+
+def _fields(number: int) -> bytes:
+    """An empty field of that number, as often as fits."""
+    field = _field(number, b"")
+    return field * ((MAX_BODY_BYTES - 100) // len(field))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """As protobuf writes it: number and kind, length, content."""
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    return (bytes([value & 127 | 128]) + _varint(value >> 7)) if value > 127 else bytes([value])
 
 
 def _body(fields: dict[str, object]) -> bytes:
@@ -100,12 +144,28 @@ async def send(port: int, path: str, body: bytes) -> str:
     return str(status) if status == 200 else f"{status} {json.loads(answer)['error']['message'][:90]}"
 
 
+async def call(address: str, method: str, body: bytes) -> str:
+    """The answer in a few words."""
+    channel = open_channel(address, None)
+    try:
+        with translated("the router"):
+            ask: Any = channel.unary_stream(method)
+            async for _ in ask(body):
+                pass
+    except SlipstreamError as error:
+        return f"{type(error).__name__} {str(error)[:90]}"
+    finally:
+        await channel.close()
+    return "whole"
+
+
 async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s: float) -> Row:
     port, came, waits_s = int(rig.router.address.rpartition(":")[2]), list[float](), list[float]()
     others = [asyncio.create_task(rig.ways["router, HTTP"](0, LONG, came)), asyncio.create_task(probe(port, waits_s))]
     await asyncio.sleep(SETTLE_S)
     probed, began_s = len(waits_s), time.perf_counter()
-    answers = await asyncio.gather(*(send(port, path, body) for _ in range(at_once)))
+    answers = await asyncio.gather(*(call(rig.grpc, path, body) if INFERENCE_SERVICE in path else
+                                     send(port, path, body) for _ in range(at_once)))
     took_s = time.perf_counter() - began_s
     await asyncio.sleep(2 * SETTLE_S)
     for task in others:
@@ -116,10 +176,12 @@ async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s:
             "live_ms": 1e3 * max(waits_s[probed:]), "answered_s": took_s, "answers": "; ".join(sorted(set(answers)))}
 
 
-async def measure(together: int, times: int, timing: Timing) -> list[Row]:
+async def measure(only: str, together: int, times: int, timing: Timing) -> list[Row]:
     rows: list[Row] = []
+    kinds = {"a short one": (COMPLETIONS, _body({"prompt": "a"})),
+             **{name: kind for name, kind in {**bodies(), **calls()}.items() if only in name}}
     async with routed(timing) as rig:
-        for name, (path, body) in {"a short one": (COMPLETIONS, _body({"prompt": "a"})), **bodies()}.items():
+        for name, (path, body) in kinds.items():
             tried = [await one(rig, name, path, body, together, timing.step_s) for _ in range(times)]
             rows.append(min(tried, key=waited_ms))
             print(f"{name}: {waited_ms(rows[-1]):.0f} ms", flush=True)
@@ -132,11 +194,13 @@ def waited_ms(row: Row) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="kinds with this in their names, as gRPC")
     parser.add_argument("--together", type=int, default=1, help="bodies of a kind at once")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=10.0)
     arguments = parser.parse_args()
-    rows = finished(measure(arguments.together, arguments.times, Timing(step_s=arguments.step_ms / 1e3)))
+    timing = Timing(step_s=arguments.step_ms / 1e3)
+    rows = finished(measure(arguments.only, arguments.together, arguments.times, timing))
     write("worst", rows, f"bench.worst: 2 MiB of one kind, {arguments.together} at once")
     print(f"at worst a stream or /live waited {max(map(waited_ms, rows[1:])):.0f} ms (goal {GOAL_MS})")
 

@@ -71,7 +71,8 @@ class Asked:
         """Characters and token ids."""
         others = [self.turn.names, *(message["tool_calls"] for message in self.messages if "tool_calls" in message)]
         written = sum(len(orjson.dumps(other)) for other in others if other)
-        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts)) + written
+        begun = 0 if self.begun is None else len(self.begun.tokens)
+        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts)) + written + begun
 
 
 @dataclass(frozen=True, slots=True)

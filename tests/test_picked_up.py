@@ -19,6 +19,9 @@ import httpx
 import pytest
 
 from bench.fleet import free_port
+from router_service.dialects.openai import Options
+from router_service.gateway import Asked
+from router_service.lanes import BRIEF_TEXT
 from router_service.tokens import Completion, TextCodec, TextDelta
 from slipstream.base.config import WireSection
 from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
@@ -160,6 +163,12 @@ async def test_what_nobody_began_is_refused(tiny_folder: Path, begun: Begun, fie
             await answered(client, "hello", stop="stop", begun=begun)
     assert field is None or getattr(raised.value, "field", None) == field
     assert not target.requests
+
+
+def test_tokens_that_were_begun_count_as_a_text() -> None:
+    """So many are looked at beside the event loop."""
+    asked = Asked("completions", "tiny", Options(Sampling()), prompts=["abc"], begun=Begun("", (5,) * BRIEF_TEXT))
+    assert asked.size == BRIEF_TEXT + 3
 
 
 async def test_nobody_is_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
