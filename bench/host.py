@@ -3,7 +3,7 @@
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
 a row. The exchange is with a draft service whose device takes no time, over gRPC on loopback; then sums. What is not
-here: forwards, and threads that wait for one another. Real rounds are in the traces of ``log.trace``.
+here: forwards, and threads that wait for one another. ``--rounds`` measures real rounds instead (``bench.rounds``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from rich.progress import track
 
+from bench import rounds
 from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
 from bench.timed import deployed, text
@@ -231,7 +232,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--threads", type=int, default=1, help="as each service has where two share the cores")
+    parser.add_argument("--rounds", action="store_true", help="where the time goes between the steps of real rounds")
     options = parser.parse_args()
+    if options.rounds:
+        rounds.main()
+        return
     torch.set_num_threads(options.threads)
     parts = [*parts_of_a_round(), *parts_of_choosing()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]

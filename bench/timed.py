@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,15 +101,18 @@ class Timed:
 
 @asynccontextmanager
 async def deployed(timing: Timing, targets: int = 1, drafts: int = 1, rtt_ms: float | None = None,
-                   settings: Sequence[str] = (), role: str = "target") -> AsyncIterator[Timed]:
-    """Every target knows every draft, through a relay where there is an ``rtt_ms``. Raises Unavailable."""
+                   settings: Sequence[str] = (), role: str = "target",
+                   traces: Mapping[str, Path] | None = None) -> AsyncIterator[Timed]:
+    """Every target knows every draft, through a relay where there is an ``rtt_ms``. traces: files for those of a role,
+    written when they stop. Raises Unavailable."""
     LOGS.mkdir(parents=True, exist_ok=True)
     file = str(timing.save(LOGS / "timing.json"))
     relays: list[Process] = []
 
     def process(role: str, number: int, *own: str) -> Process:
-        return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS, (*settings, *own),
-                       "bench.timed", (role, file))
+        trace = (f"log.trace={traces[role]}",) if traces else ()
+        return service("draft" if role == "draft" else "target", f"timed-{role}-{number}", LOGS,
+                       (*settings, *own, *trace), "bench.timed", (role, file))
 
     def reached(draft: Process) -> str:
         if rtt_ms is None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 
 from bench.host import LEVELS, exchanges, sums
+from bench.rounds import picture, way
+from slipstream.observe.trace import Trace
+from slipstream.simulate.timed import Timing
 
 
 def test_sums_take_each_part_of_a_greedy_round_once() -> None:
@@ -21,3 +27,24 @@ async def test_a_commit_goes_to_another_process_and_a_growth_comes_back() -> Non
     times = await exchanges(5)
     assert len(times) == 5
     assert all(0 < us < 1e6 for us in times)
+
+
+def test_the_way_of_a_round_is_read_off_two_traces(tmp_path: Path) -> None:
+    """Three rounds of a step of 20 ms and a tree of 5, each 1, 2, … 6 ms late on its way."""
+    target, draft = (Trace(str(tmp_path / name), name) for name in ("target", "draft"))
+    timing, at_s = Timing(step_s=0.02, draft_s=0.005), 100.0
+    for turn in range(3):
+        target.span("device", "verify", at_s, at_s + 0.021, rows=1)
+        target.left("device", "commit", f"c{turn}", at_s + 0.021)
+        draft.came("device", "commit", f"c{turn}", at_s + 0.023)
+        draft.span("device", "tree", at_s + 0.026, at_s + 0.035, sessions=1)
+        draft.left("device", "growth", f"g{turn}", at_s + 0.035)
+        target.came("device", "growth", f"g{turn}", at_s + 0.040)
+        at_s += 0.046
+    for trace in (target, draft):
+        trace.write()
+    found = dict(way(tmp_path / "target", tmp_path / "draft", timing))
+    assert list(found.values()) == pytest.approx([1000, 2000, 3000, 4000, 5000, 6000], abs=2)
+    lines = picture({f"way: {name}": us for name, us in found.items()}).splitlines()
+    assert [line.count("█") for line in lines] == [5, 10, 15, 20, 25, 30]
+    assert all(line.index("█") == before.rindex("█") + 1 for before, line in pairwise(lines))

@@ -1,0 +1,114 @@
+"""``make bench-host ARGS=--rounds``: where the microseconds between two steps of a device go, in real rounds.
+
+A target and a draft with timed devices (``bench.timed``), a stream, 8 and 64. What is said comes from what both write
+down of each round (``log.trace``), and from the processor time of their threads:
+
+- ``way``: medians over all messages of the pieces of a round in which the target waits for a tree. "Beside the device"
+  is what a step or a tree takes longer than its device. With many streams the last piece holds steps of others.
+- ``core``: processor time of a round, by thread: more than the way, where threads work at once, and less, where they
+  wait for one another. Writing all of it down is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.fleet import LOGS, Process
+from bench.report import Row, write
+from bench.timed import Reader, deployed
+from slipstream.cli.process import kept_up
+from slipstream.simulate.timed import Timing
+
+STREAMS = (1, 8, 64)
+SETTLE_S = 2.0
+WIDTH = 105  # of the picture
+Event = dict[str, Any]
+
+
+def threads_s(process: Process) -> dict[str, float]:
+    """Processor seconds of the event loop, of the engine's thread (the busiest other) and of the rest."""
+    loop, *others = [thread.user_time + thread.system_time for thread in psutil.Process(process.pid).threads()]
+    others.sort(reverse=True)
+    return {"event loop": loop, "engine": others[0], "other threads": sum(others[1:])}
+
+
+def events(path: Path) -> dict[tuple[str, str], list[Event]]:
+    """By phase and name, in the order of their times."""
+    found: dict[tuple[str, str], list[Event]] = defaultdict(list)
+    for event in json.loads(path.read_text())["traceEvents"]:
+        found[event["ph"], event["name"]].append(event)
+    return {key: sorted(of_one, key=lambda event: event.get("ts", 0.0)) for key, of_one in found.items()}
+
+
+def way(target: Path, draft: Path, timing: Timing) -> Iterator[tuple[str, float]]:
+    """The pieces of a round, in microseconds, in the order in which they come."""
+    one, other = events(target), events(draft)
+    steps, trees = one["X", "verify"], other["X", "tree"]
+
+    def between(left: Sequence[Event], came: Sequence[Event]) -> float:
+        began = {event["id"]: event["ts"] for event in left}
+        return float(statistics.median(event["ts"] - began[event["id"]] for event in came if event["id"] in began))
+
+    def until(came: Sequence[Event], begin: Sequence[Event]) -> float:
+        times = [event["ts"] for event in begin]
+        places = ((event["ts"], bisect.bisect_left(times, event["ts"])) for event in came)
+        return float(statistics.median(times[place] - at for at, place in places if place < len(times)))
+
+    yield "target: a step, beside the device", statistics.median(
+        step["dur"] - 1e6 * timing.step_of(step["args"]["rows"]) for step in steps)
+    yield "target and wire: from the step to the commit at the draft", between(one["s", "commit"], other["f", "commit"])
+    yield "draft: from the commit to its tree", until(other["f", "commit"], trees)
+    yield "draft: a tree, beside the device", statistics.median(tree["dur"] for tree in trees) - 1e6 * timing.draft_s
+    yield "draft and wire: from the tree to the growth at the target", between(other["s", "growth"], one["f", "growth"])
+    yield "target: from the growth to the next step", until(one["f", "growth"], steps)
+
+
+async def measured(streams: int, seconds: float, timing: Timing) -> dict[str, float]:
+    """Microseconds by what takes them, of a round of so many streams."""
+    readers = [Reader(number, 0, sys.maxsize) for number in range(streams)]
+    traces = {name: LOGS / f"rounds-{name}.json" for name in ("target", "draft")}
+    async with deployed(timing, settings=("target.policy.always=true",), traces=traces) as rig:
+        parts = {"target": rig.targets[0], "draft": rig.drafts[0]}
+        async with kept_up(*(reader.read(rig.clients[0], True) for reader in readers)):
+            await asyncio.sleep(SETTLE_S + streams / 100)
+            before, began_s = {name: threads_s(process) for name, process in parts.items()}, time.perf_counter()
+            await asyncio.sleep(seconds)
+            took = {name: threads_s(process) for name, process in parts.items()}
+        rounds = statistics.median(sum(at_s >= began_s for at_s, _ in reader.pieces) for reader in readers)
+    found = {f"way: {name}": took_us for name, took_us in way(traces["target"], traces["draft"], timing)}
+    for part, threads in took.items():
+        found |= {f"core: {part}, {name}": 1e6 * (now - before[part][name]) / max(1, rounds)
+                  for name, now in threads.items()}
+    return found
+
+
+def picture(took: Mapping[str, float]) -> str:
+    """The pieces of a round, each where the one before it ends, without what the devices take."""
+    pieces = {name.removeprefix("way: "): us for name, us in took.items() if name.startswith("way: ")}
+    lines, at, mark_us = list[str](), 0, sum(pieces.values()) / WIDTH
+    for name, us in pieces.items():
+        width = max(1, round(us / mark_us))
+        lines.append(f"{name:58s}{' ' * at}{'█' * width}")
+        at += width
+    return "\n".join(lines)
+
+
+def main(seconds: float = 5.0) -> None:
+    timing = Timing()
+    found = {streams: asyncio.run(measured(streams, seconds, timing)) for streams in STREAMS}
+    rows: list[Row] = [{"part": name, **{f"{streams}_streams": took[name] for streams, took in found.items()}}
+                       for name in found[STREAMS[0]]]
+    write("rounds", rows, "a round of so many streams on timed devices, microseconds")
+    for streams, took in found.items():
+        print(f"\n{streams} streams\n{picture(took)}")
