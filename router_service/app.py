@@ -1,7 +1,7 @@
 """The HTTP surface: what every request passes, the routes of the OpenAI API, health and version.
 
 Rules:
-1. Every path but ``/live`` and ``/health`` needs a key where keys are set, also paths that do not exist.
+1. Every path but ``/live``, ``/health`` and ``/ping`` needs a key where keys are set, also paths that do not exist.
 2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
 4. A body is capped before it is read, and read before anything is done for it. Lists and objects in it are counted
@@ -16,12 +16,13 @@ It knows nothing about targets or how a request is answered.
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from fastapi import FastAPI, Request
@@ -32,6 +33,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
+from router_service.dialects import messages, responses
+from router_service.dialects.blocks import Told
 from router_service.dialects.fields import Unknown
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, Options, parse
 from router_service.dialects.problems import Problem, http_problem, problem_of
@@ -46,23 +49,41 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
-from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_ITEMS
+from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_ITEMS, Usage
 
 MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
 BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions"}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONSES: "chat"}
+PAGES = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/health", "/live", "/ping",
+         "/load", "/version", "/openapi.json")
 ADVICE = {
     404: f"no such page; here are POST {CHAT}, POST {COMPLETIONS}, GET /v1/models and GET /health",
-    405: f"this page does not take that method; {CHAT} and {COMPLETIONS} take POST, all others GET",
+    405: "this page does not take that method; what makes answers or counts takes POST, all others GET",
 }
 MAX_TOLD = 256  # unknown fields that the log names once
-OPEN_PATHS = frozenset({"/live", "/health"})
+OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 TENANT = "slipstream.tenant"  # in the scope: who asks
 DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Narrative(Protocol):
+    """How a dialect writes an answer: what is told of its deltas is the events, and ``whole`` in the end. ``stop``: the
+    stop string that came."""
+
+    def opening(self) -> bytes: ...
+
+    def told(self, delta: TextDelta) -> bytes: ...
+
+    def closing(self, usage: Usage, stop: str | None) -> bytes: ...
+
+    def broken(self, problem: Problem) -> bytes: ...
+
+    def whole(self, usage: Usage, stop: str | None) -> dict[str, Any]: ...
 
 
 def create_app(gateway: Gateway, keys: ApiKeys) -> ASGIApp:
@@ -79,7 +100,8 @@ class Surface:
         self._started_at = int(time.time())
         self._log = logger("http")
         self._left_out_told: set[str] = set()
-        self._answers: dict[str, Handler] = {CHAT: self.chat, COMPLETIONS: self.complete}
+        self._answers: dict[str, Handler] = {CHAT: self.chat, COMPLETIONS: self.complete,
+                                             MESSAGES: self.messages, RESPONSES: self.responses}
         self._rest = app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
         app.add_exception_handler(SlipstreamError, self.refused)
         app.add_exception_handler(HTTPException, self.no_route)
@@ -87,11 +109,14 @@ class Surface:
         app.add_exception_handler(Exception, self.broken)
         app.add_api_route(CHAT, self.chat, methods=["POST"], openapi_extra=_schema(ChatBody))
         app.add_api_route(COMPLETIONS, self.complete, methods=["POST"], openapi_extra=_schema(CompletionBody))
-        app.add_api_route("/v1/models", self.models, methods=["GET"])
-        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
-        app.add_api_route("/health", self.health, methods=["GET"])
-        app.add_api_route("/live", self.live, methods=["GET"])
-        app.add_api_route("/version", self.version, methods=["GET"])
+        for path, post in ((MESSAGES, self.messages), (RESPONSES, self.responses), ("/tokenize", self.tokenize),
+                           ("/detokenize", self.detokenize), (f"{MESSAGES}/count_tokens", self.count_tokens)):
+            app.add_api_route(path, post, methods=["POST"])
+        for path, get in (("/v1/models", self.models), ("/v1/models/{model_id:path}", self.model),
+                          ("/health", self.health), ("/live", self.live), ("/ping", self.health), ("/load", self.load),
+                          ("/version", self.version), ("/", self.version)):
+            app.add_api_route(path, get, methods=["GET"])
+            app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._answers.get(scope["path"]) if scope["method"] == "POST" else None
@@ -116,6 +141,37 @@ class Surface:
         body, unknown = await self._read(request, CompletionBody)
         asked = self._gateway.plan_completion(body)
         return await self._answer(request, asked, self._text_reply, body, unknown)
+
+    async def messages(self, request: Request) -> Response:
+        return await self._translated(request, messages.chat_of, messages.MessagesReply)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._translated(request, responses.chat_of, responses.ResponsesReply)
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = parse(ChatBody, messages.chat_of(await self._json(request)), Unknown(self._gateway.strict))
+        tokens = await self._gateway.tokens(self._gateway.plan_chat(body), request.scope[TENANT])
+        return json_response({"input_tokens": len(tokens)})
+
+    async def tokenize(self, request: Request) -> Response:
+        raw = await self._json(request)
+        unknown = Unknown(self._gateway.strict)
+        if isinstance(raw, dict) and "messages" in raw:
+            asked = self._gateway.plan_chat(parse(ChatBody, raw, unknown))
+        else:
+            asked = self._gateway.plan_completion(parse(CompletionBody, raw, unknown))
+        if len(asked.prompts) > 1:
+            raise InvalidRequest("prompt", "must be one")
+        tokens = await self._gateway.tokens(asked, request.scope[TENANT])
+        return json_response({"count": len(tokens), "max_model_len": self._gateway.max_context, "tokens": tokens},
+                             headers=self._left_out(unknown))
+
+    async def detokenize(self, request: Request) -> Response:
+        raw = await self._json(request)
+        return json_response({"prompt": self._gateway.text(raw.get("tokens") if isinstance(raw, dict) else None)})
+
+    async def load(self) -> Response:
+        return json_response({"server_load": self._gateway.admission.in_flight})
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -142,11 +198,15 @@ class Surface:
         problem = problem_of(error)
         if problem.status == 500:
             self._log.error("request failed", error=type(error).__name__)
+        if request.url.path.startswith(MESSAGES):
+            return json_response(messages.error_of(problem), problem.status, dict(problem.headers))
         return problem_response(problem)
 
     async def no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         advice = ADVICE.get(error.status_code, str(error.detail))
+        near = difflib.get_close_matches(request.url.path[:100], PAGES, n=1) if error.status_code == 404 else ()
+        advice = f"no such page; did you mean {near[0]}?" if near else advice
         response = problem_response(http_problem(error.status_code, advice))
         response.headers.update(error.headers or {})
         return response
@@ -158,6 +218,10 @@ class Surface:
         return problem_response(problem_of(error))  # the gate hears of it and logs it
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
+        unknown = Unknown(self._gateway.strict)
+        return parse(kind, await self._json(request), unknown), unknown
+
+    async def _json(self, request: Request) -> Any:
         data = bytearray()
         limit = Limit(_late_body, BODY_S)
         try:
@@ -171,11 +235,9 @@ class Surface:
         if _num_containers(data) > MAX_CONTAINERS:
             raise InvalidRequest("body", f"holds more than {MAX_CONTAINERS} lists and objects")
         try:
-            raw = orjson.loads(data)
+            return orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
-        unknown = Unknown(self._gateway.strict)
-        return parse(kind, raw, unknown), unknown
 
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:
         codec, options = self._gateway.codec, run.job.options
@@ -198,14 +260,7 @@ class Surface:
             if not may_go_on:
                 raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
             asked = _again(asked, body, reached)
-        client = Presence(connection_of(request.scope))
-        try:
-            with client:
-                trace = well_formed(request.headers.get(HEADER, ""))
-                run = await self._gateway.start(asked, request.scope[TENANT], trace)
-        except BaseException:
-            client.close()
-            raise
+        client, run = await self._begun(request, asked)
         origin = reached.origin if reached is not None else Origin(
             run.id, run.created, asked.options.sampling.seed, run.identity)
         reply = reply_to(run, origin)
@@ -218,14 +273,53 @@ class Surface:
             events = self._events(run, reply, ids, body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
+        await _taken(run, client, lambda number, delta: answers[number].append(delta))
+        return json_response(reply.whole(answers, run.usage()), headers=headers)
+
+    async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
+        client = Presence(connection_of(request.scope))
         try:
             with client:
-                async for number, delta in run:
-                    answers[number].append(delta)
-        finally:
+                trace = well_formed(request.headers.get(HEADER, ""))
+                return client, await self._gateway.start(asked, request.scope[TENANT], trace)
+        except BaseException:
             client.close()
-            await run.aclose()
-        return json_response(reply.whole(answers, run.usage()), headers=headers)
+            raise
+
+    async def _translated(self, request: Request, chat_of: Callable[[Any], dict[str, Any]],
+                          reply_to: Callable[[Told], Narrative]) -> Response:
+        """An answer of a dialect that is a translation onto chat."""
+        unknown = Unknown(self._gateway.strict)
+        body = parse(ChatBody, chat_of(await self._json(request)), unknown)
+        asked = self._gateway.plan_chat(body)
+        if asked.num_answers > 1:
+            raise InvalidRequest("n", "must be 1")
+        client, run = await self._begun(request, asked)
+        prompt = run.job.prompts[0]
+        markups = markups_of(self._gateway.codec, asked.options, prompt, 1)
+        reply = reply_to(Told(run.id, run.created, asked.model, len(prompt), markups[0] if markups else None))
+        headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
+        if body.stream:
+            return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)
+        await _taken(run, client, lambda _, delta: reply.told(delta))
+        return json_response(reply.whole(run.usage(), run.completions[0].stopped_by), headers=headers)
+
+    async def _narrated(self, run: Run, reply: Narrative, request_id: str) -> AsyncGenerator[bytes, None]:
+        beginning = reply.opening()
+        try:
+            async for _, delta in run:
+                data = beginning + reply.told(delta)
+                beginning = b""
+                if data:
+                    yield data
+            yield reply.closing(run.usage(), run.completions[0].stopped_by)
+        except Exception as error:
+            self._broken_off(run, request_id, error)
+            yield beginning + reply.broken(problem_of(error))
+
+    def _broken_off(self, run: Run, request_id: str, error: Exception) -> None:
+        self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
+        self._gateway.failed(run.job.endpoint, error)
 
     def _left_out(self, unknown: Unknown) -> dict[str, str]:
         if not unknown:
@@ -257,14 +351,24 @@ class Surface:
             if body.include_usage:
                 yield event(reply.usage_chunk(run.usage()))
         except Exception as error:
-            self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
-            self._gateway.failed(run.job.endpoint, error)
+            self._broken_off(run, request_id, error)
             yield event(problem_of(error).body())
         yield DONE
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._gateway.model, "object": "model", "created": self._started_at, "owned_by": "slipstream",
                 "max_model_len": self._gateway.max_context, "slipstream": {"lossy": self._gateway.lossy}}
+
+
+async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], object]) -> None:
+    """All of ``run``, as long as its client is there."""
+    try:
+        with client:
+            async for number, delta in run:
+                take(number, delta)
+    finally:
+        client.close()
+        await run.aclose()
 
 
 def _again(asked: Asked, body: ChatBody | CompletionBody, reached: Reached) -> Asked:
@@ -342,7 +446,7 @@ class Gate:
                 message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
-        tenant = scope[TENANT] = self._keys.tenant(_bearer(headers))
+        tenant = scope[TENANT] = self._keys.tenant(_key(headers))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal)(scope, receive, answer)
@@ -360,7 +464,9 @@ def _request_id(shown: bytes) -> bytes:
     return shown if DECENT_ID.fullmatch(shown) else secrets.token_hex(16).encode()
 
 
-def _bearer(headers: dict[Any, Any]) -> str:
+def _key(headers: dict[Any, Any]) -> str:
+    if b"authorization" not in headers:
+        return bytes(headers.get(b"x-api-key", b"")).decode("latin-1").strip()
     scheme, _, key = bytes(headers.get(b"authorization", b"")).decode("latin-1").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

@@ -194,6 +194,23 @@ class Gateway:
             raise
         return run
 
+    async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
+        """Those of the prompt that is ``asked`` about. It waits for room as an answer would. Raises as ``start``."""
+        place = await self.admission.enter(tenant, 1)
+        try:
+            return list((await self._lanes.run(asked.size, partial(self._prompts, asked), not asked.messages))[0])
+        finally:
+            place.leave()
+
+    def text(self, tokens: Any) -> str:
+        """What ``tokens`` spell, special ones included. Raises InvalidRequest."""
+        info = self._info()
+        if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
+            raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
+            raise InvalidRequest("tokens", f"a token id is outside the vocabulary of {info.vocab_size}")
+        return self.codec.text(tokens)
+
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
@@ -243,6 +260,14 @@ class Gateway:
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""
+        info, prompts = self._info(), self._prompts(asked)
+        param = "messages" if asked.messages else "prompt"
+        limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
+        job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
+                  info.vocab_size)
+        return job if asked.begun is None else self._going_on(job, asked.begun)
+
+    def _prompts(self, asked: Asked) -> list[Sequence[int]]:
         info, last = self._info(), asked.options.truncate
         room = info.max_context if last is None else None  # what is cut is read as a whole
         prompts: list[Sequence[int]] = [self.codec.chat(asked.messages, asked.turn, room)] if asked.messages else [
@@ -251,11 +276,7 @@ class Gateway:
         if last is not None:
             keep = last if last >= 0 else max(info.max_context - (asked.options.max_tokens or 1), 1)
             prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
-        param = "messages" if asked.messages else "prompt"
-        limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
-        job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
-                  info.vocab_size)
-        return job if asked.begun is None else self._going_on(job, asked.begun)
+        return prompts
 
     def _going_on(self, job: Job, begun: Begun) -> Job:
         tokens = begun.tokens

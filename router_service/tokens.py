@@ -122,6 +122,11 @@ class TextCodec:
         found = self._bytes[token] = self._spell(spelt)
         return found
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """What ``tokens`` spell, special ones included."""
+        detokenizer = Detokenizer(self, self.specials)
+        return "".join([*map(detokenizer.push, tokens), detokenizer.flush()])
+
     def whole_text(self, token: int) -> str | None:
         """The text of a token that is whole characters, whatever stands before it; "" for a special one. None for one
         that may need its neighbours."""
@@ -327,6 +332,11 @@ class Completion:
 
     async def aclose(self) -> None:
         await self._answer.aclose()
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that came."""
+        return None if self._stops is None else self._stops.matched
 
     def _take(self, piece: Piece) -> TextDelta:
         tally = self.tally

@@ -11,13 +11,13 @@ import openai
 import pytest
 
 from router_service.admission import WAITING
-from router_service.app import create_app
+from router_service.app import PAGES, create_app
 from router_service.dialects.openai import ChatBody
 from router_service.gateway import Asked
 from router_service.tenants import ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
-from tests.routing import CHAT, COMPLETIONS, HELLO, events, routing, until
+from tests.routing import CHAT, HELLO, events, routing, until
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -111,11 +111,11 @@ async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> Non
     async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
         schema = (await r.http.get("/openapi.json", headers={"authorization": "Bearer first-key"})).json()
         paths = [path.replace("{model_id}", "tiny") for path in schema["paths"]]
-        assert {CHAT, COMPLETIONS, "/v1/models", "/v1/models/tiny", "/health", "/live", "/version"} == set(paths)
+        assert {*PAGES, "/v1/models/tiny", "/"} - {"/openapi.json"} == set(paths)
         for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
             for method, shown in (("GET", ""), ("POST", ""), ("GET", "Bearer wrong"), ("POST", "Basic first-key")):
                 response = await r.http.request(method, r.base + path, headers={"authorization": shown})
-                free = path in ("/live", "/health")
+                free = path in ("/live", "/health", "/ping")
                 assert (response.status_code == 401) != free, (method, path, response.status_code)
                 assert free or response.json()["error"]["code"] == "invalid_api_key"
         for key in ("first-key", "second-key"):

@@ -238,6 +238,11 @@ def _usage(usage: Usage) -> Json:
                 "rejected_prediction_tokens": usage.rejected_prediction_tokens,
             },
         },
+        "metrics": {"speculative_decoding": {  # as vLLM names it
+            "mean_acceptance_length": round(usage.acceptance_length, 4),
+            "draft_acceptance_rate": round(usage.accepted_prediction_tokens / drafted, 4) if drafted else 0.0,
+            "num_spec_steps": usage.rounds, "num_accepted_draft_tokens": usage.accepted_prediction_tokens,
+            "num_draft_tokens": drafted}},
         "slipstream": {"rounds": usage.rounds, "acceptance_length": round(usage.acceptance_length, 4),
                        "drafted_tokens": drafted, "lossy": usage.lossy},
     }

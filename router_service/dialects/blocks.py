@@ -1,0 +1,93 @@
+"""An answer as blocks of thinking, text and calls, in the order in which a model wrote them: what the dialects share
+that write answers so.
+
+It knows nothing about how a dialect writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from router_service.markup import Markup, Named, Parts
+from router_service.tokens import TextDelta
+
+Kind = Literal["reasoning", "text", "call"]
+What = Literal["begin", "add", "end"]
+
+
+@dataclass(slots=True)
+class Block:
+    """``name`` and ``id`` are a call's."""
+
+    index: int
+    kind: Kind
+    name: str = ""
+    id: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an answer is headed with. ``markup`` tells calls and reasoning apart; None: all is text."""
+
+    answer_id: str
+    created: int
+    model: str
+    prompt_tokens: int
+    markup: Markup | Named | None
+
+
+class Blocks:
+    """Those of one answer. ``finish``: why it ended."""
+
+    def __init__(self, answer_id: str, markup: Markup | Named | None) -> None:
+        self.finish = ""
+        self.all: list[Block] = []
+        self._answer_id = answer_id
+        self._markup = markup
+        self._open = False
+
+    def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
+        """What happens to which block with ``delta``; the text is what is added."""
+        parts = Parts(content=delta.text) if self._markup is None else self._markup.push(
+            delta.text, bool(delta.finish))
+        if parts.reasoning:
+            yield from self._more("reasoning", parts.reasoning)
+        if parts.content:
+            yield from self._more("text", parts.content)
+        for call in parts.calls:
+            if call.name:
+                yield from self._begin("call", call.name)
+            yield from self._add(call.arguments)
+        if delta.finish:
+            called = delta.finish == "stop" and self._markup is not None and self._markup.num_calls
+            self.finish = "tool_calls" if called else delta.finish
+            yield from self._end()
+
+    def _more(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
+        if not self._open or self.all[-1].kind != kind:
+            yield from self._begin(kind)
+        yield from self._add(text)
+
+    def _begin(self, kind: Kind, name: str = "") -> Iterator[tuple[What, Block, str]]:
+        yield from self._end()
+        index = len(self.all)
+        self.all.append(Block(index, kind, name, f"{self._answer_id}_{index}"))
+        self._open = True
+        yield "begin", self.all[-1], ""
+
+    def _add(self, text: str) -> Iterator[tuple[What, Block, str]]:
+        if text:
+            self.all[-1].pieces.append(text)
+            yield "add", self.all[-1], text
+
+    def _end(self) -> Iterator[tuple[What, Block, str]]:
+        if self._open:
+            self._open = False
+            yield "end", self.all[-1], ""

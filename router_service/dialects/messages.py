@@ -1,0 +1,195 @@
+"""Anthropic's Messages API as a translation onto chat: requests in, whole answers and events out.
+
+Rules:
+1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
+2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
+3. Tools are functions; of blocks only text, calls, their results and thinking are known.
+
+It knows nothing about models, routes or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from router_service.dialects.blocks import Block, Blocks, Told, What
+from router_service.dialects.problems import Problem
+from router_service.dialects.tools import Json
+from router_service.tokens import TextDelta
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_ITEMS, Usage
+
+ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "speculate", "min_p", "ignore_eos",
+         "min_tokens", "cache_salt")
+INERT = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "output_config")
+STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
+DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
+          "call": ("input_json_delta", "partial_json")}
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def chat_of(raw: Any) -> Json:
+    """The body of a chat that asks the same. Raises InvalidRequest."""
+    if not isinstance(raw, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    chat = {name: raw[name] for name in ALIKE if name in raw}
+    messages = [{"role": "system", "content": _texts("system", raw["system"])}] if raw.get("system") else []
+    given = raw.get("messages")
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest("messages", "must be a list of at least one message")
+    if len(given) > MAX_ITEMS or sum(len(m["content"]) for m in given if isinstance(m, dict)
+                                     and isinstance(m.get("content"), list)) > MAX_ITEMS:
+        raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} items, and blocks in all")
+    for i, message in enumerate(given):
+        messages += _messages(f"messages[{i}]", message)
+    chat["messages"] = messages
+    if raw.get("stop_sequences"):
+        chat["stop"] = raw["stop_sequences"]
+    if raw.get("tools"):
+        chat |= _tools(raw["tools"], raw.get("tool_choice"))
+    thinking = raw.get("thinking")
+    if isinstance(thinking, dict):
+        chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
+    known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking"}
+    return chat | {name: value for name, value in raw.items() if name not in known}
+
+
+def _messages(at: str, message: Any) -> Iterator[Json]:
+    """One message of theirs is several of a chat where it brings results of tools."""
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
+        raise InvalidRequest(f"{at}.role", "must be 'user' or 'assistant'")
+    content = message.get("content")
+    if isinstance(content, str):
+        yield {"role": message["role"], "content": content}
+        return
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{at}.content", "must be a string or a list of blocks")
+    texts, calls, thoughts = [], [], []
+    for i, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        where = f"{at}.content[{i}]"
+        if kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif kind == "tool_use" and message["role"] == "assistant":
+            calls.append({"id": block.get("id"), "type": "function",
+                          "function": {"name": block.get("name"), "arguments": block.get("input")}})
+        elif kind == "tool_result" and message["role"] == "user":
+            result = block.get("content")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"),
+                   "content": "" if result is None else _texts(f"{where}.content", result)}
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind != "redacted_thinking":
+            raise InvalidRequest(where, "only text, calls, their results and thinking are served here",
+                                 "unsupported_parameter")
+    if texts or calls or thoughts:
+        yield {"role": message["role"], "content": "\n".join(texts), **({"tool_calls": calls} if calls else {}),
+               **({"reasoning_content": "\n".join(thoughts)} if thoughts else {})}
+
+
+def _texts(at: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(block, dict) and isinstance(block.get("text"), str)
+                                              for block in value):
+        raise InvalidRequest(at, "must be a string or a list of blocks of text")
+    return "\n".join(block["text"] for block in value)
+
+
+def _tools(tools: Any, choice: Any) -> Json:
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
+        raise InvalidRequest("tools", "must be a list of tools with an input_schema")
+    made = [{"type": "function", "function": {
+        "name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}}
+        for tool in tools]
+    choice = choice if isinstance(choice, dict) else {"type": "auto"}
+    kind = choice.get("type")
+    ours: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind if isinstance(kind, str) else "")
+    if kind == "tool":
+        ours = {"type": "function", "function": {"name": choice.get("name")}}
+    if ours is None:
+        raise InvalidRequest("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'")
+    return {"tools": made, "tool_choice": ours,
+            "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True}
+
+
+class MessagesReply:
+    """A message and its events."""
+
+    def __init__(self, told: Told) -> None:
+        self._head: Json = {"id": f"msg_{told.answer_id}", "type": "message", "role": "assistant", "model": told.model}
+        self._prompt_tokens = told.prompt_tokens
+        self._blocks = Blocks(told.answer_id, told.markup)
+
+    def opening(self) -> bytes:
+        """The events before any token."""
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None,
+                   "usage": {"input_tokens": self._prompt_tokens, "output_tokens": 0}}
+        return _event("message_start", {"message": message})
+
+    def told(self, delta: TextDelta) -> bytes:
+        """The events of ``delta``; b"" for none."""
+        return b"".join(_event(f"content_block_{EVENTS[what]}", {"index": block.index, **_fields(what, block, text)})
+                        for what, block, text in self._blocks.take(delta))
+
+    def closing(self, usage: Usage, stop: str | None) -> bytes:
+        """The last events. ``stop``: the stop string that came."""
+        ended = {"delta": self._ended(stop), "usage": _usage(usage)}
+        return _event("message_delta", ended) + _event("message_stop", {})
+
+    def broken(self, problem: Problem) -> bytes:
+        """The event of an answer that ends with an error."""
+        return _event("error", error_of(problem))
+
+    def whole(self, usage: Usage, stop: str | None) -> Json:
+        """What was told, as one object."""
+        content = [_block(block, block.text) for block in self._blocks.all]
+        return {**self._head, "content": content, **self._ended(stop), "usage": _usage(usage)}
+
+    def _ended(self, stop: str | None) -> Json:
+        reason = STOPPED[self._blocks.finish]
+        return {"stop_reason": "stop_sequence" if reason == "end_turn" and stop else reason, "stop_sequence": stop}
+
+
+def _fields(what: What, block: Block, text: str) -> Json:
+    if what == "begin":
+        return {"content_block": _block(block, "")}
+    return {"delta": {"type": DELTAS[block.kind][0], DELTAS[block.kind][1]: text}} if what == "add" else {}
+
+
+def _block(block: Block, text: str) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": text}
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": _object(text)}
+
+
+def error_of(problem: Problem) -> Json:
+    """An error as the API writes it."""
+    param = f"{problem.param}: " if problem.param and not problem.message.startswith(problem.param) else ""
+    return {"type": "error", "error": {"type": KINDS.get(problem.status, "api_error"),
+                                       "message": param + problem.message}}
+
+
+def _usage(usage: Usage) -> Json:
+    return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
+            "cache_read_input_tokens": usage.cached_tokens}
+
+
+def _event(name: str, fields: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps({"type": name, **fields}) + b"\n\n"
+
+
+def _object(text: str) -> Json:
+    """{} for arguments that were cut."""
+    try:
+        found = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,203 @@
+"""OpenAI's Responses API as a translation onto chat: requests in, whole answers and events out.
+
+Rules:
+1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
+2. Nothing is kept: a conversation comes whole with every request (``store: false``).
+3. Tools are functions; of input items only messages, calls, their results and reasoning are known.
+
+It knows nothing about models, routes or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from router_service.dialects.blocks import Block, Blocks, Told, What
+from router_service.dialects.problems import Problem
+from router_service.dialects.tools import Json
+from router_service.tokens import TextDelta
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_ITEMS, Usage
+
+ALIKE = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "speculate", "top_k", "min_p",
+         "cache_salt", "ignore_eos", "min_tokens", "stop", "chat_template_kwargs")
+# With the values besides null that ask for nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "top_logprobs": (0,),
+    "truncation": ("disabled",), "max_tool_calls": (), "context_management": ()}
+INERT = ("store", "metadata", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+         "safety_identifier", "stream_options", "client_metadata")
+
+
+def chat_of(raw: Any) -> Json:
+    """The body of a chat that asks the same. Raises InvalidRequest."""
+    if not isinstance(raw, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    for name, neutral in REFUSED.items():
+        if raw.get(name) is not None and raw[name] not in neutral:
+            raise InvalidRequest(name, "is not served here; send the whole conversation as input",
+                                 "unsupported_parameter")
+    chat = {name: raw[name] for name in ALIKE if raw.get(name) is not None}
+    if raw.get("max_output_tokens") is not None:
+        chat["max_completion_tokens"] = raw["max_output_tokens"]
+    messages: list[Json] = [{"role": "system", "content": raw["instructions"]}] if raw.get("instructions") else []
+    given = raw.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
+        raise InvalidRequest("input", f"must be a string, or a list of 1 to {MAX_ITEMS} items")
+    for i, item in enumerate(items):
+        _add(messages, f"input[{i}]", item)
+    chat["messages"] = messages
+    chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
+    text, reasoning = raw.get("text"), raw.get("reasoning")
+    if isinstance(text, dict) and isinstance(text.get("format"), dict):
+        form = text["format"]
+        chat["response_format"] = form if form.get("type") != "json_schema" else {
+            "type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
+    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = reasoning["effort"]
+    known = {*ALIKE, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice", "text",
+             "reasoning"}
+    return chat | {name: value for name, value in raw.items() if name not in known}
+
+
+def _add(messages: list[Json], at: str, item: Any) -> None:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        messages.append({"role": item.get("role"), "content": _texts(f"{at}.content", item.get("content"))})
+    elif kind == "function_call":
+        call = {"id": item.get("call_id"), "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")}}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"),
+                         "content": _texts(f"{at}.output", item.get("output"))})
+    elif kind != "reasoning":  # what it thought before is no part of what it is told
+        raise InvalidRequest(f"{at}.type", "must be 'message', 'function_call', 'function_call_output' or 'reasoning'")
+
+
+def _texts(at: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_ITEMS or not all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+        raise InvalidRequest(at, "must be a string or a list of parts of text")
+    return "\n".join(part["text"] for part in value)
+
+
+def _tools(tools: Any, choice: Any) -> Json:
+    if not tools:
+        return {"tool_choice": choice} if choice is not None else {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest("tools", "must be a list of functions")
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise InvalidRequest(f"tools[{i}].type", "must be 'function': nothing else is run here",
+                                 "unsupported_parameter")
+    made = [{"type": "function", "function": {
+        "name": tool.get("name"), "description": tool.get("description") or "",
+        "parameters": tool.get("parameters") or {}}} for tool in tools]
+    if isinstance(choice, dict):
+        choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    return {"tools": made, **({"tool_choice": choice} if choice is not None else {})}
+
+
+class ResponsesReply:
+    """A response and its events."""
+
+    def __init__(self, told: Told) -> None:
+        self._head: Json = {
+            "id": f"resp_{told.answer_id}", "object": "response", "created_at": told.created, "model": told.model,
+            "error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "tools": [],
+            "tool_choice": "auto", "parallel_tool_calls": True, "temperature": None, "top_p": None, "store": False}
+        self._blocks = Blocks(told.answer_id, told.markup)
+        self._sent = 0
+
+    def opening(self) -> bytes:
+        """The events before any token."""
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        return self._event("response.created", {"response": begun}) + self._event(
+            "response.in_progress", {"response": begun})
+
+    def told(self, delta: TextDelta) -> bytes:
+        """The events of ``delta``; b"" for none."""
+        return b"".join(self._event(f"response.{name}", {"output_index": block.index, **fields})
+                        for what, block, text in self._blocks.take(delta)
+                        for name, fields in _steps(what, block, text))
+
+    def closing(self, usage: Usage, stop: str | None) -> bytes:
+        """The last events."""
+        whole = self.whole(usage, stop)
+        return self._event(f"response.{whole['status']}", {"response": whole})
+
+    def broken(self, problem: Problem) -> bytes:
+        """The event of an answer that ends with an error."""
+        return self._event("error", {"code": problem.code, "message": problem.message, "param": problem.param})
+
+    def whole(self, usage: Usage, stop: str | None) -> Json:
+        """What was told, as one object."""
+        cut = self._blocks.finish == "length"
+        return {**self._head, "status": "incomplete" if cut else "completed",
+                "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "output": [_item(block, "completed") for block in self._blocks.all], "usage": _usage(usage)}
+
+    def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
+        number, self._sent = self._sent, self._sent + 1
+        return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(
+            {"type": name, "sequence_number": number, **fields}) + b"\n\n"
+
+
+def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
+    own = {"item_id": _id(block)}
+    if what == "begin":
+        yield "output_item.added", {"item": _item(block, "in_progress")}
+        if block.kind == "text":
+            yield "content_part.added", {**own, "content_index": 0, "part": _part("")}
+    elif what == "add":
+        if block.kind == "call":
+            yield "function_call_arguments.delta", {**own, "delta": text}
+        else:
+            name = "output_text" if block.kind == "text" else "reasoning_text"
+            yield f"{name}.delta", {**own, "content_index": 0, "delta": text} | (
+                {"logprobs": []} if block.kind == "text" else {})
+    else:
+        whole = block.text
+        if block.kind == "call":
+            yield "function_call_arguments.done", {**own, "name": block.name, "arguments": whole}
+        elif block.kind == "text":
+            yield "output_text.done", {**own, "content_index": 0, "text": whole, "logprobs": []}
+            yield "content_part.done", {**own, "content_index": 0, "part": _part(whole)}
+        else:
+            yield "reasoning_text.done", {**own, "content_index": 0, "text": whole}
+        yield "output_item.done", {"item": _item(block, "completed")}
+
+
+def _item(block: Block, status: str) -> Json:
+    text = block.text
+    if block.kind == "call":
+        return {"type": "function_call", "id": _id(block), "call_id": f"call_{block.id}", "name": block.name,
+                "arguments": text, "status": status}
+    if block.kind == "text":
+        content = [] if status == "in_progress" else [_part(text)]
+        return {"type": "message", "id": _id(block), "role": "assistant", "status": status, "content": content}
+    return {"type": "reasoning", "id": _id(block), "summary": [], "status": status,
+            "content": [{"type": "reasoning_text", "text": text}] if text else []}
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _id(block: Block) -> str:
+    return {"call": "fc_", "text": "msg_", "reasoning": "rs_"}[block.kind] + block.id
+
+
+def _usage(usage: Usage) -> Json:
+    return {"input_tokens": usage.prompt_tokens, "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens}

@@ -1,0 +1,198 @@
+"""Other dialects are translations onto chat: what they ask is asked of the same code, and streamed equals whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router_service.dialects import messages, responses
+from slipstream.base.errors import InvalidRequest, Unavailable
+from tests.echo import CONTEXT, EchoTarget
+from tests.routing import HELLO, Routing, routing
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CALL = 'So:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THEIRS = {"name": "weather", "description": "tells", "input_schema": SCHEMA}
+FUNCTION: Any = {"type": "function", "name": "weather", "parameters": SCHEMA}
+
+
+def named_events(text: str) -> list[Any]:
+    """Those of a stream whose events have names."""
+    blocks = [block.split("\n") for block in text.removesuffix("\n\n").split("\n\n")]
+    found = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+    assert all(name == data["type"] for name, data in found)
+    return [data for _, data in found]
+
+
+def caller() -> EchoTarget:
+    target = EchoTarget()
+    target.says, target.context = CALL, 4096
+    return target
+
+
+def message_of(events: list[Any]) -> dict[str, Any]:
+    """What a client of Anthropic makes of a stream."""
+    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+    message: dict[str, Any] = events[0]["message"]
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"] | {"json": ""})
+        elif event["type"] == "content_block_delta":
+            block, delta = message["content"][event["index"]], event["delta"]
+            if delta["type"] == "input_json_delta":
+                block["json"] += delta["partial_json"]
+            else:
+                block[delta["type"].removesuffix("_delta")] += next(v for k, v in delta.items() if k != "type")
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    for block in message["content"]:
+        written = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(written)
+    return message
+
+
+async def both(r: Routing, path: str, **body: Any) -> tuple[Any, list[Any]]:
+    whole = await r.post(path, **body)
+    assert whole.status_code == 200, whole.text
+    return whole.json(), named_events((await r.post(path, stream=True, **body)).text)
+
+
+def alike(message: dict[str, Any]) -> dict[str, Any]:
+    """Less what is another one's of every answer."""
+    blocks = [{k: v for k, v in block.items() if k != "id"} for block in message["content"]]
+    return {**message, "id": "", "content": blocks}
+
+
+async def test_messages_are_told_whole_and_in_events(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, caller()) as r:
+        whole, events = await both(r, MESSAGES, max_tokens=200, seed=1, messages=HELLO, tools=[THEIRS], system="Brief.")
+        assert whole["stop_reason"] == "tool_use" and whole["type"] == "message"
+        assert alike(whole)["content"] == [{"type": "text", "text": "So:"},
+                                           {"type": "tool_use", "name": "weather", "input": {"city": "Paris"}}]
+        assert alike(message_of(events)) == alike(whole)
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for extra, reason in (({}, "end_turn"), ({"max_tokens": 5}, "max_tokens"),
+                              ({"stop_sequences": ["w1"]}, "stop_sequence")):
+            whole, events = await both(r, MESSAGES, **{"max_tokens": 200, "seed": 1, "messages": HELLO, **extra})
+            assert whole["stop_reason"] == reason and alike(message_of(events)) == alike(whole)
+            assert whole["usage"]["output_tokens"] > 0 and whole["usage"]["input_tokens"] > 0
+        count = (await r.post(f"{MESSAGES}/count_tokens", messages=HELLO)).json()
+        assert count == {"input_tokens": whole["usage"]["input_tokens"]}
+        refused = await r.post(MESSAGES, messages=HELLO, temperature=-1)
+        assert refused.status_code == 400 and refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert "temperature" in refused.json()["error"]["message"]
+
+
+async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, caller()) as r:
+        answer = await r.openai.responses.create(model="tiny", input="hello", instructions="Brief.", tools=[FUNCTION])
+        assert answer.status == "completed" and answer.output_text == "So:"
+        call: Any = answer.output[1]
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Paris"})
+        async with r.openai.responses.stream(model="tiny", input="hello", tools=[FUNCTION]) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == "So:" and kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert "response.function_call_arguments.delta" in kinds and "response.output_text.done" in kinds
+        whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        told = events[-1]["response"]
+        for response in (whole, told):
+            for item in response["output"]:
+                del item["id"]
+                item.pop("call_id", None)
+        assert told["output"] == whole["output"] and told["usage"] == whole["usage"]
+        short = (await r.post(RESPONSES, input="hello", max_output_tokens=3)).json()
+        assert (short["status"], short["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        refused = (await r.post(RESPONSES, input="hello", previous_response_id="resp_1")).json()["error"]
+        assert refused["param"] == "previous_response_id"
+
+
+async def test_an_answer_that_breaks_off_ends_with_an_error_event(tiny_folder: Path) -> None:
+    target = EchoTarget(fail_after=3, error=Unavailable("gone"))
+    async with routing(tiny_folder, target) as r:
+        for path, body in ((MESSAGES, {"messages": HELLO}), (RESPONSES, {"input": "hello"})):
+            last = named_events((await r.post(path, stream=True, max_tokens=50, **body)).text)[-1]
+            assert last["type"] == "error"
+        assert r.service.gateway.admission.in_flight == 0
+
+
+def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
+    call = {"id": "t1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    wanted = [{"role": "user", "content": "hello"},
+              {"role": "assistant", "content": "", "tool_calls": [call]},
+              {"role": "tool", "tool_call_id": "t1", "content": "sunny"}]
+    chat = messages.chat_of({"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "weather",
+                                           "input": {"city": "Rome"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [
+            {"type": "text", "text": "sunny"}]}]}], "thinking": {"type": "disabled"}, "made_up": 1})
+    assert chat["messages"] == wanted and chat["made_up"] == 1
+    assert chat["chat_template_kwargs"] == {"enable_thinking": False}
+    chat = responses.chat_of({"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "t1", "name": "weather", "arguments": {"city": "Rome"}},
+        {"type": "function_call_output", "call_id": "t1", "output": "sunny"}], "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}})
+    assert chat["messages"] == wanted and chat["reasoning_effort"] == "low"
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(("translate", "body", "field"), [
+    (messages.chat_of, [], "body"), (messages.chat_of, {}, "messages"), (messages.chat_of, {"messages": [1]},
+                                                                         "messages[0].role"),
+    (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
+    (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),
+    (messages.chat_of, {"messages": HELLO * 5000}, "messages"), (messages.chat_of, {"messages": HELLO, "system": 1},
+                                                                 "system"),
+    (responses.chat_of, 1, "body"), (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]},
+                                                                       "input[0].type"),
+    (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),
+    (responses.chat_of, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (responses.chat_of, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+])
+def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        translate(body)
+    assert caught.value.field == field
+
+
+async def test_tokens_and_back(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        told = (await r.post("/tokenize", prompt="naïve")).json()
+        assert told == {"count": 6, "max_model_len": CONTEXT, "tokens": list("naïve".encode())}
+        assert (await r.http.post("/detokenize", json={"tokens": told["tokens"]})).json() == {"prompt": "naïve"}
+        assert (await r.post("/tokenize", messages=HELLO)).json()["count"] > 5
+        for tokens in ([260], [-1], "x", [1] * 9999, [True], None):
+            assert (await r.http.post("/detokenize", json={"tokens": tokens})).json()["error"]["param"] == "tokens"
+        assert (await r.post("/tokenize", prompt=["a", "b"])).status_code == 400
+        assert r.service.gateway.admission.in_flight == 0
+
+
+async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for path in ("/health", "/live", "/ping", "/", "/v1/models"):
+            assert (await r.http.head(path)).status_code == 200 == (await r.http.get(path)).status_code
+        assert (await r.http.get("/load")).json() == {"server_load": 0}
+        lost = (await r.http.post("/v1/chat/completion")).json()["error"]["message"]
+        assert "did you mean /v1/chat/completions?" in lost
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-mine\n")
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        async def asked(**headers: str) -> httpx.Response:
+            return await r.http.get("/v1/models", headers=headers)
+
+        assert (await asked(**{"x-api-key": "a-key-of-mine"})).status_code == 200
+        assert (await asked(**{"x-api-key": "another"})).status_code == 401
+        assert (await r.http.get("/ping")).status_code == 200
