@@ -1,8 +1,9 @@
 """Sequence: one answer in the making: what was asked, its slots, and what is followed of it.
 
 Rules of a sequence:
-1. ``slots[:computed]`` are the KV slots of committed tokens 0 … computed - 1, one each. While decoding, ``computed`` is
-   ``base - 1``: the newest committed token is the root of the tree and has no KV yet.
+1. ``slots`` is its row of the runner's table, and ``slots[:computed]`` are the KV slots of committed tokens
+   0 … computed - 1, one each. While decoding, ``computed`` is ``base - 1``: the newest committed token is the root of
+   the tree and has no KV yet.
 2. The first ``borrowed`` of them belong to the prefix cache, the rest to this answer.
 3. It is made on the engine thread, and only that thread touches it.
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache
 from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.table import Row
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
 from slipstream.grammar.matcher import Matcher
@@ -37,6 +39,7 @@ from slipstream.protocol.requests import Finish, Piece, Request
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 Sink = Callable[[Piece | Exception], None]
+NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +54,7 @@ class Sequence:
     history: TokenHistory | None
     span: Span
     matcher: Matcher | None = None  # of what it is bound to
-    slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    row: Row | None = None  # of the runner's table, while it is computed
     computed: int = 0
     borrowed: int = 0
     match: Match | None = None
@@ -81,6 +84,10 @@ class Sequence:
     @property
     def base(self) -> int:
         return len(self.followed.side.tokens)
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        return NOTHING if self.row is None else self.row.slots
 
     @property
     def prefilling(self) -> bool:
@@ -115,8 +122,9 @@ class Sequence:
 
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""
+        assert self.row is not None
         new = np.asarray(slots, np.int64)
-        self.slots[self.computed : self.computed + len(new)] = new
+        self.row.put(self.computed, new)
         self.computed += len(new)
 
     def untake_slots(self, count: int) -> NDArray[np.int64]:
@@ -147,7 +155,7 @@ class KV:
     def admit(self, one: Sequence) -> None:
         """Give it a row of slots, filled as far as the prefix cache has them."""
         # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
-        one.slots = np.zeros(one.base + one.followed.left + MAX_NODES, np.int64)
+        one.row = self._runner.table.take(one.base + one.followed.left + MAX_NODES)
         if self._cache is not None:
             match = self._cache.match(one.tokens[:-1], one.request.namespace)
             self._cache.lock(match)
@@ -159,7 +167,7 @@ class KV:
         """Take its slots back, if it has any."""
         # The last commit may have been cut: what was computed beyond it is nobody's.
         known, computed = min(one.computed, one.base), one.computed
-        if not computed:
+        if one.row is None:
             return
         self._runner.slots.free(one.slots[known:computed])
         if self._cache is None:
@@ -169,7 +177,8 @@ class KV:
             self._cache.insert(one.tokens[:known], one.slots[:known], one.request.namespace)
             if one.match is not None:
                 self._cache.unlock(one.match)
-        one.match, one.computed, one.borrowed = None, 0, 0
+        self._runner.table.give(one.row)
+        one.row, one.match, one.computed, one.borrowed = None, None, 0, 0
 
     def make_room(self, rows: int) -> None:
         """Have so many slots free, as far as the cache can help."""

@@ -119,16 +119,18 @@ def _outcome(runner: ModelRunner, one: Sequence, tree: DraftTree, slots: list[in
 def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows: int) -> None:
     start = one.computed
     slots = runner.slots.alloc(rows)
-    builder.add(one.tokens[start : start + rows], range(start, start + rows), slots.tolist(),
-                one.slots[:start], logits="none")
+    assert one.row is not None
+    builder.add_row(one.tokens[start : start + rows], range(start, start + rows), slots.tolist(), one.row, start,
+                    logits="none")
     one.take_slots(slots)
 
 
 def _add_tree(builder: BatchBuilder, one: Sequence, tree: DraftTree, levels: list[int], slots: list[int]) -> None:
     root = tree.base - 1
     plain = len(tree) == 1
-    builder.add(tree.tokens.tolist(), [root + level for level in levels], slots, one.slots[: one.computed],
-                words=None if plain else tree.ancestors(), mask_len=0 if plain else len(tree))
+    assert one.row is not None
+    builder.add_row(tree.tokens.tolist(), [root + level for level in levels], slots, one.row, one.computed,
+                    words=None if plain else tree.ancestors(), mask_len=0 if plain else len(tree))
 
 
 def _is_lossy(tree: DraftTree, session: ChoiceRows, thresholds: Thresholds) -> bool:

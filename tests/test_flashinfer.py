@@ -50,7 +50,7 @@ class PlainWrapper:
         given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         if self._graph:
             for buffer, values in zip(self._buffers, given, strict=True):
-                buffer[: len(values)].copy_(values)
+                buffer[: len(values)].copy_(values, non_blocking=True)  # as FlashInfer does
         else:
             self._buffers = given
         self._plan_info = [len(qo_indptr) - 1, int(qo_indptr[-1]), int(seq_lens.max() > 64)]

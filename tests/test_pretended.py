@@ -18,6 +18,7 @@ from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Size
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig, parse_config
+from slipstream.engine.table import SlotTable
 from tests.pretended import GPU, Gpu, pretended
 from tests.test_flashinfer import PlainWrapper
 from tests.tiny import tiny_config, tiny_tensors
@@ -73,8 +74,8 @@ class FixedLaunchedPages:
     def __init__(self, pages: PageTensors, scale: float, gpu: Gpu) -> None:
         self._pages, self._scale, self._gpu = pages, scale, gpu
 
-    def write(self, plan: PagePlan) -> bool:
-        write_pages(self._pages, plan)
+    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
+        write_pages(self._pages, plan, indices is not None)
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -135,3 +136,37 @@ def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> Non
             assert tapped is not None and taps is not None
             difference = (logits - right.logits(expected)).abs().max()
             assert float(difference) < 0.05 * float(right.logits(expected).abs().max()), turn
+
+
+def test_captured_steps_over_a_table_wait_for_nothing_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, dice = config(), np.random.default_rng(6)
+    tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
+    right = Decoder.from_tensors(shape, tensors, torch.bfloat16, CPU, attention=TorchAttention(shape, torch.bfloat16))
+    pool = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
+    pool.kv.copy_(kv_of(shape))
+    with pretended() as gpu:
+        monkeypatch.setitem(sys.modules, "flashinfer", library(gpu))
+        attention = FlashInferAttention(shape, torch.bfloat16, GPU)
+        decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
+        model = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
+        slots = SLOTS + model.spare_slots
+        far = KVPool(shape.num_layers, slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
+        model.warm(far, 3)
+        far.kv[:, :SLOTS].copy_(kv_of(shape))
+        table, order = SlotTable(range(SLOTS, slots)), dice.permutation(SLOTS - 24)
+        rows = [table.take(200) for _ in range(3)]
+        for row, own in zip(rows, np.split(order[:240], 3), strict=True):
+            row.put(0, own)
+        for turn in range(5):
+            listed, by_row = BatchBuilder(), BatchBuilder()
+            for row in rows[: 1 + turn % 3]:
+                length = 20 + 5 * turn
+                own = [int(row.slots[length])]
+                listed.add([turn], [length], own, row.slots[:length].copy())
+                by_row.add_row([turn], [length], own, row, length)
+            gpu.waits.clear()
+            found, _ = model.forward(by_row.build(GPU), far)
+            assert not gpu.waits, gpu.waits
+            expected = right.logits(right.forward(listed.build(), pool)[0])
+            assert float((model.logits(found).cpu() - expected).abs().max()) < 0.05 * float(expected.abs().max()), turn
+        assert len(gpu.graphs) == model.num_serving == len(SIZES)

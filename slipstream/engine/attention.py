@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from slipstream.choosing.transfer import sent
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, listed
 from slipstream.engine.model import ModelConfig
 from slipstream.protocol.tree import MAX_NODES
 
@@ -42,14 +42,26 @@ class PagePlan:
 
     q_indptr: NDArray[np.int32]  # [B + 1]
     kv_indptr: NDArray[np.int32]  # [B + 1]
-    indices: NDArray[np.int32]  # [kv_indptr[-1]] slots
+    entries: NDArray[np.int32] | NDArray[np.int64]  # slots: those of all segments, or a whole table
     firsts: NDArray[np.int32]  # [T]
     limits: NDArray[np.int32]  # [T]
     words: NDArray[np.int64]  # [T]
+    begins: NDArray[np.int64] | None = None  # [B] of segments in a table; None: ``entries`` lists them
 
     @property
     def num_rows(self) -> int:
         return len(self.words)
+
+    @property
+    def indices(self) -> NDArray[np.int32]:
+        """[kv_indptr[-1]] slots of all segments, one behind the other."""
+        found = self.entries if self.begins is None else listed(self.entries, self.begins, self.kv_indptr)
+        return found.astype(np.int32, copy=False)
+
+    def slots(self, segment: int) -> NDArray[np.int32] | NDArray[np.int64]:
+        begins = self.kv_indptr if self.begins is None else self.begins
+        begin, size = int(begins[segment]), int(self.kv_indptr[segment + 1] - self.kv_indptr[segment])
+        return self.entries[begin : begin + size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +96,27 @@ class PageTensors:
 def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
     """window: sliding window in tokens, 0 for none; it must hold a whole tree."""
     assert window == 0 or window >= MAX_NODES, "a window must hold a whole tree"
-    q_indptr, kv_indptr = np.asarray(batch.q_indptr), np.asarray(batch.kv_indptr)
-    q, n = np.diff(q_indptr), np.diff(kv_indptr)
-    rows = np.repeat(np.arange(len(q)), q)
-    n, mask_lens = n[rows], np.asarray(batch.mask_lens)[rows]
-    causal = mask_lens == 0
-    words = np.where(causal, 0, batch.host.words)
-    # Of a causal row its own entry, of a row of a tree the entry where it would stand if its path were all there is.
-    own = n - q[rows] + np.arange(len(rows)) - q_indptr[rows]
-    end = np.where(causal, own, n - mask_lens + np.bitwise_count(words.view(np.uint64)) - 1)
-    limits = np.where(causal, own + 1, n - mask_lens)
-    firsts = np.clip(end - window + 1, 0, limits) if window else np.zeros(len(rows))
-    return PagePlan(q_indptr.astype(np.int32), kv_indptr.astype(np.int32), batch.host.kv_slots.astype(np.int32),
-                    firsts.astype(np.int32), limits.astype(np.int32), words)
+    segments, count = len(batch.mask_lens), batch.num_rows
+    host = np.array((batch.q_indptr, batch.kv_indptr, (*batch.mask_lens, 0)))
+    q_indptr, kv_indptr, mask_lens = host[0], host[1], host[2, :segments]
+    q, n = np.diff(host[:2])
+    own = n - q_indptr[1:]  # of a causal row its own entry, without the row's place in the batch
+    whole = n - mask_lens
+    if count > segments:  # else there is a row for each
+        own, whole, mask_lens = np.repeat(np.array((own, whole, mask_lens)), q, axis=1)
+    limits = own + np.arange(1, count + 1)
+    words = batch.host.words
+    if any(batch.mask_lens):
+        causal = mask_lens == 0
+        words = np.where(causal, 0, words)
+        limits = np.where(causal, limits, whole)
+    firsts = np.zeros(count, np.int32)
+    if window:  # a row of a tree stands where it would if its path were all there is
+        end = limits + np.bitwise_count(words.view(np.uint64)).astype(np.int64)
+        firsts = np.clip(end - window, 0, limits).astype(np.int32)
+    begins = None if batch.kv_begins is None else np.array(batch.kv_begins)
+    return PagePlan(q_indptr.astype(np.int32), kv_indptr.astype(np.int32), batch.host.kv_slots, firsts,
+                    limits.astype(np.int32), words, begins)
 
 
 def placed(plan: PagePlan, device: torch.device) -> PageTensors:
@@ -117,13 +137,16 @@ def visible(plan: PagePlan, rows: slice, entries: int) -> NDArray[np.bool_]:
     return seen
 
 
-def write_pages(pages: PageTensors, plan: PagePlan) -> None:
+def write_pages(pages: PageTensors, plan: PagePlan, lengths_alone: bool = False) -> None:
     """A plan into tensors of its size, over all of them: what lies beyond the last entry repeats it."""
-    length = len(plan.indices)
-    pages.indices[:length].copy_(torch.from_numpy(plan.indices), non_blocking=True)
-    pages.indices[length:] = int(plan.indices[-1])
-    for tensor, values in ((pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr),
-                           (pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)):
+    written: list[tuple[torch.Tensor, NDArray[Any]]]
+    written = [(pages.q_indptr, plan.q_indptr), (pages.kv_indptr, plan.kv_indptr)]
+    if not lengths_alone:
+        indices = plan.indices
+        pages.indices[: len(indices)].copy_(torch.from_numpy(indices), non_blocking=True)
+        pages.indices[len(indices) :] = int(indices[-1])
+        written += [(pages.firsts, plan.firsts), (pages.limits, plan.limits), (pages.words, plan.words)]
+    for tensor, values in written:
         tensor.copy_(torch.from_numpy(values), non_blocking=True)
 
 
@@ -206,9 +229,6 @@ class _Host:
     def rows(self, segment: int) -> slice:
         return slice(int(self.pages.q_indptr[segment]), int(self.pages.q_indptr[segment + 1]))
 
-    def slots(self, segment: int) -> NDArray[np.int32]:
-        return self.pages.indices[self.pages.kv_indptr[segment] : self.pages.kv_indptr[segment + 1]]
-
     def likes(self) -> Iterator[list[int]]:
         """Segments that go together."""
         open_groups: dict[tuple[int, int], list[int]] = {}
@@ -223,7 +243,7 @@ class _Host:
 
     def single(self, segment: int) -> Part:
         """One segment, as it is."""
-        slots, rows = self.slots(segment), self.rows(segment)
+        slots, rows = self.pages.slots(segment), self.rows(segment)
         q, n = rows.stop - rows.start, len(slots)
         run = int(slots[-1] - slots[0]) == n - 1 and bool((np.diff(slots) == 1).all())
         seen = visible(self.pages, rows, n)
@@ -243,7 +263,7 @@ class _Host:
             own = of.stop - of.start
             targets[i, :own] = rows[i, :own] = np.arange(of.start, of.stop)
             rows[i, own:] = of.stop - 1
-            slots[i, :entries] = self.slots(segment)
+            slots[i, :entries] = self.pages.slots(segment)
             slots[i, entries:] = slots[i, entries - 1]
             seen[i, :own, :entries] = visible(self.pages, of, entries)
             seen[i, own:] = seen[i, own - 1]  # a padding row repeats the last one: no row of nothing but -inf
@@ -275,8 +295,9 @@ class Attention(Protocol):
 class FixedAttention(Protocol):
     """An attention for one number of rows and segments."""
 
-    def write(self, plan: PagePlan) -> bool:
-        """Take another batch of this size, over all of what is read. False: it cannot run as it was captured."""
+    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
+        """Take another batch of this size, over all of what is read. False: it cannot run as it was captured. indices:
+        what the plan lists, which is written already, as are the numbers of rows."""
         ...
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -318,8 +339,8 @@ class FixedTorch:
     def __init__(self, pages: PageTensors, scale: float) -> None:
         self._pages, self._scale = pages, scale
 
-    def write(self, plan: PagePlan) -> bool:
-        write_pages(self._pages, plan)
+    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
+        write_pages(self._pages, plan, indices is not None)
         return True
 
     def __call__(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:

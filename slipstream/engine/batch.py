@@ -3,6 +3,8 @@
 Rules:
 1. A prefill chunk, a plain step, a tree verification, a draft prefill and a tree growth are all *segments*: some query
    rows of one sequence, plus the slots of the KV that they may see. The rows' own slots are the last ones of the list.
+   The list is copied into the batch, or is a row of a ``SlotTable``: then a batch costs as much as it has new rows,
+   however long its contexts are.
 2. Visibility is causal, or ruled by ancestor words: the last ``mask_len`` KV entries of a segment form a tree, and
    bit j of a row's word says whether the row sees entry ``kv_len - mask_len + j``. Everything before them is visible to
    all rows. With words, ``mask_len`` is at most 64; with ``mask_len == 0`` the segment is causal.
@@ -15,14 +17,16 @@ It knows nothing about sessions, sampling or why a row is there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.engine.table import Row, SlotTable
 from slipstream.protocol.tree import MAX_NODES
 
 
@@ -35,11 +39,11 @@ class HostRows:
     slots: NDArray[np.int64]  # [T]
     words: NDArray[np.int64]  # [T]
     logit_rows: NDArray[np.int64]  # [R]
-    kv_slots: NDArray[np.int64]  # [kv_indptr[-1]]
+    kv_slots: NDArray[np.int64]  # of all segments, one behind the other, or a whole table: see ``kv_begins``
 
     def placed(self, device: torch.device) -> Sequence[torch.Tensor]:
-        """The same, in this order, on a device."""
-        arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows, self.kv_slots)
+        """The same, in this order, on a device; without ``kv_slots``, which attention plans with on the host."""
+        arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
         if device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
@@ -54,30 +58,57 @@ class ForwardBatch:
     positions: torch.Tensor  # int64 [T]
     slots: torch.Tensor  # int64 [T] where each row's K and V are written
     q_indptr: tuple[int, ...]  # [B + 1] rows of segment b: q_indptr[b] : q_indptr[b + 1]
-    kv_indptr: tuple[int, ...]  # [B + 1]
-    kv_slots: torch.Tensor  # int64 [kv_indptr[-1]]
+    kv_indptr: tuple[int, ...]  # [B + 1] the sums of the segments' entries
     mask_lens: tuple[int, ...]  # [B] 0: causal
     words: torch.Tensor  # int64 [T], the bits of the uint64 ancestor word; unused where mask_len is 0
     logit_rows: torch.Tensor  # int64 [R] rows whose logits are wanted, ascending
     host: HostRows  # the same numbers where the host reads them: nothing is copied back from a device to plan with
     features: torch.Tensor | None = None  # [T, F] further input of draft heads
+    kv_begins: tuple[int, ...] | None = None  # [B] where segments begin in a table; None: ``kv_slots`` lists them
+    table: SlotTable | None = None  # the one
 
     @property
     def num_rows(self) -> int:
         return self.q_indptr[-1]
 
+    @property
+    def begins(self) -> tuple[int, ...]:
+        """[B] where each segment's entries begin in ``host.kv_slots``."""
+        return self.kv_indptr[:-1] if self.kv_begins is None else self.kv_begins
+
+    @property
+    def listed(self) -> NDArray[np.int64]:
+        """[kv_indptr[-1]] the slots of all segments, one behind the other."""
+        if self.kv_begins is None:
+            return self.host.kv_slots
+        return listed(self.host.kv_slots, np.array(self.kv_begins), np.array(self.kv_indptr))
+
+    @property
+    def kv_slots(self) -> torch.Tensor:
+        """int64 [kv_indptr[-1]], where the batch is; of a batch that lists them, on a CPU the list itself."""
+        return torch.from_numpy(self.listed).to(self.tokens.device)
+
     @staticmethod
     def of(host: HostRows, q_indptr: Sequence[int], kv_indptr: Sequence[int], mask_lens: Sequence[int],
-           placed: Sequence[torch.Tensor], features: torch.Tensor | None = None) -> ForwardBatch:
+           placed: Sequence[torch.Tensor], features: torch.Tensor | None = None,
+           kv_begins: Sequence[int] | None = None, table: SlotTable | None = None) -> ForwardBatch:
         """placed: ``host.placed``."""
-        tokens, positions, slots, words, logit_rows, kv_slots = placed
-        return ForwardBatch(tokens, positions, slots, tuple(q_indptr), tuple(kv_indptr), kv_slots, tuple(mask_lens),
-                            words, logit_rows, host, features)
+        tokens, positions, slots, words, logit_rows = placed
+        return ForwardBatch(tokens, positions, slots, tuple(q_indptr), tuple(kv_indptr), tuple(mask_lens), words,
+                            logit_rows, host, features, None if kv_begins is None else tuple(kv_begins), table)
+
+
+def listed(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) -> NDArray[Any]:
+    """Runs of ``entries`` one behind the other: run b begins at ``begins[b]`` and has its length from ``indptr``."""
+    sizes = np.diff(indptr).tolist()
+    runs = [entries[begin : begin + size] for begin, size in zip(begins.tolist(), sizes, strict=True)]
+    return np.concatenate(runs) if runs else entries[:0]
 
 
 @dataclass(slots=True)
 class BatchBuilder:
-    """Collects segments; ``build`` makes the batch."""
+    """Collects segments; ``build`` makes the batch. Their contexts are given all as lists (``add``) or all as rows of
+    one table (``add_row``)."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -85,9 +116,11 @@ class BatchBuilder:
     q_indptr: list[int] = field(default_factory=lambda: [0])
     kv_indptr: list[int] = field(default_factory=lambda: [0])
     kv_slots: list[NDArray[np.int64]] = field(default_factory=list)
+    kv_begins: list[int] = field(default_factory=list)
     mask_lens: list[int] = field(default_factory=list)
     words: list[int] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
+    table: SlotTable | None = None
 
     def add(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int],
             context: NDArray[np.int64], words: Sequence[int] | None = None, mask_len: int = 0,
@@ -99,36 +132,58 @@ class BatchBuilder:
         causal.
         logits: "all", "last" or "none" of the rows get logits.
         """
-        assert len(tokens) == len(positions) == len(slots) > 0
-        assert (words is None) == (mask_len == 0) and mask_len <= MAX_NODES
-        first = len(self.tokens)
-        self.tokens.extend(tokens)
-        self.positions.extend(positions)
-        self.slots.extend(slots)
-        self.words.extend([0] * len(tokens) if words is None else _signed(words))
-        self.mask_lens.append(mask_len)
-        self.q_indptr.append(len(self.tokens))
+        assert self.table is None
         self.kv_slots.append(context)
         self.kv_slots.append(np.asarray(slots, np.int64))
-        self.kv_indptr.append(self.kv_indptr[-1] + len(context) + len(slots))
-        rows = range(first, len(self.tokens))
+        return self._add(tokens, positions, slots, len(context), words, mask_len, logits)
+
+    def add_row(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], row: Row, length: int,
+                words: Sequence[int] | None = None, mask_len: int = 0, logits: str = "all") -> range:
+        """The same behind the first ``length`` entries of a table's row, in which ``build`` writes the rows' slots."""
+        assert self.table is row.table or not self.kv_indptr[-1]
+        self.table = row.table
+        self.kv_begins.append(row.number * row.table.width)
+        return self._add(tokens, positions, slots, length, words, mask_len, logits)
+
+    def _add(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], length: int,
+             words: Sequence[int] | None, mask_len: int, logits: str) -> range:
+        count, first = len(tokens), self.q_indptr[-1]
+        assert count == len(positions) == len(slots) > 0
+        assert (words is None) == (mask_len == 0) and mask_len <= MAX_NODES
+        rows = range(first, first + count)
+        self.tokens += tokens
+        self.positions += positions
+        self.slots += slots
+        self.words += [0] * count if words is None else _signed(words)
+        self.mask_lens.append(mask_len)
+        self.q_indptr.append(first + count)
+        self.kv_indptr.append(self.kv_indptr[-1] + length + count)
         if logits == "all":
-            self.logit_rows.extend(rows)
+            self.logit_rows += rows
         elif logits == "last":
-            self.logit_rows.append(rows[-1])
+            self.logit_rows.append(first + count - 1)
         return rows
 
     def build(self, device: torch.device | str = "cpu", features: torch.Tensor | None = None) -> ForwardBatch:
         """The finished batch. features: [T, F] or None."""
-        lists = [*self.tokens, *self.positions, *self.slots, *self.words, *self.logit_rows]
-        whole = np.concatenate([np.array(lists, np.int64), *self.kv_slots])
+        # Through an array: numpy takes three times as long for a list.
+        whole = np.asarray(array("q", [*self.tokens, *self.positions, *self.slots, *self.words, *self.logit_rows]))
         rows, wanted = len(self.tokens), len(self.logit_rows)
-        sizes = [rows] * 4 + [wanted, len(whole) - len(lists)]
-        ends = list(accumulate(sizes))
-        host = HostRows(*(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)))
+        sizes = [rows] * 4 + [wanted]
+        tokens, positions, slots, words = whole[: 4 * rows].reshape(4, rows)
+        entries = self._placed(slots) if self.table is not None else np.concatenate(self.kv_slots)
+        host = HostRows(tokens, positions, slots, words, whole[4 * rows :], entries)
         # A copy to a device costs more to begin than its bytes: one for all.
         placed = torch.from_numpy(whole).to(device, non_blocking=True).split_with_sizes(sizes)
-        return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, placed, features)
+        return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, placed,
+                               features, None if self.table is None else self.kv_begins, self.table)
+
+    def _placed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The table's entries, with the rows' slots behind their contexts."""
+        assert self.table is not None
+        counts = np.diff(self.q_indptr)
+        self.table.place(np.array(self.kv_begins), np.diff(self.kv_indptr) - counts, counts, slots)
+        return self.table.entries
 
 
 def rows_batch(slots: NDArray[np.int64], device: torch.device, features: torch.Tensor | None = None) -> ForwardBatch:

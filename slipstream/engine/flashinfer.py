@@ -213,13 +213,15 @@ class FixedFlashInfer:
         self._planner, self._pages, self._last = planner, pages, last
         self.launch: tuple[int, ...] = ()
 
-    def write(self, plan: PagePlan) -> bool:
-        indices = torch.from_numpy(plan.indices).to(self._last.device, non_blocking=True)
+    def write(self, plan: PagePlan, indices: torch.Tensor | None = None) -> bool:
+        if indices is None:
+            listed = plan.indices
+            indices = torch.from_numpy(listed).to(self._last.device, non_blocking=True)
+            self._pages.indices[len(indices) :] = int(listed[-1])
+            for tensor, values in ((self._pages.firsts, plan.firsts), (self._pages.limits, plan.limits),
+                                   (self._pages.words, plan.words)):
+                tensor.copy_(torch.from_numpy(values), non_blocking=True)
         launch = self._planner.plan(plan, indices)  # writes q_indptr, kv_indptr, last, and indices up to their number
-        self._pages.indices[len(indices) :] = int(plan.indices[-1])
-        for tensor, values in ((self._pages.firsts, plan.firsts), (self._pages.limits, plan.limits),
-                               (self._pages.words, plan.words)):
-            tensor.copy_(torch.from_numpy(values), non_blocking=True)
         # A captured launch has the grid of its first plan; one that would need another must not be replayed.
         self.launch = self.launch or launch
         return launch == self.launch

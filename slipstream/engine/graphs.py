@@ -17,17 +17,20 @@ is all of this but the speed. It knows nothing about sessions or sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from slipstream.engine.attention import FixedAttention, PagedAttention, PageTensors, farthest, plan_pages
+from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors, farthest, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.kv import KVPool
+from slipstream.engine.mirror import Mirror
 from slipstream.engine.ops.layer import Step
+from slipstream.engine.table import SlotTable
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 
@@ -61,18 +64,28 @@ def sizes(rows: Sequence[int] = ROWS, segments: Sequence[int] = SEGMENTS) -> lis
 
 def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatch:
     """``batch`` on the host, with dummy segments to ``size``: one row each, the rest in the last one. spare: slots of
-    the dummy rows."""
+    the dummy rows; a table has them in its first row."""
     rows, segments = size.rows - batch.num_rows, size.segments - len(batch.mask_lens)
-    counts = [1] * (segments - 1) + [rows - segments + 1] if segments else []
+    if not rows:
+        return batch
     own, host = np.asarray(spare[:rows], np.int64), batch.host
-    nothing, depths = np.zeros(rows, np.int64), [np.arange(count) for count in counts]
-    ends = np.cumsum(counts, dtype=np.int64)
-    whole = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, *depths)),
+    nothing, depths = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    depths[segments - 1 :] = np.arange(rows - segments + 1)
+    ends = (*range(1, segments), rows)
+    begins = None if batch.kv_begins is None else (*batch.kv_begins, *range(segments))
+    whole = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, depths)),
                      np.concatenate((host.slots, own)), np.concatenate((host.words, nothing)), host.logit_rows,
-                     np.concatenate((host.kv_slots, own)))
-    return ForwardBatch.of(whole, (*batch.q_indptr, *(batch.num_rows + ends).tolist()),
-                           (*batch.kv_indptr, *(batch.kv_indptr[-1] + ends).tolist()),
-                           (*batch.mask_lens, *[0] * segments), whole.placed(CPU))
+                     np.concatenate((host.kv_slots, own)) if begins is None else host.kv_slots)
+    return ForwardBatch.of(whole, (*batch.q_indptr, *(batch.num_rows + end for end in ends)),
+                           (*batch.kv_indptr, *(batch.kv_indptr[-1] + end for end in ends)),
+                           (*batch.mask_lens, *[0] * segments), whole.placed(CPU), kv_begins=begins, table=batch.table)
+
+
+def rows_of(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
+    """[5 * T]: what each row says, as ``CapturedStep`` holds it."""
+    host = batch.host
+    halves = np.concatenate((plan.firsts, plan.limits)).view(np.int64)
+    return np.concatenate((host.tokens, host.positions, host.slots, plan.words, halves))
 
 
 def capture_eager(run: Callable[[], None]) -> Replay:
@@ -106,40 +119,52 @@ class CudaCapture:
 class CapturedStep:
     """One size of forward, on buffers that stay where they are."""
 
-    __slots__ = ("_attend", "_hidden", "_replay", "_rows", "_size", "_spare", "_tapped", "_window")
+    __slots__ = ("_attend", "_hidden", "_pages", "_replay", "_rows", "_size", "_spare", "_tapped", "_window")
 
-    def __init__(self, model: Decoder, attend: FixedAttention, size: Size, pool: KVPool, spare: Sequence[int],
-                 taps: tuple[int, ...], capture: Capture) -> None:
-        self._attend, self._size, self._spare = attend, size, spare
+    def __init__(self, model: Decoder, attention: PagedAttention, pages: PageTensors, size: Size, pool: KVPool,
+                 spare: Sequence[int], taps: tuple[int, ...], capture: Capture) -> None:
+        """pages: memory that all sizes share, but for what it has of rows."""
+        self._size, self._spare = size, spare
         self._window = model.config.sliding_window
-        self._rows = torch.zeros(3, size.rows, dtype=torch.int64, device=model.device)  # tokens, positions, slots
+        # Tokens, positions, slots, words; then two halves of 32 bits: firsts and limits.
+        self._rows = torch.zeros(5 * size.rows, dtype=torch.int64, device=model.device)
+        halves, shared = self._rows[4 * size.rows :].view(torch.int32), pages.part(size.rows, size.segments)
+        self._pages = replace(shared, firsts=halves[: size.rows], limits=halves[size.rows :],
+                              words=self._rows[3 * size.rows : 4 * size.rows])
+        self._attend = attend = attention.fixed(self._pages)
         width = model.config.hidden_size
         self._hidden = torch.empty(size.rows, width, dtype=model.dtype, device=model.device)
         self._tapped = torch.empty(size.rows, width * len(taps), dtype=model.dtype, device=model.device)
 
         def run() -> None:
-            tokens, positions, slots = self._rows
+            tokens, positions, slots = self._rows[: 3 * size.rows].view(3, -1)
             hidden, tapped = model.run(tokens, Step(positions, slots, model.rope, attend), pool, taps)
             self._hidden.copy_(hidden)
             if tapped is not None:
                 self._tapped.copy_(tapped)
 
-        self._write(NOTHING)
+        self._write(NOTHING, None)
         self._replay = capture(run)
 
-    def __call__(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """As ``Decoder.forward``; None where this batch would need another launch than the captured one."""
-        if not self._write(batch):
+    def __call__(self, batch: ForwardBatch,
+                 mirror: Mirror | None = None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """As ``Decoder.forward``; None where this batch would need another launch than the captured one. mirror: of the
+        batch's table, where it has one."""
+        if not self._write(batch, mirror):
             return None
         self._replay()
         rows = slice(0, batch.num_rows)
         return self._hidden[rows].clone(), self._tapped[rows].clone() if self._tapped.shape[1] else None
 
-    def _write(self, batch: ForwardBatch) -> bool:
+    def _write(self, batch: ForwardBatch, mirror: Mirror | None) -> bool:
         batch = padded(batch, self._size, self._spare)
-        host = batch.host
-        self._rows.copy_(torch.from_numpy(np.stack((host.tokens, host.positions, host.slots))), non_blocking=True)
-        return self._attend.write(plan_pages(batch, self._window))
+        plan = plan_pages(batch, self._window)
+        rows = rows_of(batch, plan)
+        if mirror is None:
+            self._rows.copy_(torch.from_numpy(rows), non_blocking=True)
+            return self._attend.write(plan)
+        self._rows.copy_(mirror.bring(rows, plan, self._pages.indices))
+        return self._attend.write(plan, self._pages.indices[: plan.kv_indptr[-1]])
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that stays where it is, for tests that spoil it between steps."""
@@ -159,8 +184,8 @@ class GraphedDecoder:
     """A decoder that replays what fits; see ``model.CausalModel``. It serves one pool, which must have ``spare_slots``
     slots beyond those that are handed out, at its end: those of dummies, then those of trials."""
 
-    __slots__ = ("_attention", "_capture", "_model", "_most_rows", "_pages", "_pool", "_refusals", "_sizes", "_steps",
-                 "config", "device", "dtype", "embed", "logits", "spare_slots")
+    __slots__ = ("_attention", "_capture", "_mirror", "_model", "_most_rows", "_pages", "_pool", "_refusals", "_sizes",
+                 "_steps", "config", "device", "dtype", "embed", "logits", "spare_slots")
 
     def __init__(self, model: Decoder, attention: PagedAttention, capture: Capture,
                  wanted: Sequence[Size] | None = None) -> None:
@@ -171,6 +196,7 @@ class GraphedDecoder:
         self._steps: dict[tuple[Size, tuple[int, ...]], CapturedStep] = {}
         self._refusals: dict[tuple[Size, tuple[int, ...]], Refusal] = {}
         self._pool: KVPool | None = None
+        self._mirror: Mirror | None = None
         self._pages = PageTensors.empty(0, 0, 0, model.device)
         self._most_rows = max(size.rows for size in self._sizes)
         self.spare_slots = 2 * self._most_rows + TRIAL_CONTEXT
@@ -184,7 +210,7 @@ class GraphedDecoder:
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         step = self._step(batch, pool, taps)
-        done = None if step is None else step(batch)
+        done = None if step is None else step(batch, self._mirror_of(batch.table))
         return self._model.forward(batch, pool, taps) if done is None else done
 
     @torch.inference_mode()
@@ -225,6 +251,11 @@ class GraphedDecoder:
         worst = max(farthest(found, wanted) for found, wanted in zip(done, right, strict=True)
                     if found is not None and wanted is not None)
         return f"its replay is off by {worst:.2g} of a row's length" if worst > TRIAL_LIMIT else ""
+
+    def _mirror_of(self, table: SlotTable | None) -> Mirror | None:
+        if table is not None and (self._mirror is None or self._mirror.table is not table):
+            self._mirror = Mirror(table, self.device)
+        return None if table is None else self._mirror
 
     def _serve(self, pool: KVPool) -> None:
         self._pool = pool
@@ -268,6 +299,6 @@ class GraphedDecoder:
         return None
 
     def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
-        attend = self._attention.fixed(self._pages.part(size.rows, size.segments))
         first = pool.num_slots - self.spare_slots
-        return CapturedStep(self._model, attend, size, pool, range(first, first + self._most_rows), taps, self._capture)
+        return CapturedStep(self._model, self._attention, self._pages, size, pool,
+                            range(first, first + self._most_rows), taps, self._capture)

@@ -132,7 +132,7 @@ def _arrays(batch: ForwardBatch) -> list[Words]:
     assert batch.features is None, "draft heads are not cut"
     host = batch.host
     return [_words(host.tokens), _words(host.positions), _words(host.slots), host.words.view(np.int32),
-            _words(host.logit_rows), _words(host.kv_slots), _words(batch.q_indptr), _words(batch.kv_indptr),
+            _words(host.logit_rows), _words(batch.listed), _words(batch.q_indptr), _words(batch.kv_indptr),
             _words(batch.mask_lens)]
 
 

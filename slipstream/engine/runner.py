@@ -34,6 +34,7 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtype_of
 from slipstream.engine.ops.layer import Linear
+from slipstream.engine.table import SlotTable
 from slipstream.protocol.messages import FeatureSpec, Projection
 
 CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
@@ -165,7 +166,7 @@ PROFILE_REPEATS = 5
 class ModelRunner:
     """Runs batches of one model. All methods belong to the engine thread."""
 
-    __slots__ = ("_features", "_known", "_scoring", "model", "pool", "slots", "taps")
+    __slots__ = ("_features", "_known", "_scoring", "model", "pool", "slots", "table", "taps")
 
     def __init__(self, model: CausalModel, num_slots: int, spare_slots: int = 0) -> None:
         """spare_slots: further slots at the end of the pool, which are handed to nobody (see ``graphs``)."""
@@ -175,6 +176,7 @@ class ModelRunner:
         self.slots = Slots(num_slots)
         self.pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim,
                            model.dtype, model.device)
+        self.table = SlotTable(range(num_slots, num_slots + spare_slots))
         self.taps: tuple[int, ...] = ()
         self._features = torch.empty(0, 0)
         self._known = np.zeros(num_slots, bool)  # [S] slots whose feature row was written under the present taps

@@ -39,7 +39,8 @@ struct Sight {  // who sees what, as the frame has it for each row, from what a 
     std::vector<uint64_t> words;
 
     void see(Frame& frame) {
-        const int64_t *rows = frame.segments, *entries = rows + frame.num_segments + 1, *masks = entries + frame.num_segments + 1;
+        const int64_t *rows = frame.segments, *entries = rows + frame.num_segments + 1,
+                      *begins = entries + frame.num_segments + 1, *masks = begins + frame.num_segments;
         begin.resize(frame.rows), shared.resize(frame.rows), tree.resize(frame.rows), words.resize(frame.rows);
         for (int64_t b = 0; b < frame.num_segments; b++)
             for (int64_t row = rows[b]; row < rows[b + 1]; row++) {
@@ -48,8 +49,8 @@ struct Sight {  // who sees what, as the frame has it for each row, from what a 
                 words[row] = masked ? frame.words[row] : 0;
                 int64_t past = whole + __builtin_popcountll(words[row]) - frame.window;
                 int64_t skipped = frame.window ? std::clamp<int64_t>(past, 0, whole) : 0;
-                tree[row] = entries[b + 1] - masked;
-                begin[row] = entries[b] + skipped, shared[row] = whole - skipped;
+                tree[row] = begins[b] + count - masked;
+                begin[row] = begins[b] + skipped, shared[row] = whole - skipped;
             }
         frame.begin = begin.data(), frame.shared = shared.data(), frame.tree = tree.data(), frame.words = words.data();
     }

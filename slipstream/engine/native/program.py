@@ -383,8 +383,9 @@ class BatchFrame:
         sliding window in tokens, 0 for none; features: bfloat16 [S, F], where ``Kept`` rows go."""
         kv, count = pool.kv, len(batch.mask_lens)
         assert kv.dtype == torch.bfloat16 and kv.is_contiguous()
-        segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.mask_lens))
-        frame = Frame(batch.num_rows, cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), batch.kv_slots.data_ptr(),
+        segments = array("q", (*batch.q_indptr, *batch.kv_indptr, *batch.begins, *batch.mask_lens))
+        entries = batch.host.kv_slots.__array_interface__["data"][0]
+        frame = Frame(batch.num_rows, cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), entries,
                       None, None, None, batch.words.data_ptr(), kv.data_ptr(), kv.stride(0), batch.tokens.data_ptr(),
                       None, None if positions is None else positions.data_ptr(), segments.buffer_info()[0], count,
                       window, batch.logit_rows.data_ptr(), len(batch.host.logit_rows),
