@@ -53,14 +53,14 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
     builder = BatchBuilder()
     for one, rows in prefill:
         _add_prefill(builder, runner, one, rows)
-    node_slots, sessions, depths, first = list[list[int]](), list[ChoiceRows](), list[int](), 0
+    sessions, depths, first = list[ChoiceRows](), list[int](), 0
+    slots: list[int] = runner.slots.alloc(sum(len(tree.tokens) for _, tree in trees)).tolist()  # of all nodes
     for one, tree in trees:
-        slots, levels = runner.slots.alloc(len(tree)).tolist(), tree.levels()
-        node_slots.append(slots)
+        levels, end = tree.levels(), first + len(tree.tokens)
         depths.append(max(levels))
-        _add_tree(builder, one, tree, levels, slots)
+        _add_tree(builder, one, tree, levels, slots[first:end])
         sessions.append(_choice_rows(one, tree, levels, first))
-        first += len(tree)
+        first = end
     try:
         batch = builder.build(runner.model.device)
         returns_at_once = batch.tokens.device.type != "cpu"
@@ -72,16 +72,21 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         sessions, known = _bound(trees, sessions)
         choices = choose(logits, sessions, best) if sessions else []
     except Exception as error:
-        for slots in node_slots:  # nobody owns them yet
-            runner.slots.free(slots)
+        runner.slots.free(slots)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
             runner.slots.free(one.untake_slots(rows))
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    return [_outcome(runner, one, tree, slots, session, depth, nodes, choices, logits, thresholds)
-            for (one, tree), slots, session, depth, nodes in zip(trees, node_slots, sessions, depths, known,
-                                                                 strict=True)]
+    outcomes, refused = list[Outcome](), list[int]()
+    for (one, tree), session, depth, nodes in zip(trees, sessions, depths, known, strict=True):
+        outcome = _outcome(one, tree, session, depth, nodes, choices, logits, thresholds)
+        own, path = slots[session.rows.start : session.rows.stop], outcome.verdict.path
+        one.take_slots([own[node] for node in path])
+        refused += [slot for node, slot in enumerate(own) if node not in path]
+        outcomes.append(outcome)
+    runner.slots.free(np.array(refused, np.int64))
+    return outcomes
 
 
 Known = frozenset[int] | None  # the nodes where it is known what the grammar allows; None: there is no grammar
@@ -98,16 +103,14 @@ def _bound(trees: abc.Sequence[tuple[Sequence, DraftTree]],
     return bound, known
 
 
-def _outcome(runner: ModelRunner, one: Sequence, tree: DraftTree, slots: list[int], session: ChoiceRows, depth: int,
-              known: Known, choices: abc.Sequence[int], logits: torch.Tensor, thresholds: Thresholds) -> Outcome:
+def _outcome(one: Sequence, tree: DraftTree, session: ChoiceRows, depth: int, known: Known, choices: abc.Sequence[int],
+             logits: torch.Tensor, thresholds: Thresholds) -> Outcome:
     begin, end = session.rows.start, session.rows.stop
     own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
     verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
     if known is not None and not known.issuperset(verdict.path):
         count = next(place for place, node in enumerate(verdict.path) if node not in known)
         verdict = Verdict(verdict.path[:count], verdict.tokens[:count])
-    one.take_slots([slots[node] for node in verdict.path])
-    runner.slots.free([slot for node, slot in enumerate(slots) if node not in verdict.path])
     wanted = one.request.top_logprobs
     ranked: tuple[TokenLogprob, ...] = ()
     if wanted is not None:

@@ -35,7 +35,7 @@ class DraftLatency:
     On ``shared`` cores trees take longer the more sessions there are: loads are told apart in powers of two, and what a
     smaller one took is believed of a load that nobody has seen. Elsewhere all loads are one."""
 
-    __slots__ = ("_known", "_level", "_load", "_seen", "held", "shared")
+    __slots__ = ("_known", "_level", "_load", "_new", "_seen", "held", "shared")
 
     def __init__(self, shared: bool = False) -> None:
         self.shared = shared
@@ -43,6 +43,7 @@ class DraftLatency:
         self._load = self._level = 1
         self._seen: dict[int, Latencies] = {}
         self._known: Latencies | None = None  # of the present load, or of the next smaller one that was seen
+        self._new = False  # something was observed since they were put in order: once a step, not once a session
 
     @property
     def load(self) -> int:
@@ -52,6 +53,8 @@ class DraftLatency:
     @load.setter
     def load(self, sessions: int) -> None:
         self._load = sessions
+        if self._new:
+            self._look_up()
         if self.shared:
             self._level = sessions.bit_length()
         self._look_up()
@@ -59,14 +62,20 @@ class DraftLatency:
     @property
     def mean_s(self) -> float | None:
         """Of the present load; None: nothing is known."""
+        if self._new:
+            self._look_up()
         return self._known.mean_s if self._known is not None else None
 
     def least_s(self, unknown_s: float) -> float:
         """The best that is known: what made the others dear may be over."""
+        if self._new:
+            self._look_up()
         return self._known.least_s if self._known is not None else unknown_s
 
     def usual_s(self, unknown_s: float) -> float:
         """What all but a few exchanges stay below."""
+        if self._new:
+            self._look_up()
         return self._known.usual_s if self._known is not None else unknown_s
 
     def toll_s(self, unknown_s: float, wait_s: float, held: float | None = None) -> float:
@@ -74,64 +83,46 @@ class DraftLatency:
         where drafts have a device of their own and nobody is ``held`` (None: as many as in the newest step)."""
         if not self.shared:
             return (self.held if held is None else held) * wait_s
+        if self._new:
+            self._look_up()
         return (self._load - 1) * (self._seen[min(self._seen)].mean_s if self._seen else unknown_s)
 
     def observe(self, seconds: float) -> None:
         if self._level not in self._seen:
             self._seen[self._level] = Latencies()
-        self._seen[self._level].observe(seconds)
-        if self._known is not self._seen[self._level]:
-            self._look_up()
+        self._seen[self._level].kept.append(seconds)
+        self._new = True
 
     def forget(self) -> None:
         self._seen.clear()
+        self._new = False
         self._look_up()
 
     def _look_up(self) -> None:
+        if self._new:
+            self._seen[self._level].order()
+            self._new = False
         level = self._level if self._level in self._seen else max(filter(self._level.__gt__, self._seen), default=None)
         self._known = self._seen[level] if level is not None else None
 
 
 class Latencies:
-    """Of one load. They are put in order when somebody asks: once a step, not once a session."""
+    """Of one load. Numbers are those of the newest ``order``."""
 
-    __slots__ = ("_kept", "_least_s", "_mean_s", "_new", "_usual_s")
+    __slots__ = ("kept", "least_s", "mean_s", "usual_s")
 
     def __init__(self) -> None:
-        self._mean_s = self._least_s = self._usual_s = 0.0
-        self._new = False
-        self._kept: deque[float] = deque(maxlen=KEPT)
+        self.mean_s = self.least_s = self.usual_s = 0.0
+        self.kept: deque[float] = deque(maxlen=KEPT)
 
-    def observe(self, seconds: float) -> None:
-        self._kept.append(seconds)
-        self._new = True
-
-    @property
-    def least_s(self) -> float:
-        if self._new:
-            self._order()
-        return self._least_s
-
-    @property
-    def mean_s(self) -> float:
-        if self._new:
-            self._order()
-        return self._mean_s
-
-    @property
-    def usual_s(self) -> float:
-        if self._new:
-            self._order()
-        return self._usual_s
-
-    def _order(self) -> None:
-        ordered = sorted(self._kept)
+    def order(self) -> None:
+        ordered = sorted(self.kept)
         count, least_s = len(ordered), ordered[0]
         mean_s = ordered[KEPT // 2] if count == KEPT else least_s
         deviation_s = sum([abs(kept - mean_s) for kept in ordered]) / count if count > 1 else least_s / 2
         # As TCP keeps its round trips (RFC 6298); where all take the same, a moment more is no surprise.
-        self._usual_s = mean_s + max(4.0 * deviation_s, MOMENT * mean_s)
-        self._least_s, self._mean_s, self._new = least_s, mean_s, False
+        self.usual_s = mean_s + max(4.0 * deviation_s, MOMENT * mean_s)
+        self.least_s, self.mean_s = least_s, mean_s
 
 
 SHARE = 0.01  # of all time: the goal is 2 % in all, and what is paid for is what should be lost, not what is
@@ -447,10 +438,16 @@ class Beliefs:
         self._share = 1.0
         self._drafted: WeakSet[object] = WeakSet()  # who asks for drafts
 
+    def steps(self, sessions: int, most: int) -> Sequence[float]:
+        """Seconds of a step of ``sessions`` with one row each and 0, 1, … ``most`` more, as they count for one of
+        them."""
+        return self.costs.shares(sessions, most) if self.together else self.costs.steps(sessions, most)
+
     def passed(self, earned_s: float, spent_s: float, lookup: bool) -> None:
         """A round of any session is over. Without prompt lookup it counts as a plain one."""
         alone = self.alone
-        alone.add(earned_s, spent_s if lookup else earned_s, 0.0, lookup)
+        alone.earned_s = alone.earned_s * ALONE + earned_s
+        alone.spent_s = alone.spent_s * ALONE + (spent_s if lookup else earned_s)
         self.worth = alone.earned_s / alone.spent_s if alone.earned_s > alone.spent_s > 0.0 else 1.0
 
     def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:

@@ -171,9 +171,7 @@ class Prices:
 
     @staticmethod
     def of(beliefs: Beliefs, others: int, most: int) -> Prices:
-        rows = others + 1
-        steps = beliefs.costs.shares(rows, most) if beliefs.together else beliefs.costs.steps(rows, most)
-        return Prices(steps, rows, beliefs.worth)
+        return Prices(beliefs.steps(others + 1, most), others + 1, beliefs.worth)
 
     @property
     def plain_s(self) -> float:

@@ -192,7 +192,7 @@ class SpeculationPolicy:
         if round_.plain_s is not None:
             plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
-            steps, waiting = Prices.of(beliefs, beside, drafted).steps, others + 1
+            steps, waiting = beliefs.steps(beside + 1, drafted), others + 1
             plain_s, step_s = steps[0], steps[-1]
         self._plain_s = plain_s
         beside_s = wait_s

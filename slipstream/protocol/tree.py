@@ -151,19 +151,21 @@ class DraftTree:
         held_tokens, held_parents, held_ids = self.tokens.tolist(), self.parents.tolist(), self.ids.tolist()
         known: list[float] = self.scores.tolist()
         where = {node_id: node for node, node_id in enumerate(held_ids)}
-        taken = {parent << 32 | token for token, parent in zip(held_tokens, held_parents, strict=True)}  # its edges
+        count = held = len(known)
+        taken = {parent << 32 | token for token, parent in zip(held_tokens[1:], held_parents[1:], strict=True)}  # edges
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             parent = where.get(parent_id)
-            if parent is None or node_id in where or len(known) >= MAX_HELD or parent << 32 | token in taken:
+            if parent is None or node_id in where or count >= MAX_HELD or (edge := parent << 32 | token) in taken:
                 continue
-            where[node_id] = len(known)
-            taken.add(parent << 32 | token)
+            where[node_id] = count
+            count += 1
+            taken.add(edge)
             above = known[parent]
             known.append(-inf if score != score else score if score < above else above)
             held_tokens.append(token)
             held_parents.append(parent)
             held_ids.append(node_id)
-        if len(known) == len(self.tokens):
+        if count == held:
             return self
         whole = np.array([held_tokens, held_parents, held_ids], np.int32)  # at once, as three take longer
         return DraftTree(self.base, whole[0], whole[1], whole[2], np.array(known, np.float32))
