@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.base.pace import Pace
+from slipstream.protocol.conduct import Pace
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Features, Open, Peer
 
 ROUND = 16_384

@@ -306,15 +306,19 @@ class TargetWorker:
 
     def _commit(self, done: Done) -> Committed:
         """Make the verdicts part of the answers, and have their drafters told."""
-        cuts = [outcome.sequence.cut(outcome.verdict.tokens) for outcome in done.outcomes]
         rows = self._kv.newest_rows([(outcome.sequence, len(outcome.verdict.tokens)) for outcome in done.outcomes])
-        batch = [Verified(outcome.sequence.number, tokens, len(outcome.tree) - 1,
-                          min(outcome.verdict.num_accepted, len(tokens)), outcome.depth, finish, newest)
-                 for outcome, (tokens, finish), newest in zip(done.outcomes, cuts, rows, strict=True)]
+        batch, now_s = list[Verified](), done.step.ended_s
+        for outcome, newest in zip(done.outcomes, rows, strict=True):
+            one, new = outcome.sequence, outcome.verdict.tokens
+            tokens, finish = one.cut(new)
+            batch.append(Verified(one.number, tokens, len(outcome.tree.tokens) - 1, min(len(new) - 1, len(tokens)),
+                                  outcome.depth, finish, newest))
         records = self.following.committed(batch, done.step)
-        for one in [*done.prefilled, *(outcome.sequence for outcome in done.outcomes)]:
-            self._kv.give_prompt_rows(one)
-        now_s = done.step.ended_s
+        if self._kv.gives_rows:
+            for one in done.prefilled:
+                self._kv.give_prompt_rows(one)
+            for outcome in done.outcomes:
+                self._kv.give_prompt_rows(outcome.sequence)
         if self.following.flush() and self.alive and all(
                 one.followed.waits(now_s) for one in self._queues.running):
             # Frames are written by another thread, and Python runs one at a time: who has to wait lets it go on.

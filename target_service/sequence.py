@@ -196,18 +196,26 @@ class KV:
         self._rows = FeatureRows(spec, self._runner.linear)
         return True
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether some drafter reads rows."""
+        return self._rows is not None
+
     def newest_rows(self, verified: abc.Sequence[tuple[Sequence, int]]) -> list[bytes | None]:
         """The feature rows of so many newest computed tokens of each, where its drafter reads them."""
-        reads = [one.followed.reads is not None for one, _ in verified]
-        if self._rows is None or True not in reads:
-            return [None] * len(verified)
-        slots = [one.slots[one.computed - count : one.computed]
-                 for (one, count), read in zip(verified, reads, strict=True) if read]
-        data, begin, rows = self._rows(self._runner.features(np.concatenate(slots))), 0, list[bytes | None]()
+        rows: list[bytes | None] = [None] * len(verified)
+        slots, places = list[NDArray[np.int64]](), list[int]()
+        for place, (one, count) in enumerate(verified):
+            if one.followed.reads is not None:
+                slots.append(one.slots[one.computed - count : one.computed])
+                places.append(place)
+        if self._rows is None or not places:
+            return rows
+        data, begin = self._rows(self._runner.features(np.concatenate(slots))), 0
         size = len(data) // sum(map(len, slots))
-        for (_, count), read in zip(verified, reads, strict=True):
-            rows.append(data[begin : begin + size * count] if read else None)
-            begin += size * count * read
+        for place, own in zip(places, slots, strict=True):
+            rows[place] = data[begin : begin + size * len(own)]
+            begin += size * len(own)
         return rows
 
     def give_prompt_rows(self, one: Sequence) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
@@ -54,7 +55,8 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
     for one, rows in prefill:
         _add_prefill(builder, runner, one, rows)
     sessions, depths, first = list[ChoiceRows](), list[int](), 0
-    slots: list[int] = runner.slots.alloc(sum(len(tree.tokens) for _, tree in trees)).tolist()  # of all nodes
+    taken = runner.slots.alloc(sum([len(tree.tokens) for _, tree in trees]))  # of all nodes
+    slots: list[int] = taken.tolist()
     for one, tree in trees:
         levels, end = tree.levels(), first + len(tree.tokens)
         depths.append(max(levels))
@@ -72,7 +74,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         sessions, known = _bound(trees, sessions)
         choices = choose(logits, sessions, best) if sessions else []
     except Exception as error:
-        runner.slots.free(slots)  # nobody owns them yet
+        runner.slots.free(taken)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
             runner.slots.free(one.untake_slots(rows))
         if isinstance(error, torch.OutOfMemoryError):

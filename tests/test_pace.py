@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.base.pace import BURST_S, Pace
+from slipstream.protocol.conduct import BURST_S, Pace
 from slipstream.protocol.messages import DraftBound, Growth, TargetBound
 from slipstream.wire.codec import FrameLimits, decode_draft_frame, encode_draft_frames, encode_target_frames
 from slipstream.wire.link import Outbox, Pumps, WireCounts

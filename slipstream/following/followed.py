@@ -1,6 +1,16 @@
 """One session that may be drafted for: its tree, who drafts, what was decided, and when.
 
-Its rules are those of ``following``, which has all of them. It belongs to the engine thread.
+Rules:
+1. What a round needs is decided once, when the round before is committed (or a drafter joins): ``Followed.decision``
+   holds until the next commit.
+2. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
+   drafter would in the same time, its chain is verified at once and nobody is asked.
+3. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
+4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
+   says to a target that holds nodes tells how it deepens, not how long an answer takes.
+5. What it stood still counts from its newest commit on; before the first token, from the step that went without it.
+
+It belongs to the engine thread.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""Following: sessions of one target that may be drafted for: their trees, who drafts, what was decided, and when.
+"""Following: the sessions of one target that may be drafted for, and what links tell of them.
 
 Rules:
 1. Its verbs belong to the engine thread; what links tell (``LinkEvents``) waits in the inbox until that thread looks.
 2. It blocks nowhere but in ``wait``, and there never longer than it is told.
 3. What can wait until the drafts have heard of a commit (counters, costs) waits until ``flush``.
-4. What a round needs is decided once, when the round before is committed (or a drafter joins): ``Followed.decision``
-   holds until the next commit.
-5. A drafter that is wanted and not there is looked for at each commit. Where the text itself foretells more than a
-   drafter would in the same time, its chain is verified at once and nobody is asked.
-6. A lost or unwilling drafter costs nothing but speed: another takes over, or the session decodes alone.
-7. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
-   says to a target that holds nodes tells how it deepens, not how long an answer takes.
+4. What holds for each session alone is ``followed``'s.
 
 It knows nothing about engines, clients or sockets.
 """

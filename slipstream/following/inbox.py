@@ -81,7 +81,7 @@ class Lane:
 
     def post(self, event: Event) -> bool:
         """False: it is full, and the event is lost."""
-        if self.full:
+        if self._posted - self._done >= MOST:
             return False
         self._posted += 1
         self._inbox.post(partial(self._do, event))

@@ -1,4 +1,5 @@
-"""Conduct: what a peer may say, and for how long one that says more is left alone.
+"""Conduct: what a peer may say, how much of a thread's time it may take, and for how long one that says more is left
+alone.
 
 Rules:
 1. A draft speaks when it is asked. An opening or a commit allows a growth and a drop, and the growths of further levels
@@ -7,13 +8,17 @@ Rules:
 3. A wrong item costs its session. More than ``FAULTS`` of them within ``FAULTS_S`` cost the stream.
 4. Who broke the protocol is left alone for ``FIRST_S``, twice as long each further time, and is forgiven after
    ``FORGIVEN_S`` without another breach. It comes back by itself.
+5. What a peer sends is taken at once, up to ``BURST_S`` of work; beyond that at a share of the thread's time. What is
+   not taken is held back where it comes from. Work is what the thread computed, not what others kept it from. Python
+   runs one thread at a time: without a pace, a peer that sends without end takes the engine's turns.
 
-It knows nothing about clocks, sockets or what items mean.
+It knows nothing about sockets or what items mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.protocol.messages import Close, DraftBound, Features
@@ -23,6 +28,7 @@ AT_LEAST = 16  # the farewells of sessions that are no more
 MOST = 4096
 FAULTS, FAULTS_S = 16, 10.0
 FIRST_S, LONGEST_S, FORGIVEN_S = 1.0, 64.0, 300.0
+BURST_S = 0.05
 
 
 class Allowance:
@@ -46,6 +52,32 @@ class Allowance:
         if items > self.left:
             raise RemoteProtocolError("items", "more was said than was asked for")
         self.left -= items
+
+
+class Pace:
+    """Of one stream."""
+
+    def __init__(self, share: float, worked: Callable[[], float] = time.thread_time,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        """share: of all time, at most 1. worked: seconds that this thread has computed."""
+        self._share, self._worked, self._clock = share, worked, clock
+        self._owed_s = self._began_s = 0.0
+        self._at_s = clock()
+
+    def begin(self) -> None:
+        """Something is read."""
+        self._began_s = self._worked()
+
+    def end(self) -> float:
+        """It is done. Returns for how long nothing more should be read."""
+        return self.owes(self._worked() - self._began_s)
+
+    def owes(self, seconds: float) -> float:
+        """So much work was done for it. Returns for how long nothing more should be."""
+        now_s = self._clock()
+        self._owed_s = max(0.0, self._owed_s - self._share * (now_s - self._at_s)) + seconds
+        self._at_s = now_s
+        return max(0.0, self._owed_s - BURST_S) / self._share
 
 
 class FaultRate:

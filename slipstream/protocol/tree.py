@@ -112,7 +112,7 @@ class DraftTree:
         """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
         any."""
         nodes: list[int] = []
-        if len(self.tokens) == 1:
+        if len(self.tokens) == 1:  # as most are where nothing is drafted
             return nodes
         above, left = 0, iter(tokens)
         token = next(left, None)

@@ -30,9 +30,11 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError
 from slipstream.observe.spans import well_formed
@@ -58,6 +60,7 @@ from slipstream.v1 import draft_pb2
 from slipstream.wire.fields import (
     DTYPE_NUMBERS,
     INT32_MAX,
+    UINT32_MAX,
     decode_identity,
     decode_sampling,
     dtype_of,
@@ -65,7 +68,6 @@ from slipstream.wire.fields import (
     encode_sampling,
     ints_of,
     made,
-    microseconds,
     name_of,
     outside,
     parse,
@@ -74,6 +76,7 @@ from slipstream.wire.fields import (
     within,
 )
 
+Item = TypeVar("Item")
 MAX_TAPS = 64  # layers that one drafter reads
 MAX_PROJECTION_BYTES = 512 << 20  # five times that of the largest known head
 ROOM = 64  # bytes of a chunk's message beside its weights
@@ -101,36 +104,18 @@ class FrameLimits:
                            spec.width if spec else 0, spec.dtype if spec else "float32")
 
 
-def encode_target_frames(incarnation: int, items: Sequence[DraftBound],
-                         max_bytes: int) -> tuple[list[bytes], list[DraftBound]]:
-    """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
-    return _encoded(draft_pb2.ExchangeRequest, incarnation, items, max_bytes)
-
-
-def encode_draft_frames(incarnation: int, items: Sequence[TargetBound],
-                        max_bytes: int) -> tuple[list[bytes], list[TargetBound]]:
-    """The same of what a draft sends."""
-    return _encoded(draft_pb2.ExchangeResponse, incarnation, items, max_bytes)
-
-
-def decode_target_frame(data: bytes, incarnation: int, limits: FrameLimits,
-                        most: int = FRAME_ITEMS) -> tuple[list[DraftBound], Faults]:
-    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream, or one of
-    more than ``most`` items."""
-    return _decoded(draft_pb2.ExchangeRequest(), data, incarnation, limits, most)
-
-
 def decode_draft_frame(data: bytes, incarnation: int, limits: FrameLimits,
                        most: int = FRAME_ITEMS) -> tuple[list[TargetBound], Faults]:
-    """The same of what a draft has sent, which is not parsed where it is longer than ``most`` items can be."""
+    """As ``decode_target_frame``; what is longer than ``most`` items can be is not parsed."""
     most = min(most, FRAME_ITEMS)
-    require(len(data) <= ITEM_ROOM + most * (ITEM_ROOM + NODE_BYTES * limits.max_nodes), "frame",
-            f"{len(data)} bytes are more than {most} items take")
-    return _decoded(draft_pb2.ExchangeResponse(), data, incarnation, limits, most)
+    if len(data) > ITEM_ROOM + most * (ITEM_ROOM + NODE_BYTES * limits.max_nodes):
+        raise RemoteProtocolError("frame", f"{len(data)} bytes are more than {most} items take")
+    return _decoded(draft_pb2.ExchangeResponse, data, incarnation, limits, most)
 
 
 def _encoded(kind: Callable[[], Any], incarnation: int, items: Sequence[Any],
              max_bytes: int) -> tuple[list[bytes], list[Any]]:
+    """Frames of at most ``max_bytes`` that hold ``items`` in order, and the items that fit no frame."""
     # In place: a message that is given to another's constructor is copied, and rows are the most of a frame.
     message = kind()
     frame = message.frame
@@ -176,7 +161,7 @@ def _write(wire: Any, item: DraftBound | TargetBound) -> None:
         growth.parents = np.asarray(item.parents, "<i4").tobytes()
         growth.tokens = np.asarray(item.tokens, "<i4").tobytes()
         growth.scores = np.asarray(item.scores, "<f4").tobytes()
-        growth.draft_us = microseconds(item.draft_s)
+        growth.draft_us = min(max(round(item.draft_s * 1e6), 0), UINT32_MAX)
     elif isinstance(item, Features):
         _write_features(wire.features, item)
     elif isinstance(item, Open):
@@ -194,9 +179,15 @@ def _write_features(wire: draft_pb2.FeaturesItem, item: Features) -> None:
     wire.dtype, wire.rows = DTYPE_NUMBERS[item.dtype], item.rows
 
 
-def _decoded(message: Any, data: bytes, incarnation: int, limits: FrameLimits,
-             most: int) -> tuple[list[Any], Faults]:
-    parse(message, data, "frame")
+def _decoded(frame_of: Callable[[], Any], data: bytes, incarnation: int, limits: FrameLimits,
+             most: int = FRAME_ITEMS) -> tuple[list[Any], Faults]:
+    """Good items in order, and faults. Raises RemoteProtocolError for what is not a frame of this stream, or one of
+    more than ``most`` items."""
+    message = frame_of()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise RemoteProtocolError("frame", "not a message of this protocol") from error
     if message.WhichOneof("content") != "frame":
         raise RemoteProtocolError("frame", "a message that is not a frame")
     if message.frame.incarnation != incarnation:
@@ -312,6 +303,11 @@ def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: 
         before.add(node)
         taken.add((parent, token))
 
+
+Encode = Callable[[int, Sequence[Item], int], tuple[list[bytes], list[Item]]]  # incarnation, items, bytes of a frame
+encode_target_frames: Encode[DraftBound] = partial(_encoded, draft_pb2.ExchangeRequest)
+encode_draft_frames: Encode[TargetBound] = partial(_encoded, draft_pb2.ExchangeResponse)
+decode_target_frame: Callable[..., tuple[list[DraftBound], Faults]] = partial(_decoded, draft_pb2.ExchangeRequest)
 
 READERS: Mapping[str, Callable[[Any, FrameLimits], DraftBound | TargetBound]] = {
     "open": _open, "features": _features, "commit": _commit, "close": _close, "growth": _growth, "drop": _drop}

@@ -56,8 +56,7 @@ from slipstream.base.errors import (
     SlipstreamError,
     Unavailable,
 )
-from slipstream.base.pace import Pace
-from slipstream.protocol.conduct import Absence, Allowance
+from slipstream.protocol.conduct import Absence, Allowance, Pace
 from slipstream.protocol.messages import (
     Commit,
     DraftBound,
@@ -156,12 +155,17 @@ class Outbox(Generic[Item]):
             overflow = len(self._batches) > self._max_batches or self._weight > self._max_bytes
             if overflow:
                 self._clear()
-            wake = not self._woken
+            wake = overflow or not self._woken
             self._woken = True
-        if overflow:
-            self._signal(self._full)
-        elif wake:
-            self._signal(self.filled)
+        if not wake:
+            return
+        event = self._full if overflow else self.filled
+        if threading.get_ident() == self._thread:
+            event.set()  # the loop is awake already: no need to write to its wake-up pipe
+            return
+        # The loop may have been closed between the check and here; then nobody is waiting.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(event.set)
 
     def take(self, max_bytes: int) -> list[Item]:
         """What waits (``filled`` says when): one put, and more up to about ``max_bytes`` of rows."""
@@ -192,14 +196,6 @@ class Outbox(Generic[Item]):
         self._closed = True
         self._batches.clear()
         self._weight = 0
-
-    def _signal(self, event: asyncio.Event) -> None:
-        if threading.get_ident() == self._thread:
-            event.set()  # the loop is awake already: no need to write to its wake-up pipe
-            return
-        # The loop may have been closed between the check and here; then nobody is waiting.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(event.set)
 
 
 class Line(Protocol):
