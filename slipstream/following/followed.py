@@ -433,7 +433,7 @@ class Followed:
 
     def _await(self, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
-        tells = self.link is not None and self.decision.want and len(self.side.tree) == 1
+        tells = self.link is not None and self.decision.want and len(self.side.tree.tokens) == 1
         self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
                            self.side.base if tells else None)
 

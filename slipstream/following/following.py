@@ -219,8 +219,8 @@ class Following:
         for session, error in faults:
             self._refuse(link, self._of(session, link), error)
         for item in items:
-            followed = self._of(item.session, link)
-            if followed is None:
+            followed = self.sessions.get(item.session)
+            if followed is None or followed.link is not link:
                 self._metrics.stale_growth()
                 continue
             if self._trace.keeps and isinstance(item, Growth):

@@ -169,9 +169,9 @@ class TargetSide:
         if message.base > self.base:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
         self.heard = self.heard or message.base == self.base
-        before = len(self.tree)
+        before = len(self.tree.tokens)
         self._append(message)
-        return len(self.tree) - before
+        return len(self.tree.tokens) - before
 
     def add_lookup(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
         """Nodes from no drafter: a chain below the root, of one token at least."""

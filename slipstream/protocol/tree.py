@@ -150,20 +150,22 @@ class DraftTree:
         # Lists: this runs for every message of a drafter, and of a few nodes numpy makes more work than it saves.
         held_tokens, held_parents, held_ids = self.tokens.tolist(), self.parents.tolist(), self.ids.tolist()
         known: list[float] = self.scores.tolist()
-        where = {node_id: node for node, node_id in enumerate(held_ids)}
         count = held = len(known)
-        taken = {parent << 32 | token for token, parent in zip(held_tokens[1:], held_parents[1:], strict=True)}  # edges
+        where = dict(zip(held_ids, range(held), strict=True))
+        taken = set[int]()  # edges
+        for token, parent in zip(held_tokens[1:], held_parents[1:], strict=True):
+            taken.add(parent << 32 | token)
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
-            parent = where.get(parent_id)
-            if parent is None or node_id in where or count >= MAX_HELD or (edge := parent << 32 | token) in taken:
+            above = where.get(parent_id)
+            if above is None or node_id in where or count >= MAX_HELD or (edge := above << 32 | token) in taken:
                 continue
             where[node_id] = count
             count += 1
             taken.add(edge)
-            above = known[parent]
-            known.append(-inf if score != score else score if score < above else above)
+            most = known[above]
+            known.append(-inf if score != score else score if score < most else most)
             held_tokens.append(token)
-            held_parents.append(parent)
+            held_parents.append(above)
             held_ids.append(node_id)
         if count == held:
             return self

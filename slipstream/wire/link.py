@@ -252,17 +252,18 @@ class Pumps(Generic[Item, Heard]):
         counts.frames_in += 1
         counts.bytes_in += len(data)
         if allowance is not None:
-            allowance.said(1)
-            most = allowance.left
+            most = allowance.left - 1  # a frame counts as one
         try:
             items, faults = self.decode(data, self.incarnation, self.limits, most)
         except RemoteProtocolError as error:
             if error.field != "incarnation":
                 raise
             counts.stale_frames += 1
-            return
+            items, faults = [], ()
         if allowance is not None:
-            allowance.said(len(items) + len(faults))
+            allowance.said(1 + len(items) + len(faults))
+        if not items and not faults:
+            return
         counts.invalid_items += len(faults)
         self.received(items, faults)
 
