@@ -111,7 +111,7 @@ def test_a_crowd_that_asks_for_nothing_keeps_no_probe_waiting(said: bytes) -> No
         for path in ("/live", "/ready", "/metrics"):
             with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as response:
                 assert response.status == 200
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         with suppress(ConnectionResetError):
             assert crowd[0].recv(1) == b"", "the oldest went"
     finally:
