@@ -80,15 +80,22 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    outcomes, refused = list[Outcome](), list[int]()
-    for (one, tree), session, depth, nodes in zip(trees, sessions, depths, known, strict=True):
-        outcome = _outcome(one, tree, session, depth, nodes, choices, logits, thresholds)
-        own, path = slots[session.rows.start : session.rows.stop], outcome.verdict.path
-        one.take_slots([own[node] for node in path])
-        refused += [slot for node, slot in enumerate(own) if node not in path]
-        outcomes.append(outcome)
-    runner.slots.free(np.array(refused, np.int64))
+    outcomes = [_outcome(one, tree, session, depth, nodes, choices, logits, thresholds)
+                for (one, tree), session, depth, nodes in zip(trees, sessions, depths, known, strict=True)]
+    _keep(runner, outcomes, slots)
     return outcomes
+
+
+def _keep(runner: ModelRunner, outcomes: abc.Iterable[Outcome], slots: list[int]) -> None:
+    """Slots of accepted nodes are the answers', all others are given back at once."""
+    first, refused = 0, list[int]()
+    for outcome in outcomes:
+        end, path = first + len(outcome.tree.tokens), outcome.verdict.path
+        own = slots[first:end]
+        outcome.sequence.take_slots([own[node] for node in path])
+        refused += [slot for node, slot in enumerate(own) if node not in path]
+        first = end
+    runner.slots.free(np.array(refused, np.int64))
 
 
 Known = frozenset[int] | None  # the nodes where it is known what the grammar allows; None: there is no grammar
