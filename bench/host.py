@@ -24,13 +24,16 @@ from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
 from bench.timed import deployed, text
 from slipstream.base.config import PolicySection
-from slipstream.choosing.sampling import choose, rank
+from slipstream.choosing.sampling import Children, Race, choose, ranked
 from slipstream.cli.process import kept_up
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.drafting.tree import Children, GrowingTree
+from slipstream.drafting.tree import GrowingTree
 from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.native import native_or
+from slipstream.engine.native.program import Team
+from slipstream.engine.native.races import NativeRace
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -107,10 +110,16 @@ def commit_of(growth: Growth) -> Commit:
 def parts_of_choosing() -> Iterator[tuple[str, Part]]:
     logits, drafts = zipf_logits(NODES + 1, VOCAB, 0), zipf_logits(TOPK, DRAFT_VOCAB, 1)
     vocabulary = torch.arange(0, VOCAB, VOCAB // DRAFT_VOCAB)
+    races = [native_or("auto", torch.bfloat16, torch.device("cpu"), "choices", partial(race_of, tokens), lambda: None)
+             for tokens in (None, vocabulary)]
     for name, sampling in SAMPLINGS.items():
         rows, few = choice_rows(sampling, NODES + 1), choice_rows(sampling, TOPK)
-        yield f"target: choose, {NODES + 1} rows, {name}", partial(choose, logits, [rows])
-        yield f"draft: rank, {TOPK} rows, {name}", partial(rank, drafts, few, TOPK, vocabulary)
+        yield f"target: choose, {NODES + 1} rows, {name}", partial(choose, logits, [rows], None, races[0])
+        yield f"draft: rank, {TOPK} rows, {name}", partial(ranked, drafts, [few], TOPK, vocabulary, races[1])
+
+
+def race_of(vocabulary: torch.Tensor | None, team: Team) -> Race | None:
+    return NativeRace(team, vocabulary)
 
 
 def parts_of_a_round() -> Iterator[tuple[str, Part]]:

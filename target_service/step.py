@@ -72,7 +72,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         if returns_at_once:  # the device has its work before the host has others'
             meanwhile()
         sessions, known = _bound(trees, sessions)
-        choices = choose(logits, sessions, best) if sessions else []
+        choices = choose(logits, sessions, best, runner.race) if sessions else []
     except Exception as error:
         runner.slots.free(taken)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache

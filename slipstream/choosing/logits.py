@@ -104,7 +104,7 @@ def penalise(rows: torch.Tensor, columns: Columns, sampling: Sampling, history: 
 
 
 def _lowered(values: torch.Tensor, counts: NDArray[np.int64], known: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    count = sent(np.ascontiguousarray(counts), values.device)[known]
+    count = sent(np.ascontiguousarray(counts), values.device, torch.float64)[known]
     repetition = sampling.repetition_penalty
     if repetition != 1.0:
         values = torch.where(values > 0, values / repetition, values * repetition)

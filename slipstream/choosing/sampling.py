@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ from slipstream.choosing.transfer import sent
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import TokenLogprob
 
-__all__ = ["ChoiceRows", "TokenHistory", "adjusted", "choices", "choose", "coins", "logprobs", "probabilities", "rank"]
+__all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted", "choices", "choose", "coins",
+           "logprobs", "probabilities", "rank", "ranked"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
@@ -71,27 +73,78 @@ class ChoiceRows:
         sampling = self.sampling
         return sampling.path_dependent or bool(sampling.logit_bias) or self.allowed is not None
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the history counts."""
+        return self.sampling.path_dependent and TokenHistory.of(self.sampling) is not None
+
+    def part(self, cut: slice) -> ChoiceRows:
+        """Some of its rows."""
+        return replace(self, rows=self.rows[cut], positions=self.positions[cut], num_output=self.num_output[cut],
+                       paths=self.paths[cut], allowed=None if self.allowed is None else self.allowed[cut])
+
     def split(self, most: int) -> list[ChoiceRows]:
         """The same rows in parts of at most ``most``."""
         if len(self.rows) <= most:
             return [self]
-        cuts = [slice(first, first + most) for first in range(0, len(self.rows), most)]
-        return [replace(self, rows=self.rows[cut], positions=self.positions[cut], num_output=self.num_output[cut],
-                        paths=self.paths[cut], allowed=None if self.allowed is None else self.allowed[cut])
-                for cut in cuts]
+        return [self.part(slice(first, first + most)) for first in range(0, len(self.rows), most)]
 
 
-def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int] | None = None) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Winners:
+    """Of R rows, one behind the other, the K best survivors under their noise, best first, the lowest id among equals;
+    of greedy rows the best logit. Where a row has fewer, the rest of it are ids 0 that score -inf."""
+
+    tokens: Sequence[int]  # [R * K] target ids
+    scores: Sequence[float]  # [R * K] logarithms of their shares among the K
+    sure: Sequence[int]  # [R] 0: only the arithmetic of this module can tell
+
+
+class Race(Protocol):
+    """Finds what this module would choose, faster; made for the columns of one model's logits."""
+
+    def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
+        """The ``most`` best of the sessions' rows of ``logits`` [R, V]; None: such logits it does not take."""
+        ...
+
+
+def choose(logits: torch.Tensor, sessions: Sequence[ChoiceRows], best: list[int] | None = None,
+           race: Race | None = None) -> list[int]:
     """The chosen token of every row of ``logits`` [R, V]; the sessions' rows tile 0 .. R. From a device all choices
     come back in one copy. best: the argmax of each row, where it is known."""
     if best is not None and all(session.plain_greedy for session in sessions):
         return best
+    if race is not None:
+        left = sessions if best is None else [session for session in sessions if not session.plain_greedy]
+        won = race(logits, left, 1)
+        if won is not None:
+            return _told(logits, left, won, best)
     parts = _parts(logits, sessions, best)
     chosen = [0] * len(logits)
     values: list[int] = torch.cat([tokens for _, tokens in parts]).cpu().tolist() if parts else []
     for row, token in zip((row for rows, _ in parts for row in rows), values, strict=True):
         chosen[row] = token
     return chosen
+
+
+def _told(logits: torch.Tensor, sessions: Sequence[ChoiceRows], won: Winners, best: list[int] | None) -> list[int]:
+    chosen, first = [0] * len(logits) if best is None else best.copy(), 0
+    for session in sessions:
+        rows = session.rows
+        chosen[rows.start : rows.stop] = won.tokens[first : first + len(rows)]
+        first += len(rows)
+    for session, cut in _unsure(sessions, won):
+        row = session.rows[cut][0]
+        (chosen[row],) = choose(logits[row : row + 1], [replace(session.part(cut), rows=range(1))])
+    return chosen
+
+
+def _unsure(sessions: Sequence[ChoiceRows], won: Winners) -> list[tuple[ChoiceRows, slice]]:
+    """Single rows that a race could not decide."""
+    if all(won.sure):
+        return []
+    rows = [(session, slice(place, place + 1)) for session in sessions for place in range(len(session.rows))]
+    return [row for row, sure in zip(rows, won.sure, strict=True) if not sure]
 
 
 def choices(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
@@ -170,9 +223,9 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
          vocabulary: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` best tokens of one session's rows and their log scores: target ids int64 [r, k], float32 [r, k].
 
-    Greedy: log_softmax of the adjusted logits. Sampled: log_softmax of logits / T + noise over the survivors (without a
-    filter: over those near the top), so that the first one is what this model would choose; ranks without a survivor
-    score -inf. ``k`` is at most V.
+    Greedy: log_softmax of the adjusted logits. Sampled: log_softmax of logits / T + noise over the ``k + RUNNERS_UP``
+    best survivors, so that the first one is what this model would choose; ranks without a survivor score -inf. ``k`` is
+    at most V.
     """
     rows = _own_rows(logits, session, vocabulary)
     if session.sampling.greedy:
@@ -181,10 +234,16 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
     elif is_filtered(session.sampling):
         columns, scores = _survivors(rows, [session], vocabulary, k)
     else:
-        columns, scores = leaders(_spread(rows, vocabulary), _heat([session], rows.device),
-                                  _keys([session], rows.device), k)
+        spread = _spread(rows, vocabulary)
+        columns, scores = leaders(spread, _heat([session], rows.device), _keys([session], rows.device),
+                                  min(k + RUNNERS_UP, spread.shape[1]))
         vocabulary = None
-    best, where = torch.log_softmax(scores, 1).topk(min(k + RUNNERS_UP, scores.shape[1]), 1)
+    most = min(k + RUNNERS_UP, scores.shape[1])
+    if session.sampling.greedy:
+        best, where = torch.log_softmax(scores, 1).topk(most, 1)
+    else:
+        best, where = scores.topk(most, 1)
+        best = torch.log_softmax(best, 1)
     ids = where if columns is None else columns.expand_as(scores).gather(1, where)
     if vocabulary is not None:
         ids = vocabulary.take(ids)
@@ -193,6 +252,36 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
     by_id = ids.argsort(1)
     order = by_id.gather(1, best.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices)[:, :k]
     return ids.gather(1, order), best.gather(1, order).to(torch.float32)
+
+
+Children = tuple[Sequence[int], Sequence[float]]  # tokens of one row, best first, and their log scores
+
+
+def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabulary: torch.Tensor | None = None,
+           race: Race | None = None) -> list[Children]:
+    """What ``rank`` says of each row of all ``sessions``, one behind the other. race: made for ``vocabulary``."""
+    sampled = [session for session in sessions if not session.sampling.greedy]
+    won = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None
+    if won is None:
+        return [row for session in sessions for row in _children(logits, session, k, vocabulary)]
+    first, found = 0, list[Children]()
+    for session in sessions:
+        if session.sampling.greedy:
+            found += _children(logits, session, k, vocabulary)
+            continue
+        for place in range(len(session.rows)):
+            row, begin = first + place, (first + place) * (k + RUNNERS_UP)
+            if won.sure[row]:
+                found.append((won.tokens[begin : begin + k], won.scores[begin : begin + k]))
+            else:
+                found += _children(logits, session.part(slice(place, place + 1)), k, vocabulary)
+        first += len(session.rows)
+    return found
+
+
+def _children(logits: torch.Tensor, session: ChoiceRows, k: int, vocabulary: torch.Tensor | None) -> list[Children]:
+    tokens, scores = rank(logits, session, k, vocabulary)
+    return [*zip(tokens.tolist(), scores.tolist(), strict=True)]
 
 
 def logprobs(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -278,7 +367,7 @@ def _penalised(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tens
     if not session.adjusted:
         return rows
     columns = Columns(rows.shape[1], vocabulary, rows.device)
-    if TokenHistory.of(sampling) is not None:
+    if session.penalised:
         assert session.history is not None, "penalties need a TokenHistory"
         penalise(rows, columns, sampling, session.history, session.paths)
     if sampling.logit_bias:

@@ -29,7 +29,7 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
+from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, ranked
 from slipstream.drafting.tree import NO_SLOTS, ROOT, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import Slots
@@ -55,6 +55,7 @@ class Network(Protocol):
     hidden_size: int  # of the target; 0: any
     features: FeatureSpec | None  # None with lag 0
     vocabulary: torch.Tensor | None  # int64 [V] token ids of the logits' columns; None: the columns are the ids
+    race: Race | None  # finds choices in its logits, beside ``choosing.sampling`` itself
     max_context: int  # tokens it was trained for
     slots: Slots
     device: torch.device
@@ -321,14 +322,14 @@ class NeuralDrafter:
         if not taken:
             return set()
         output = self._forward(builder, inputs, [slots for _, slots, _ in taken])
-        fresh = set()
+        ready = list[tuple[DraftContext, range, Indices]]()
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
             if finished:
                 context.tree.width = self._growth.topk
-                self._expand(context, output, range(place, place + 1), NO_SLOTS)
-                fresh.add(context.session)
-        return fresh
+                ready.append((context, range(place, place + 1), NO_SLOTS))
+        self._expand(output, ready)
+        return {context.session for context, _, _ in ready}
 
     def _slide(self, contexts: Sequence[DraftContext]) -> None:
         for context in contexts:
@@ -357,20 +358,21 @@ class NeuralDrafter:
         if not taken:
             return False
         output = self._forward(builder, inputs, [slots for _, _, slots in taken])
-        for context, rows, slots in taken:
-            self._expand(context, output, rows, slots)
+        self._expand(output, taken)
         return True
 
-    def _expand(self, context: DraftContext, output: Output, rows: range, slots: Indices) -> None:
-        """Rank the children of the frontier, whose outputs are ``rows``."""
-        tree = context.tree
-        paths = [tree.path(node) for node in tree.frontier]
-        choice = ChoiceRows(context.sampling, rows, [context.base + len(path) for path in paths],
-                            [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
-        tokens, scores = rank(output.logits, choice, self._growth.topk, self._network.vocabulary)
-        if output.states is not None:
-            context.states.update((node, (output.states, row)) for node, row in zip(tree.frontier, rows, strict=True))
-        tree.expand([*zip(tokens.tolist(), scores.tolist(), strict=True)], slots)
+    def _expand(self, output: Output, taken: Sequence[tuple[DraftContext, range, Indices]]) -> None:
+        """Rank the children of the frontiers, each of whose outputs are rows, with their KV in slots."""
+        if not taken:
+            return
+        choices = [_choice_rows(context, rows) for context, rows, _ in taken]
+        found = ranked(output.logits, choices, self._growth.topk, self._network.vocabulary, self._network.race)
+        for context, rows, slots in taken:
+            tree, children, found = context.tree, found[: len(rows)], found[len(rows) :]
+            if output.states is not None:
+                context.states.update((node, (output.states, row))
+                                      for node, row in zip(tree.frontier, rows, strict=True))
+            tree.expand(children, slots)
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor], taken: Sequence[Indices]) -> Output:
         """taken: slots of the rows, which are nobody's yet. Raises DeviceFull; they are free again then."""
@@ -387,6 +389,12 @@ class NeuralDrafter:
             return self.slots.alloc(count) if count else None
         except CapacityError:
             return None
+
+
+def _choice_rows(context: DraftContext, rows: range) -> ChoiceRows:
+    paths = [context.tree.path(node) for node in context.tree.frontier]
+    return ChoiceRows(context.sampling, rows, [context.base + len(path) for path in paths],
+                      [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
 
 
 def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) -> range:

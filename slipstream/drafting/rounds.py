@@ -126,7 +126,8 @@ class Rounds:
         builder.add(prompt, range(len(prompt)), slots.tolist(), np.zeros(0, np.int64), logits="last")
         logits = self._runner.forward(builder.build(self._runner.model.device))
         sampling = Sampling(temperature=self._temperature, seed=session)
-        tokens = [*prompt, *choose(logits, [ChoiceRows(sampling, range(1), [len(prompt)], [0], None, [()])])]
+        first = ChoiceRows(sampling, range(1), [len(prompt)], [0], None, [()])
+        tokens = [*prompt, *choose(logits, [first], None, self._runner.race)]
         if self._drafter is not None:
             self._drafter.open([Open(session, np.array(tokens, np.int32), len(prompt), sampling)])
         states = self._features(session, 0, slots)
@@ -154,7 +155,8 @@ class Rounds:
             placed.append((rows, slots))
         logits, best = self._runner.scored(builder.build(self._runner.model.device))
         choices = choose(logits, [_choice_rows(answering, tree, rows)
-                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)], best)
+                                  for answering, tree, (rows, _) in zip(running, trees, placed, strict=True)], best,
+                         self._runner.race)
         commits = []
         for answering, tree, (rows, slots) in zip(running, trees, placed, strict=True):
             verdict = walk(tree, choices[rows.start:rows.stop])

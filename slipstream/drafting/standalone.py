@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.choosing.sampling import Race
 from slipstream.drafting.neural import Output
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import Slots
@@ -35,6 +36,7 @@ class StandaloneNetwork:
         self.max_context = runner.config.max_context
         self.slots: Slots = runner.slots
         self.device: torch.device = runner.model.device
+        self.race: Race | None = runner.race if vocabulary is None else None
 
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Nobody sends any: ``features`` is None."""

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.choosing.sampling import TokenHistory
+from slipstream.choosing.sampling import Children, TokenHistory
 from slipstream.engine.native.draft import Seed
 from slipstream.protocol.messages import Growth, Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
@@ -55,7 +55,6 @@ AHEAD = 8
 BRIDGE = 256  # rows without a state
 ROOT = -1  # among nodes, which are counted from 0
 Indices = NDArray[np.int64]
-Children = tuple[Sequence[int], Sequence[float]]  # tokens of one node's children, best first, and their log scores
 NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.base.errors import ModelError
+from slipstream.choosing.sampling import Race
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.observe.log import logger
@@ -128,6 +129,11 @@ class CausalModel(Protocol):
 @runtime_checkable
 class ScoringModel(CausalModel, Protocol):
     """A model that goes from tokens to choices in one call."""
+
+    @property
+    def race(self) -> Race:
+        """What finds the choices in its logits."""
+        ...
 
     def scored(self, batch: ForwardBatch, pool: KVPool, taps: tuple[int, ...],
                features: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:

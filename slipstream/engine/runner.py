@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import CapacityError, ConfigError
+from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
@@ -219,6 +220,11 @@ class ModelRunner:
         if self.taps:
             self._known[batch.host.slots] = True
         return scored
+
+    @property
+    def race(self) -> Race | None:
+        """What finds choices in the model's logits, beside ``choosing.sampling`` itself."""
+        return None if self._scoring is None else self._scoring.race
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """x -> x W^T for W [O, I], where the model is; the result is there until the next call."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from slipstream.choosing.sampling import Race
 from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
 from slipstream.drafting.neural import Output, apart, wire_rows
 from slipstream.engine.attention import Attend
@@ -31,6 +32,7 @@ from slipstream.engine.model import ModelConfig, Tensors, dtype_of
 from slipstream.engine.native import native_or
 from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
+from slipstream.engine.native.races import NativeRace
 from slipstream.engine.ops.layer import (
     TORCH,
     DecoderLayer,
@@ -85,11 +87,12 @@ class EagleNetwork:
         self._dtype = kind
 
         self.native: NativeTrees | None = None  # kernels of our own compute
+        self.race: Race | None = None
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
             body = NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary, whole)
-            self.native = NativeTrees(body, self._pool)
+            self.native, self.race = NativeTrees(body, self._pool), NativeRace(team, self.vocabulary)
             return body.forward
 
         def on_torch() -> Forward:

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.checkpoint import MtpHead, MtpLayer
 from slipstream.drafting.neural import Output, apart, wire_rows
@@ -90,6 +91,7 @@ class MtpNetwork:
     """A ``neural.Network`` over the layers of a head."""
 
     lag = 1
+    race: Race | None = None
 
     def __init__(self, head: MtpHead, blocks: Blocks, dtype: str, num_slots: int,
                  vocabulary: torch.Tensor | None = None) -> None:

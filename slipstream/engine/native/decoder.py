@@ -34,6 +34,7 @@ from slipstream.engine.native.program import (
     check_sizes,
     fits,
 )
+from slipstream.engine.native.races import NativeRace
 from slipstream.engine.ops.layer import Linear
 
 
@@ -52,13 +53,13 @@ class NativeDecoder:
     """A whole model; see ``model.ScoringModel``."""
 
     __slots__ = ("_embedding", "_few", "_head", "_layers", "_lists", "_norm", "_rows", "_table", "_team", "config",
-                 "device", "dtype", "threads")
+                 "device", "dtype", "race", "threads")
 
     def __init__(self, config: ModelConfig, tensors: Tensors, team: Team, whole: bool = False) -> None:
         """tensors, whole: as in ``NativeLayer``. Raises ModelError naming a tensor or a measure."""
         check_sizes(config)
         self.config, self.dtype, self.device = config, torch.bfloat16, torch.device("cpu")
-        self._team, self.threads = team, team.threads
+        self._team, self.threads, self.race = team, team.threads, NativeRace(team)
         embedding = take(tensors, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._layers = [NativeLayer(team, config, tensors, f"model.layers.{i}", whole=whole)

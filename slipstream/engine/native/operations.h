@@ -13,6 +13,7 @@
 #include <cstring>
 #include <vector>
 
+#include "races.h"
 #include "vectors.h"
 
 namespace {
@@ -23,18 +24,18 @@ constexpr int BUNDLE = 4;        // query heads that are computed together, at m
 constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
-enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8 };
+enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8, RACE = 9 };
 enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
 
 struct Op {  // `program.Op` is the same
     int32_t kind, result;
     const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D];
                            // EMBED: bfloat16 [V, inner]; WIDEN: bfloat16 [T, inner], or null: the frame's states;
-                           // RANK, BEST: float32 [T, inner]
+                           // RANK, BEST: float32 [T, inner]; RACE: float32 [., inner]
     int64_t in_stride;     // elements from row to row
     const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
                            // RANK: tokens of the columns, int64 [inner], or null
-    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races
     void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
                            // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
                            // NORM, ROUND: null for the frame's features, by slot, from column `layer` on
@@ -369,6 +370,10 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         case WIDEN: return widen_row(op, op.in ? (const bf16*)op.in + part * op.in_stride : frame.states + part * op.inner, part);
         case RANK: return rank_row(op, part);
         case BEST: ((int64_t*)op.out)[part] = best_of((const float*)op.in + part * op.in_stride, op.inner); return;
+        case RACE: {
+            const Races& races = *(const Races*)op.extra;
+            return race_row(races, part, (const float*)op.in + row_of(races, part) * op.in_stride, op.inner, scores);
+        }
         case ROPE: return rope_row(op, frame, part);
         case ATTEND: return attend_bundle(op, frame, part, scores);
         case PRODUCT: {

@@ -166,7 +166,7 @@ class NativeLinear:
         self._program.rounded(sums, self._out)
 
 
-NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST = range(9)
+NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE = range(10)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
 LANES, GROUP = 16, 32  # floats of a vector; outputs that a product computes together

@@ -128,6 +128,48 @@ inline void fold(Floats (&v)[LANES]) {
     for (int i = 0; i < LANES; i += 2 * S) v[i] = folded<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
 }
 
+inline Floats greater(Floats a, Floats b) {  // b's where one is no number
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    Words more = (Words)(a > b);
+    return (Floats)(((Words)a & more) | ((Words)b & ~more));
+#endif
+}
+
+inline bool odd_one(Floats a, Floats b) {  // whether a lane of them is no number
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q);
+#else
+    return any((Words)(a != a) | (Words)(b != b));
+#endif
+}
+
+template <int S, int... I>
+inline Floats outdone(Floats a, Floats b, std::integer_sequence<int, I...>) {  // as `folded`, the greater one
+    return greater(__builtin_shufflevector(a, b, (I & S ? LANES + I : I)...),
+                   __builtin_shufflevector(a, b, (I & S ? LANES + (I ^ S) : I ^ S)...));
+}
+
+template <int S>
+inline void outdo(Floats (&v)[LANES]) {
+    for (int i = 0; i < LANES; i += 2 * S) v[i] = outdone<S>(v[i], v[i + S], std::make_integer_sequence<int, LANES>());
+}
+
+// Lane i: the greatest of v[i].
+inline Floats greatests(Floats (&v)[LANES]) {
+    outdo<1>(v), outdo<2>(v), outdo<4>(v), outdo<8>(v);
+    return v[0];
+}
+
+inline float greatest(Floats v) {
+    float half[LANES];
+    store(half, v);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) half[i] = half[i] > half[i + width] ? half[i] : half[i + width];
+    return half[0];
+}
+
 // Lane i: the sum of v[i], taken in the same order for each.
 inline Floats totals(Floats (&v)[LANES]) {
     fold<1>(v), fold<2>(v), fold<4>(v), fold<8>(v);

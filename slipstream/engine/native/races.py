@@ -1,0 +1,122 @@
+"""Keyed choices on the CPU kernels: the rows of many sessions in one call (see ``races.h``).
+
+``choosing`` is the specification. What is told here is what it would say; rows of which that is not certain are named.
+
+It knows nothing about sessions beyond what their rows ask for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from slipstream.choosing.noise import BLOCK
+from slipstream.choosing.sampling import ChoiceRows, Winners
+from slipstream.engine.native.program import LANES, RACE, Frame, Op, Team
+
+ASKED = struct.Struct("=QdddqdddQQqQQqQqqqqQq")
+NONE = array("q")
+
+
+class Vocabulary(ctypes.Structure):
+    """``races.h`` says what each field is."""
+
+    _fields_ = [("ids", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("columns", ctypes.c_void_p),
+                ("num_ids", ctypes.c_int64), ("tiles", ctypes.c_int64)]
+
+
+class NativeRace:
+    """A ``sampling.Race``."""
+
+    __slots__ = ("_kept", "_ops", "_team", "_words")
+
+    def __init__(self, team: Team, vocabulary: torch.Tensor | None = None) -> None:
+        """vocabulary: int64 [V] token ids of the columns; None: the columns are the ids."""
+        self._team = team
+        self._words: Vocabulary | None = Vocabulary()
+        self._kept: tuple[NDArray[np.int64], ...] = ()
+        if vocabulary is not None:
+            self._words = self._described(vocabulary.numpy().astype(np.int64))
+        self._ops = (Op * 1)(Op(kind=RACE))
+
+    def _described(self, ids: NDArray[np.int64]) -> Vocabulary | None:
+        if ids[0] < 0 or (np.diff(ids) <= 0).any():
+            return None  # the columns of a tile are a run
+        tiles, columns = int(ids[-1]) // BLOCK + 1, np.full(int(ids[-1]) + 1, -1, np.int64)
+        columns[ids] = np.arange(len(ids))
+        starts = np.searchsorted(ids, BLOCK * np.arange(tiles + 1)).astype(np.int64)
+        ids = np.append(ids, np.zeros(LANES, np.int64))  # a vector may begin at the last
+        self._kept = (ids, starts, columns)  # their addresses are told
+        return Vocabulary(ids.ctypes.data, starts.ctypes.data, columns.ctypes.data, len(columns), tiles)
+
+    def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
+        """See ``sampling.Race``."""
+        words, width = self._words, logits.shape[1]
+        if words is None or logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
+            return None
+        if self._kept:
+            assert width == len(self._kept[0]) - LANES
+        else:
+            words.tiles = -(-width // BLOCK)
+        records, kept = list[bytes](), list[object]()
+        of, positions, outputs, paths, ends = (array("q") for _ in range(5))
+        for place, session in enumerate(sessions):
+            count = len(session.rows)
+            assert session.rows.stop <= len(logits) and session.rows.step == 1
+            records.append(_record(session, len(of), words.num_ids or width, kept))
+            positions.extend(session.positions)
+            outputs.extend(session.num_output)
+            if session.penalised:
+                ends.extend([len(paths)] * (len(of) - len(ends)))  # rows before it have none
+                for path in session.paths:
+                    paths.extend(path)
+                    ends.append(len(paths))
+            of.extend([place] * count)
+        assert len(positions) == len(outputs) == len(of)
+        ends.extend([len(paths)] * (len(of) - len(ends)))
+        asked = array("B", b"".join(records))
+        tokens, scores, sure = array("q", bytes(8 * len(of) * most)), array("d", bytes(8 * len(of) * most)), of[:]
+        arrays: tuple[array[Any], ...] = (asked, of, positions, outputs, paths, ends, tokens, scores, sure)
+        told = array("Q", (ctypes.addressof(words), *map(_at, arrays), most))  # `Races` of ``races.h``
+        op = self._ops[0]
+        op.input, op.in_stride, op.inner, op.extra = logits.data_ptr(), logits.stride(0), width, _at(told)
+        self._team.run(self._ops, Frame(len(of)))
+        return Winners(tokens, scores, sure)
+
+
+def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -> bytes:
+    """What a session asks for; first: place of its first row in the call. kept: grows by what is pointed to."""
+    sampling = session.sampling
+    seen = counts = biased = stops = NONE
+    amounts = array("d")
+    masks, words = 0, 0
+    if session.adjusted:
+        if session.penalised:
+            assert session.history is not None, "penalties need a TokenHistory"
+            seen, counts = array("q", session.history.counts.keys()), array("q", session.history.counts.values())
+        biased = array("q", [token for token, _ in sampling.logit_bias])
+        amounts = array("d", [amount for _, amount in sampling.logit_bias])
+        stops = array("q", sampling.stop_token_ids)
+        if session.allowed is not None:
+            allowed = np.ascontiguousarray(session.allowed, np.uint32)
+            assert len(allowed) == len(session.rows) and 32 * allowed.shape[1] >= num_ids
+            masks, words = allowed.ctypes.data, allowed.shape[1]
+            kept.append(allowed)
+        kept.append((seen, counts, biased, amounts, stops))
+    return ASKED.pack(
+        sampling.seed, sampling.temperature, sampling.top_p, math.log(sampling.min_p) if sampling.min_p else -math.inf,
+        sampling.top_k, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
+        _at(seen), _at(counts), len(seen), _at(biased), _at(amounts), len(biased), _at(stops), len(stops),
+        sampling.min_tokens, first, session.rows.start, masks, words)
+
+
+def _at(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]
