@@ -35,6 +35,7 @@ from router_service.tenants import Tenant
 from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
+from slipstream.grammar.trial import Trial
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans
 from slipstream.protocol.chat import Begun, Usage
@@ -97,7 +98,8 @@ class Gateway:
     """Plans and starts requests for one model."""
 
     def __init__(self, codec: TextCodec, balancer: Balancer, fallback: PoolFallback, metrics: RouterMetrics,
-                 section: RouterSection, spans: Spans) -> None:
+                 section: RouterSection, spans: Spans, trial: Trial) -> None:
+        """trial: of what answers are to be bound to."""
         self.codec = codec
         self.metrics = metrics
         self.spans = spans
@@ -107,6 +109,7 @@ class Gateway:
         self._fallback = fallback
         self._section = section
         self._lanes = Lanes()
+        self._trial, self._trials = trial, Lanes()  # a grammar that takes long holds up no text
 
     @property
     def ready(self) -> bool:
@@ -151,6 +154,8 @@ class Gateway:
     def close(self) -> None:
         """Nothing runs any more."""
         self._lanes.close()
+        self._trials.close()
+        self._trial.close()
         self.codec.close()
 
     def plan_chat(self, body: ChatBody, begun: Begun | None = None) -> Asked:
@@ -176,6 +181,7 @@ class Gateway:
         place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
+            await self._try(asked.options)
             # A conversation may have to wait for the process of its template.
             job = await self._lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
             place.spend(sum(map(len, job.prompts)))
@@ -252,11 +258,22 @@ class Gateway:
         if asked.options.grammar is not None and not info.grammars:
             raise InvalidRequest(asked.options.bound_by, "the engine that serves this model binds no answer to a "
                                  "grammar; leave it out", "unsupported_parameter")
+        if asked.options.grammar is not None and asked.options.ignore_eos:
+            raise InvalidRequest("ignore_eos", f"cannot stand beside {asked.options.bound_by}: a grammar says where an "
+                                 "answer ends")
         if any(token >= info.vocab_size for token, _ in asked.options.sampling.logit_bias):
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
         if not all(0 <= token < info.vocab_size for token in asked.options.sampling.stop_token_ids):
             raise InvalidRequest("stop_token_ids", f"a token id is outside the vocabulary of {info.vocab_size}")
         return asked
+
+    async def _try(self, options: Options) -> None:
+        """Raises InvalidRequest for a grammar that is none, or too dear."""
+        if options.grammar is not None:
+            try:
+                await self._trials.run(len(options.grammar.source), partial(self._trial.check, options.grammar))
+            except InvalidRequest as error:
+                raise InvalidRequest(options.bound_by, error.message) from None
 
     def _job(self, asked: Asked) -> Job:
         """With the tokens of what is asked: seconds of work for a long text."""

@@ -18,6 +18,7 @@ from router_service.gateway import Gateway
 from router_service.tenants import ApiKeys
 from router_service.tokens import TextCodec
 from slipstream.base.config import Config
+from slipstream.grammar.trial import Trial
 from slipstream.models.folder import resolve, tokenizer_hash
 from slipstream.observe.lag import watch_lag
 from slipstream.observe.log import logger
@@ -48,7 +49,7 @@ class RouterService:
         self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
-                               spans_of(config.log, "router"))
+                               spans_of(config.log, "router"), Trial(folder))
         self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.all_in_s)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)])

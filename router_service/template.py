@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
-import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
@@ -39,6 +35,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from slipstream.base.child import Child, bounded
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 
 MAX_RENDERED = 4 << 20  # characters
@@ -107,8 +104,8 @@ class ChatTemplate:
         """Of the process that renders; it changes where one has ended."""
         return self._process.pid
 
-    def _started(self) -> _Process:
-        process = _Process()
+    def _started(self) -> Child:
+        process = Child(__spec__.name)
         reply = process.ask(json.dumps(self._opening).encode())
         if reply is None:
             late = f"does not end within {self._cpu_s:g} s of the processor"
@@ -116,43 +113,6 @@ class ChatTemplate:
         if "problem" in reply:
             raise ModelError(f"chat_template: {reply['words']}")
         return process
-
-
-class _Process:
-    """The other end of a process that renders."""
-
-    def __init__(self) -> None:
-        begin = f"import sys; sys.path[:] = {sys.path!r}; from {__spec__.name} import main; main()"  # as found here
-        self._popen = popen = subprocess.Popen([sys.executable, "-P", "-c", begin], stdin=subprocess.PIPE,
-                                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self.pid = popen.pid
-        self.end = weakref.finalize(self, _end, popen)
-
-    @property
-    def ended(self) -> bool:
-        return self._popen.poll() is not None
-
-    @property
-    def out_of_time(self) -> bool:
-        return self._popen.poll() == -signal.SIGPROF
-
-    def ask(self, line: bytes) -> Any:
-        """What it answers; None when it ends instead."""
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        with suppress(BrokenPipeError):
-            self._popen.stdin.write(line + b"\n")
-            self._popen.stdin.flush()
-        reply = self._popen.stdout.readline()
-        if reply.endswith(b"\n"):
-            return json.loads(reply)
-        _end(self._popen)
-        return None
-
-
-def _end(popen: subprocess.Popen[bytes]) -> None:
-    popen.kill()
-    with suppress(BrokenPipeError):
-        popen.communicate()
 
 
 class Renderer:
@@ -305,10 +265,7 @@ def trial(renderer: Renderer) -> None:
 
 def main() -> None:
     """Answer line by line: first what ``ChatTemplate`` opens with, then conversations."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this ends it
-    for limit, most in ((resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)):
-        with suppress(ValueError, OSError):  # not every system has all of them
-            resource.setrlimit(limit, (most, most))
+    bounded(MEMORY)
     renderer: Renderer | None = None
     cpu_s = CPU_S
     for line in sys.stdin.buffer:

@@ -1,0 +1,66 @@
+"""A process of our own that may be ended at any time, for work whose cost nobody knows before.
+
+Rules:
+1. Both ends write lines of JSON. The process answers line by line, logs nothing, and ends with its standard input.
+2. ``bounded`` limits what it may map; ``signal.ITIMER_PROF`` ends it when its processor time is over.
+3. It finds its modules where its parent found them.
+
+It knows nothing about the work.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from typing import Any
+
+
+class Child:
+    """The other end of such a process, which runs ``main`` of ``module``. For one thread at a time."""
+
+    def __init__(self, module: str) -> None:
+        begin = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
+        self._popen = popen = subprocess.Popen([sys.executable, "-P", "-c", begin], stdin=subprocess.PIPE,
+                                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.pid = popen.pid
+        self.end = weakref.finalize(self, _end, popen)
+
+    @property
+    def ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    @property
+    def out_of_time(self) -> bool:
+        return self._popen.poll() == -signal.SIGPROF
+
+    def ask(self, line: bytes) -> Any:
+        """What it answers; None when it ends instead."""
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        with suppress(BrokenPipeError):
+            self._popen.stdin.write(line + b"\n")
+            self._popen.stdin.flush()
+        reply = self._popen.stdout.readline()
+        if reply.endswith(b"\n"):
+            return json.loads(reply)
+        _end(self._popen)
+        return None
+
+
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    with suppress(BrokenPipeError):
+        popen.communicate()
+
+
+def bounded(memory: int) -> None:
+    """Inside of the process: it maps at most so many bytes, dies without a core, and leaves a terminal's interrupt to
+    whoever started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+        with suppress(ValueError, OSError):  # not every system has all of them
+            resource.setrlimit(limit, (most, most))

@@ -1,0 +1,137 @@
+"""A grammar is tried in a process of its own before it comes into one that others depend on.
+
+llguidance counts most of its work but not all: a few thousand ``.?`` take seconds to compile, and names that refer to
+one another thousands deep exceed a thread's stack, which ends the process.
+
+Rules:
+1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
+   ``STEPS`` tokens. Each has a fork of the process, ``CPU_S`` of the processor and a part of the usual stack.
+2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
+3. The process is started by the first grammar. What was tried is remembered by its digest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections import OrderedDict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from slipstream.base.child import Child, bounded
+from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
+from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.tree import DraftTree
+
+CPU_S = 0.1  # of one trial: common grammars take a twentieth of it
+MEMORY = 1 << 30  # bytes that the process may map
+STACK = 2 << 20  # bytes: a thread that answers has four times as much
+STEPS = 8
+REMEMBERED = 512
+TOO_MUCH = "cannot be compiled: it takes more work than a request may"
+
+
+class Trial:
+    """Of grammars for one model. Threads may share it; they wait for one another."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: of the model, with a tokenizer.json."""
+        self._opening = json.dumps(str(folder / "tokenizer.json")).encode()
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises InvalidRequest, also for a grammar that costs too much; blocks meanwhile."""
+        digest = sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
+        with self._lock:
+            problem = self._known.get(digest)
+            if problem is None:
+                problem = self._known[digest] = self._tried(grammar)
+                if len(self._known) > REMEMBERED:
+                    self._known.popitem(last=False)
+        if problem:
+            raise InvalidRequest("grammar", problem)
+
+    def close(self) -> None:
+        """End the process, which would else end with this object."""
+        if self._child is not None:
+            self._child.end()
+
+    def _tried(self, grammar: Grammar) -> str:
+        if self._child is None or self._child.ended:
+            self._child = Child(__spec__.name)
+            if (reply := self._child.ask(self._opening)) != "":
+                raise ModelError(f"tokenizer.json: grammars cannot use it: {reply or 'the trial ends'}")
+        reply = self._child.ask(json.dumps([grammar.kind, grammar.source]).encode())
+        if reply is None:
+            raise Unavailable("the process that tries grammars has ended; try again")
+        return str(reply)
+
+
+def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:
+    """Why ``grammar`` is refused; "" where it is not."""
+    try:
+        matcher = vocabulary.compile(grammar, Ends((0,)))
+    except InvalidRequest as error:
+        return error.message
+    root, rng = DraftTree.root_only(1, 0), np.random.default_rng(0)
+    for _ in range(STEPS):
+        masks, known = matcher.masks(root)
+        if not known:
+            return TOO_MUCH
+        allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
+        matcher.forced()
+        if not matcher.commit([int(rng.choice(allowed))]) or matcher.ended:
+            break
+    return ""
+
+
+def _apart(vocabulary: Vocabulary, grammar: Grammar) -> str:
+    """``tried`` in a fork of this process."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process, whatever that is doing
+        told: list[str] = []
+        threading.stack_size(STACK)
+        thread = threading.Thread(target=lambda: told.append(tried(vocabulary, grammar)))
+        thread.start()
+        thread.join()
+        os.write(theirs, (told[0] if told else TOO_MUCH).encode() + b"\n")
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as told_by:
+        problem = told_by.read()
+    os.waitpid(child, 0)
+    return problem[:-1].decode() if problem.endswith(b"\n") else TOO_MUCH
+
+
+def main() -> None:
+    """Answer line by line: first where the tokenizer is, then grammars."""
+    bounded(MEMORY)
+    vocabulary: Vocabulary | None = None
+    for line in sys.stdin.buffer:
+        asked: Any = json.loads(line)
+        if vocabulary is None:
+            problem = ""
+            try:
+                tokenizer = Tokenizer.from_file(asked)
+                tokenizer.no_truncation()
+                tokenizer.no_padding()
+                vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
+            except Exception as error:
+                problem = str(error)[:200] or type(error).__name__
+        else:
+            problem = _apart(vocabulary, Grammar(*asked))
+        sys.stdout.write(json.dumps(problem) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,105 @@
+"""What a grammar may cost, whoever sends it: what is too much is refused by name, and nothing else suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
+from slipstream.grammar.trial import Trial
+from slipstream.models.folder import load_tokenizer
+from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.tree import DraftTree
+from tests.pair import target
+from tests.routing import CHAT, HELLO, routing
+from tests.tiny import EOS, VOCAB
+
+DEEP = {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
+        | {"d1200": {"type": "null"}}, "$ref": "#/$defs/d0"}
+COSTLY = {  # what ends a process, or keeps one busy for seconds, where nobody looks after it
+    "a thread's stack": Grammar("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1} \"b\"\n" for i in range(3900))
+                                + 'r3900: "a"'),
+    "quadratic": Grammar("regex", ".?" * 3000),
+    "names": Grammar("lark", "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(60)) + 'T60: "a"'),
+    "deep schema": Grammar("json_schema", json.dumps(DEEP)),
+    "many properties": Grammar("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2500)}})),
+}
+WRONG = {
+    "recursive": Grammar("json_schema", '{"$ref": "#"}'),
+    "unknown keyword": Grammar("json_schema", '{"uniqueItems": true, "type": "array"}'),
+    "no regex": Grammar("regex", "(("), "empty": Grammar("regex", "[^\\x00-\\U0010FFFF]"),
+    "nested": Grammar("json_schema", '{"items":' * 2000 + "{}" + "}" * 2000),
+    "no lark": Grammar("lark", "start: other"), "no token": Grammar("lark", "start: <|none|>"),
+}
+FINE = {
+    "recursive": Grammar("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
+    "exponential elsewhere": Grammar("regex", "(a|b)*a(a|b){1000}"), "nested stars": Grammar("regex", "((a+)+)+b"),
+    "special token": Grammar("lark", 'start: "a" <|im_start|>'),
+    "200 properties": Grammar("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"}
+                                                                         for i in range(200)}})),
+}
+
+
+@pytest.fixture(scope="module")
+def trial(tiny_folder: Path) -> Iterator[Trial]:
+    trial = Trial(tiny_folder)
+    yield trial
+    trial.close()
+
+
+@pytest.mark.parametrize("grammar", [*COSTLY.values(), *WRONG.values()], ids=[*COSTLY, *WRONG])
+def test_what_is_wrong_or_costs_too_much_is_refused(grammar: Grammar, trial: Trial) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        trial.check(grammar)
+    assert refused.value.field == "grammar" and len(refused.value.message) < 400
+    trial.check(Grammar("regex", "[a-z]+"))
+
+
+@pytest.mark.parametrize("grammar", FINE.values(), ids=FINE)
+def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
+    trial.check(grammar)
+
+
+async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: Path) -> None:
+    """A megabyte of schema, an exploding regex, a schema that is nothing but itself."""
+    big = {"type": "object", "properties": {f"{i:070}": {"type": "string"} for i in range(10_000)}}
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": big}}},
+         "response_format.json_schema.schema"),
+        ({"guided_regex": COSTLY["quadratic"].source}, "guided_regex"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs"),
+        ({"guided_grammar": COSTLY["a thread's stack"].source}, "guided_grammar"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ]
+    async with target(tiny_folder, slots=4096) as rig, routing(tiny_folder, rig.service) as r:
+        choice = await r.post(CHAT, messages=HELLO, guided_choice=["yes", "no"])
+        assert choice.json()["choices"][0]["message"]["content"] in ("yes", "no")
+        for fields, named in asked:
+            refused, served = await asyncio.gather(r.post(CHAT, messages=HELLO, **fields),
+                                                   r.post(CHAT, messages=HELLO, max_tokens=2))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == named, refused.text
+            assert served.status_code == 200
+
+
+def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) -> None:
+    """llguidance counts what all copies of a matcher have built: of two answers, one would have ended the other."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    dear = Grammar("regex", ".*a.{30}b.*")
+
+    def said(most: int) -> int:
+        matcher = vocabulary.compile(dear, Ends((EOS,)))
+        for count in range(most):
+            _, known = matcher.masks(DraftTree.root_only(1, 0))
+            if not known:
+                return count
+            matcher.commit([97 + (count * 7919 >> 3) % 2])
+        return most
+
+    assert said(200) == said(200)
