@@ -22,7 +22,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -105,18 +105,31 @@ class Caller(Generic[Deltas]):
         return self._stream(Asked("Complete", lambda options: encode_complete(model, prompt, options),
                                   _options(options)))
 
-    def _begin(self, at: int, asked: Asked) -> Any:
-        method = self._channels[at].unary_stream(f"/{INFERENCE_SERVICE}/{asked.name}")
-        return method(asked.request(), metadata=self._metadata)
+    @contextmanager
+    def _router(self) -> Iterator[Any]:
+        """A channel to the router that is used now. What it does wrong is an error of ours, and if it cannot be asked
+        the next one is used from then on."""
+        at = self._at
+        try:
+            with translated(self._addresses[at]):
+                yield self._channels[at]
+        except (Unavailable, Draining):
+            if self._at == at:  # others may have found out before
+                self._at = (at + 1) % len(self._channels)
+            raise
 
-    def _models(self, at: int) -> Any:
-        method = self._channels[at].unary_unary(f"/{INFERENCE_SERVICE}/ListModels")
-        return method(b"", metadata=self._metadata, timeout=INFO_S)
+    @contextmanager
+    def _call(self, asked: Asked) -> Iterator[Any]:
+        """What comes of asking for what is left."""
+        with self._router() as channel:
+            call = channel.unary_stream(f"/{INFERENCE_SERVICE}/{asked.name}")(asked.request(), metadata=self._metadata)
+            try:
+                yield call
+            finally:
+                call.cancel()
 
-    def _leave(self, at: int) -> None:
-        """Whoever is there cannot be asked; others may have found out before."""
-        if self._at == at:
-            self._at = (at + 1) % len(self._channels)
+    def _list(self, channel: Any) -> Any:
+        return channel.unary_unary(f"/{INFERENCE_SERVICE}/ListModels")(b"", metadata=self._metadata, timeout=INFO_S)
 
     def _stream(self, asked: Asked) -> Deltas:
         """The deltas of ``asked``, when they are asked for."""
@@ -132,18 +145,13 @@ class Client(Caller[Iterator[Delta]]):
 
     def models(self) -> list[str]:
         for _ in self._channels[1:]:
-            with suppress(Unavailable):
+            with suppress(Unavailable, Draining):
                 return self._ask_models()
         return self._ask_models()
 
     def _ask_models(self) -> list[str]:
-        at = self._at
-        try:
-            with translated(self._addresses[at]):
-                return decode_models(self._models(at))
-        except Unavailable:
-            self._leave(at)
-            raise
+        with self._router() as channel:
+            return decode_models(self._list(channel))
 
     def close(self) -> None:
         for channel in self._channels:
@@ -157,18 +165,13 @@ class Client(Caller[Iterator[Delta]]):
 
     def _stream(self, asked: Asked) -> Iterator[Delta]:
         while True:
-            at = self._at
-            call = self._begin(at, asked)
             try:
-                with translated(self._addresses[at]):
+                with self._call(asked) as call:
                     for data in call:
                         yield asked.take(decode_delta(data))
                 return
             except (Unavailable, Draining) as error:
-                self._leave(at)
                 pause_s = asked.again(error)
-            finally:
-                call.cancel()
             time.sleep(pause_s)
 
 
@@ -181,18 +184,13 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
 
     async def models(self) -> list[str]:
         for _ in self._channels[1:]:
-            with suppress(Unavailable):
+            with suppress(Unavailable, Draining):
                 return await self._ask_models()
         return await self._ask_models()
 
     async def _ask_models(self) -> list[str]:
-        at = self._at
-        try:
-            with translated(self._addresses[at]):
-                return decode_models(await self._models(at))
-        except Unavailable:
-            self._leave(at)
-            raise
+        with self._router() as channel:
+            return decode_models(await self._list(channel))
 
     async def aclose(self) -> None:
         for channel in self._channels:
@@ -206,18 +204,13 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
 
     async def _stream(self, asked: Asked) -> AsyncIterator[Delta]:
         while True:
-            at = self._at
-            call = self._begin(at, asked)
             try:
-                with translated(self._addresses[at]):
+                with self._call(asked) as call:
                     async for data in call:
                         yield asked.take(decode_delta(data))
                 return
             except (Unavailable, Draining) as error:
-                self._leave(at)
                 pause_s = asked.again(error)
-            finally:
-                call.cancel()
             await asyncio.sleep(pause_s)
 
 
