@@ -103,7 +103,8 @@ async def test_silence_takes_readiness_away_and_a_beat_gives_it_back() -> None:
     with capture_logs() as lines:
         await asyncio.gather(passes(), until(stop, vitals, show=show))
     goes.set()
-    assert [line["event"] for line in lines] == ["silent: not ready", "goes on"]
+    assert [(line["event"], line["thread"]) for line in lines] == [
+        ("silent: not ready", "target-worker"), ("goes on", "target-worker")]
 
 
 async def test_a_background_task_that_fails_ends_the_service() -> None:

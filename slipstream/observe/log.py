@@ -49,6 +49,7 @@ class Lenient:
 def configure(section: LogSection, stream: TextIO | None = None) -> None:
     """Send all logs of this process, those of libraries included, to ``stream`` (None: standard error)."""
     out = sys.stderr if stream is None else stream
+    lenient = cast(TextIO, Lenient(out))
     level = logging.getLevelNamesMapping()[section.level.upper()]
     shared: list[Any] = [
         structlog.stdlib.add_log_level,
@@ -60,9 +61,9 @@ def configure(section: LogSection, stream: TextIO | None = None) -> None:
     structlog.configure(
         processors=[structlog.contextvars.merge_contextvars, *shared, structlog.processors.format_exc_info, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, Lenient(out))),
+        logger_factory=structlog.WriteLoggerFactory(file=lenient),
     )
-    _adopt_libraries(cast(TextIO, Lenient(out)), level, shared, renderer)
+    _adopt_libraries(lenient, level, shared, renderer)
 
 
 def logger(name: str) -> Any:

@@ -64,7 +64,8 @@ class Vitals:
         self._lock = threading.Lock()
         self._threads: list[Supervised] = []
         self._error: SlipstreamError | None = None
-        self._awaited = self._silent = False
+        self._awaited = False
+        self._silent: str | None = None  # as it was told
         self._last: threading.Timer | None = None
 
     def thread(self, name: str, work: Callable[[], None]) -> Supervised:
@@ -100,11 +101,12 @@ class Vitals:
                 self._arm()
         if self._error is not None:
             raise self._error
-        silent = self._silence()
-        if (silent is not None) != self._silent:
-            self._silent = silent is not None
-            (self._log.warning if self._silent else self._log.info)(
-                "silent: not ready" if self._silent else "goes on", threads=[one.name for one in self._threads])
+        silent, before = self._silence(), self._silent
+        if silent is not None and before is None:
+            self._log.warning("silent: not ready", thread=silent)
+        elif silent is None and before is not None:
+            self._log.info("goes on", thread=before)
+        self._silent = silent
         return silent is None
 
     def end(self) -> None:
@@ -121,6 +123,7 @@ class Vitals:
             self._last.start()
 
     def _silence(self) -> str | None:
+        """The name of a thread that is silent."""
         now_s = self.clock()
         return next((one.name for one in self._threads
                      if (beaten_s := one.beaten_s) is not None and now_s - beaten_s > SILENT_S), None)
