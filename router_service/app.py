@@ -253,24 +253,16 @@ class Surface:
 
     async def _answer(self, request: Request, asked: Asked, reply_to: Callable[[Run, Origin], Reply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
-        shown = request.headers.get(LAST_EVENT_ID)
-        reached = read(shown) if shown else None
-        may_go_on = bool(body.stream) and asked.num_answers == 1 and self._gateway.repeats(asked.options)
+        reached = self._reached(request, asked, body)
         if reached is not None:
-            if not may_go_on:
-                raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
-            asked = _again(asked, body, reached)
+            asked = asked.again(reached.origin.seed, reached.origin.identity)
         client, run = await self._begun(request, asked)
         origin = reached.origin if reached is not None else Origin(
             run.id, run.created, asked.options.sampling.seed, run.identity)
         reply = reply_to(run, origin)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
-            wanted = reached is not None or "text/event-stream" in request.headers.get("accept", "")
-            ids = None
-            if wanted and may_go_on and origin.identity:
-                ids = EventIds(origin, check_of(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
-            events = self._events(run, reply, ids, body, request.scope[REQUEST_ID])
+            events = self._events(run, reply, self._ids(request, run, origin, reached), body, request.scope[REQUEST_ID])
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         await _taken(run, client, lambda number, delta: answers[number].append(delta))
@@ -321,6 +313,27 @@ class Surface:
         self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
         self._gateway.failed(run.job.endpoint, error)
 
+    def _reached(self, request: Request, asked: Asked, body: ChatBody | CompletionBody) -> Reached | None:
+        """What the client shows that it has of the answer. Raises InvalidRequest where it cannot be this request's."""
+        shown, options = request.headers.get(LAST_EVENT_ID), asked.options
+        if not shown:
+            return None
+        reached = read(shown)
+        if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)):
+            raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
+        if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
+                or (body.seed is not None and options.sampling.seed != reached.origin.seed)):
+            raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to")
+        return reached
+
+    def _ids(self, request: Request, run: Run, origin: Origin, reached: Reached | None) -> EventIds | None:
+        """None: nobody asks for them, or the answer could not be computed again."""
+        wanted = "text/event-stream" in request.headers.get("accept", "")
+        again = origin.identity and run.job.num_answers == 1 and self._gateway.repeats(run.job.options)
+        if reached is None and not (wanted and again):
+            return None
+        return EventIds(origin, check_of(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
+
     def _left_out(self, unknown: Unknown) -> dict[str, str]:
         if not unknown:
             return {}
@@ -369,15 +382,6 @@ async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], ob
     finally:
         client.close()
         await run.aclose()
-
-
-def _again(asked: Asked, body: ChatBody | CompletionBody, reached: Reached) -> Asked:
-    """For the answer that its client has ``reached`` so far. Raises InvalidRequest for a request that is another."""
-    options, seed = asked.options, reached.origin.seed
-    too_many = options.max_tokens is not None and reached.tokens > options.max_tokens
-    if too_many or (body.seed is not None and options.sampling.seed != seed):
-        raise InvalidRequest(LAST_EVENT_ID, "is of another request; send the one that it belongs to, or leave it out")
-    return asked.again(seed, reached.origin.identity)
 
 
 def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count: int) -> list[Markup | Named]:
