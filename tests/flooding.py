@@ -63,17 +63,22 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def growth(session: int, base: int, nodes: int) -> Growth:
+def growth(session: int = 1, base: int = 3, nodes: int = 1) -> Growth:
+    """A chain."""
     return Growth(session, base, ints(*range(1, nodes + 1)), ints(-base, *range(1, nodes)), ints(*[7] * nodes),
                   np.zeros(nodes, np.float32))
 
 
 def repeated(message: draft_pb2.ExchangeResponse | draft_pb2.ExchangeRequest, times: int) -> bytes:
-    message.frame.items.extend([message.frame.items[0]] * (times - 1))
+    """Its only item so often."""
+    items = [message.frame.items[0]] * times
+    del message.frame.items[:]
+    message.frame.items.extend(items)
     return message.SerializeToString()
 
 
 def frame(incarnation: int, item: TargetBound, times: int) -> bytes:
+    """One frame, however long."""
     (one,), _ = encode_draft_frames(incarnation, [item], 1 << 22)
     return repeated(draft_pb2.ExchangeResponse.FromString(one), times)
 

@@ -59,25 +59,11 @@ from slipstream.wire.codec import (
 )
 from slipstream.wire.link import DraftLink, DraftServicer, Outbox, Pumps, WireCounts
 from slipstream.wire.server import GrpcServer
+from tests.flooding import frame, growth
 from tests.test_draft_worker import Listener, commit
 from tests.test_wire import DRAFT, HELLO, LOOPBACK, RULES, WIRE, Echo, Target, eventually, ints, raw_draft
 
 MANY = 100_000  # of 40 bytes
-
-
-def growth(session: int = 1, base: int = 3, nodes: int = 1) -> Growth:
-    parents = ints(-base, *range(1, nodes))
-    return Growth(session, base, ints(*range(1, nodes + 1)), parents, ints(*[7] * nodes), np.zeros(nodes, np.float32))
-
-
-def frame(incarnation: int, item: TargetBound, times: int) -> bytes:
-    """One frame, however long."""
-    (one,), _ = encode_draft_frames(incarnation, [item], 1 << 24)
-    message = draft_pb2.ExchangeResponse.FromString(one)
-    items = [message.frame.items[0]] * times
-    del message.frame.items[:]
-    message.frame.items.extend(items)
-    return message.SerializeToString()
 
 
 # What a gRPC message holds at most is 4 MiB, so longer ones are several frames.
