@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,8 @@ from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.graphs import Capture, CudaCapture, Replay, capture_eager
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Growth
+from tests.both import MIXED, Both
 from tests.eagle_folder import write_eagle_folder
 from tests.pretended import GPU, pretended
 from tests.test_pretended import LaunchedPages
@@ -24,7 +24,6 @@ from tests.tiny import VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 4), (2, 3), (1, 5), (3, 2)]  # topk, num_steps
-MIXED = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=3), Sampling(frequency_penalty=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
     return read_head(write_eagle_folder(folder / "head"), write_tiny_model(folder / "target", num_hidden_layers=8))
 
 
-class Both:
-    """A drafter that grows at once, another that does not, told and asked the same."""
+class AtOnce(Both):
+    """A drafter that grows at once, and another that does not."""
 
     def __init__(self, head: EagleHead, topk: int, steps: int, capture: Capture = capture_eager,
                  slots: int = 900, pages: PagedAttention | None = None, device: torch.device = CPU) -> None:
@@ -43,44 +42,15 @@ class Both:
                     for spare in (spare_slots(topk, steps - 1), 0)]
         self.at_once = GraphLevels(networks[0], pages or TorchAttention(head.config, torch.float64), topk,
                                    steps - 1, capture)
-        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.at_once),
-                         NeuralDrafter("eagle3", networks[1], growth, 20)]
-        self.width = networks[0].features.width
-        self.dice = np.random.default_rng(0)
-        self.bases: dict[int, int] = {}
+        super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.at_once),
+                          NeuralDrafter("eagle3", networks[1], growth, 20)],
+                         networks[0].features.width, torch.float64, 1e-9)
 
-    def states(self, session: int, start: int, count: int) -> Features:
-        return Features(session, start, self.dice.standard_normal((count, self.width)).tobytes(), count, "float64")
-
-    def open(self, session: int, length: int, sampling: Sampling = MIXED[0]) -> None:
-        tokens = self.dice.integers(VOCAB, size=length).astype(np.int32)
-        features = self.states(session, 0, length - 1)
-        self.bases[session] = length
-        for drafter in self.drafters:
-            drafter.open([Open(session, tokens, 1, sampling)])
-            drafter.absorb([features])
-
-    def commit(self, session: int, tokens: list[int]) -> None:
-        features = self.states(session, self.bases[session] - 1, len(tokens))
-        for drafter in self.drafters:
-            drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32), features)])
-        self.bases[session] += len(tokens)
-
-    def grow(self, sessions: list[int], budget: int = 12, steps: int = 0) -> list[Growth]:
+    def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:
         for loop in self.at_once.loops():
             for buffer in loop.buffers():
                 buffer.fill_(torch.nan if buffer.is_floating_point() else 1 << 20)
-        found, right = (drafter.grow(sessions, [budget] * len(sessions), steps) for drafter in self.drafters)
-        assert len(found) == len(right)
-        for one, other in zip(found, right, strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
-            assert np.allclose(one.scores, other.scores, rtol=0, atol=1e-9)
-        return found
-
-    def close(self) -> None:
-        for drafter in self.drafters:
-            drafter.close(list(self.bases))
-            assert drafter.slots.num_free == drafter.slots.num_slots, "slots were lost"
+        return super().grow(sessions, budgets, steps)
 
 
 class Counted:
@@ -103,7 +73,7 @@ class Counted:
 @pytest.mark.parametrize(("topk", "steps"), SHAPES)
 def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, steps: int) -> None:
     capture = Counted()
-    both = Both(head, topk, steps, capture)
+    both = AtOnce(head, topk, steps, capture)
     for session, length in enumerate((9, 30, 2, 17, 41), start=1):
         both.open(session, length)
     growths = both.grow([1, 2, 3, 4, 5])
@@ -119,13 +89,13 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
 @pytest.mark.parametrize("seed", range(3))
 def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int) -> None:
     capture, rng = Counted(), random.Random(seed)
-    both = Both(head, 3, 4, capture)
+    both = AtOnce(head, 3, 4, capture)
     for _ in range(40):
         kind = rng.random()
         if kind < 0.3 or not both.bases:
             both.open(rng.randrange(1, 12), rng.randrange(2, 40), rng.choice(MIXED))
         chosen = rng.sample(sorted(both.bases), rng.randrange(1, len(both.bases) + 1))
-        growths = both.grow(chosen, rng.choice([12, 12, 12, 3, 0]), rng.choice([0, 0, 0, 1]))
+        growths = both.grow(chosen, [rng.choice([12, 12, 12, 3, 0])] * len(chosen), rng.choice([0, 0, 0, 1]))
         for growth in growths:
             if rng.random() < 0.7:
                 path = growth.tokens[: rng.randrange(3)].tolist() if len(growth.tokens) else []
@@ -135,7 +105,7 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, seed: int) ->
 
 
 def test_where_the_device_chose_other_rows_the_tree_goes_on_level_by_level(head: EagleHead) -> None:
-    both: list[Both] = []
+    both: list[AtOnce] = []
 
     def capture(run: Callable[[], None]) -> Replay:
         run()
@@ -147,7 +117,7 @@ def test_where_the_device_chose_other_rows_the_tree_goes_on_level_by_level(head:
 
         return replay
 
-    both.append(Both(head, 4, 4, capture))
+    both.append(AtOnce(head, 4, 4, capture))
     both[0].open(1, 20)
     both[0].grow([1])
     both[0].close()
@@ -157,7 +127,7 @@ def test_what_cannot_be_captured_grows_level_by_level(head: EagleHead) -> None:
     def capture(run: Callable[[], None]) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    both = Both(head, 4, 4, capture)
+    both = AtOnce(head, 4, 4, capture)
     both.open(1, 20)
     both.grow([1])
     assert not both.at_once.loops() and both.at_once.warm() == 0
@@ -166,7 +136,7 @@ def test_what_cannot_be_captured_grows_level_by_level(head: EagleHead) -> None:
 
 def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) -> None:
     capture = Counted()
-    both = Both(head, 4, 4, capture, slots=19 + 8)
+    both = AtOnce(head, 4, 4, capture, slots=19 + 8)
     both.open(1, 20)
     (growth,) = both.grow([1])
     assert len(growth.tokens) == 12 and capture.replayed == 0
@@ -175,7 +145,7 @@ def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) 
 
 def test_loops_are_made_at_the_start_for_a_few_numbers_of_sessions(head: EagleHead) -> None:
     capture = Counted()
-    assert Both(head, 2, 3, capture).at_once.warm() == 4 == capture.made
+    assert AtOnce(head, 2, 3, capture).at_once.warm() == 4 == capture.made
 
 
 def test_a_tree_that_no_word_holds_has_no_loop() -> None:
@@ -185,7 +155,7 @@ def test_a_tree_that_no_word_holds_has_no_loop() -> None:
 def test_trees_at_once_on_a_gpu_in_name(head: EagleHead) -> None:
     """A captured tree is replayed as it was recorded: nothing of it is Python's to decide again."""
     with pretended() as gpu:
-        both = Both(head, 3, 4, CudaCapture(GPU), pages=LaunchedPages(head.config, gpu), device=GPU)
+        both = AtOnce(head, 3, 4, CudaCapture(GPU), pages=LaunchedPages(head.config, gpu), device=GPU)
         assert both.at_once.warm() == len(gpu.graphs) > 1
         for session, length in enumerate((9, 30, 2), start=1):
             both.open(session, length)

@@ -18,13 +18,13 @@ from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
-from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
+from slipstream.protocol.messages import Commit, Features, Sampling
+from tests.both import MIXED, Both
 from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.tiny import VOCAB, write_tiny_model
 
 CPU = torch.device("cpu")
 SHAPES = [(4, 3), (4, 4), (2, 3), (1, 5), (3, 2), (5, 1)]  # topk, num_steps
-MIXED = (Sampling(), Sampling(), Sampling(temperature=0.8, seed=3), Sampling(frequency_penalty=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ class Watched:
         return [self.change(grown) for grown in self.levels.trees(seeds, topk)]
 
 
-class Both:
-    """A drafter that grows whole trees, another that does not, told and asked the same."""
+class WholeTrees(Both):
+    """A drafter that grows whole trees, and another that does not."""
 
     def __init__(self, head: EagleHead, topk: int, steps: int, slots: int = 900,
                  change: Callable[[Grown], Grown] = lambda grown: grown, whole: bool = False) -> None:
@@ -64,48 +64,14 @@ class Both:
         networks = [EagleNetwork(head, "bfloat16", CPU, slots, kernels="native", whole=whole) for _ in range(2)]
         assert networks[0].native is not None
         self.watched = Watched(networks[0].native, change)
-        self.drafters = [NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.watched),
-                         NeuralDrafter("eagle3", networks[1], growth, 20)]
-        self.width = networks[0].features.width
-        self.dice = np.random.default_rng(0)
-        self.bases: dict[int, int] = {}
-
-    def states(self, session: int, start: int, count: int) -> Features:
-        rows = torch.from_numpy(self.dice.standard_normal((count, self.width))).to(torch.bfloat16)
-        return Features(session, start, rows.view(torch.uint8).numpy().tobytes(), count, "bfloat16")
-
-    def open(self, session: int, length: int, sampling: Sampling = MIXED[0]) -> None:
-        tokens = self.dice.integers(VOCAB, size=length).astype(np.int32)
-        features = self.states(session, 0, length - 1)
-        self.bases[session] = length
-        for drafter in self.drafters:
-            drafter.open([Open(session, tokens, 1, sampling)])
-            drafter.absorb([features])
-
-    def commit(self, session: int, tokens: list[int]) -> None:
-        features = self.states(session, self.bases[session] - 1, len(tokens))
-        for drafter in self.drafters:
-            drafter.commit([Commit(session, self.bases[session], np.array(tokens, np.int32), features)])
-        self.bases[session] += len(tokens)
-
-    def grow(self, sessions: list[int], budgets: Sequence[int] = (), steps: int = 0) -> list[Growth]:
-        budgets = budgets or [12] * len(sessions)
-        found, right = (drafter.grow(sessions, budgets, steps) for drafter in self.drafters)
-        assert len(found) == len(right)
-        for one, other in zip(found, right, strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
-            assert np.allclose(one.scores, other.scores, rtol=0, atol=1e-5)
-        return found
-
-    def close(self) -> None:
-        for drafter in self.drafters:
-            drafter.close(list(self.bases))
-            assert drafter.slots.num_free == drafter.slots.num_slots, "slots were lost"
+        super().__init__([NeuralDrafter("eagle3", networks[0], growth, 20, levels=self.watched),
+                          NeuralDrafter("eagle3", networks[1], growth, 20)],
+                         networks[0].features.width, torch.bfloat16, 1e-5)
 
 
 @pytest.mark.parametrize(("topk", "steps"), SHAPES)
 def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, steps: int) -> None:
-    both = Both(head, topk, steps)
+    both = WholeTrees(head, topk, steps)
     for session, length in enumerate((9, 16, 2, 17, 4), start=1):
         both.open(session, length)
     growths = both.grow([1, 2, 3, 4, 5])
@@ -120,7 +86,7 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
 
 
 def test_a_tree_goes_on_from_its_own_states_after_others_of_its_shape(head: EagleHead) -> None:
-    both = Both(head, 3, 3)
+    both = WholeTrees(head, 3, 3)
     for session, length in ((1, 9), (2, 14)):
         both.open(session, length)
     for _ in range(2):
@@ -131,7 +97,7 @@ def test_a_tree_goes_on_from_its_own_states_after_others_of_its_shape(head: Eagl
 
 
 def test_sessions_that_want_few_levels_share_the_call(head: EagleHead) -> None:
-    both = Both(head, 3, 4)
+    both = WholeTrees(head, 3, 4)
     for session in range(1, 10):
         both.open(session, 5 + session)
     both.grow(list(range(1, 10)), [1, 12, 2, 0, 3, 12, 2, 1, 12])
@@ -144,7 +110,8 @@ def test_sessions_that_want_few_levels_share_the_call(head: EagleHead) -> None:
 def test_a_population_of_sessions_notices_nothing(head: EagleHead, change: dict[str, int], residual: bool,
                                                   whole: bool) -> None:
     rng = random.Random(len(str(change)) + residual)
-    both = Both(replace(head, config=replace(head.config, **change), norm_before_residual=residual), 3, 4, whole=whole)
+    changed = replace(head, config=replace(head.config, **change), norm_before_residual=residual)
+    both = WholeTrees(changed, 3, 4, whole=whole)
     for _ in range(40):
         if rng.random() < 0.4 or not both.bases:
             both.open(rng.randrange(1, 12), rng.randrange(2, 24), rng.choice(MIXED))
@@ -159,7 +126,7 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, change: dict[
 
 
 def test_where_other_rows_were_chosen_the_tree_goes_on_level_by_level(head: EagleHead) -> None:
-    both = Both(head, 4, 4, change=lambda grown: replace(grown, picks=[*grown.picks[:2], grown.picks[2][::-1]]))
+    both = WholeTrees(head, 4, 4, change=lambda grown: replace(grown, picks=[*grown.picks[:2], grown.picks[2][::-1]]))
     both.open(1, 12)
     both.grow([1])
     assert both.watched.calls == [1]
@@ -167,7 +134,7 @@ def test_where_other_rows_were_chosen_the_tree_goes_on_level_by_level(head: Eagl
 
 
 def test_states_that_are_no_numbers_grow_nothing(head: EagleHead) -> None:
-    both = Both(head, 4, 4)
+    both = WholeTrees(head, 4, 4)
     both.open(1, 12)
     rows = torch.full((1, both.width), torch.nan, dtype=torch.bfloat16)
     features = Features(1, 11, rows.view(torch.uint8).numpy().tobytes(), 1, "bfloat16")
@@ -179,7 +146,7 @@ def test_states_that_are_no_numbers_grow_nothing(head: EagleHead) -> None:
 
 
 def test_too_few_slots_for_a_whole_tree_are_enough_for_a_level(head: EagleHead) -> None:
-    both = Both(head, 4, 4, slots=11 + 8)
+    both = WholeTrees(head, 4, 4, slots=11 + 8)
     both.open(1, 12)
     (growth,) = both.grow([1])
     assert len(growth.tokens) == 12 and both.watched.calls == []
