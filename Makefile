@@ -21,7 +21,7 @@ NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, o
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm lint proto bench bench-peers bench-load bench-router \
-	bench-floods bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
+	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
 help:  ## what there is
@@ -120,6 +120,9 @@ bench-network: setup  ## schedules against round trips, on timed devices between
 
 bench-floods: setup  ## what a peer costs that floods: a draft against a target, and a target against a draft that serves another
 	$(BIN)/python -m tests.flooding $(ARGS)
+
+bench-overload: setup  ## goodput, waits and refusals at up to ten times what a timed target can do, in an open loop over sockets
+	$(BIN)/python -m bench.overload $(ARGS)
 
 # On a machine without .venv: its own python3, and what gpu-bundle brought.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=build/gpu-bundle/site python3)

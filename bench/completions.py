@@ -42,6 +42,20 @@ class Answered:
         return self.tokens / self.total_s
 
 
+class Refused(Unavailable):
+    """An answer that is an error. ``code`` as in the API's shape, "" where the body has none; ``retry_after_s`` 0: it
+    does not say when to come back."""
+
+    def __init__(self, port: int, status: int, head: bytes, body: bytes) -> None:
+        super().__init__(f"port {port}: {status} {body[:500]!r}")
+        told = head.lower().partition(b"\r\nretry-after:")[2].split(b"\r\n", 1)[0]
+        self.status, self.retry_after_s = status, float(told or 0)
+        try:
+            self.code = str(json.loads(body)["error"]["code"])
+        except (ValueError, LookupError, TypeError):
+            self.code = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """Where completions are served. ``kept``: connections that are open and idle, for requests to come; None: each
@@ -55,7 +69,8 @@ class Server:
 
     async def ask(self, prompt: str | Sequence[int], max_tokens: int, extra: Mapping[str, Any],
                   came: list[float] | None = None) -> Answered:
-        """Ask greedily, read all of the answer; ``came`` is told when each piece came. Raises Unavailable."""
+        """Ask greedily, read all of the answer; ``came`` is told when each piece came. Raises Refused where the server
+        says no, else Unavailable."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "stream": True,
                 "stream_options": {"include_usage": True}, **extra}
         began_s = time.perf_counter()
@@ -87,8 +102,8 @@ class Server:
                 b"Accept: %b\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n%b"
                 % (self.host.encode(), accept, len(body), manner, body))
             head = await reader.readuntil(b"\r\n\r\n")
-            if b" 200 " not in head.split(b"\r\n", 1)[0]:
-                raise Unavailable(f"port {self.port}: {head[:80]!r} {(await reader.read(500))!r}")
+            if (status := int(head.split(b" ", 2)[1])) != 200:
+                raise Refused(self.port, status, head, await reader.read(-1 if self.kept is None else MAX_LINE))
             rest = b""
             async for chunk in _chunks(reader):
                 *lines, rest = (rest + chunk).split(b"\n")

@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -50,12 +50,13 @@ class Rig:
 
 
 @asynccontextmanager
-async def routed(timing: Timing) -> AsyncIterator[Rig]:
-    """Raises Unavailable."""
-    async with deployed(timing, drafts=0, settings=("target.max_sessions=128",)) as timed:
+async def routed(timing: Timing, drafts: int = 0, settings: Sequence[str] = ("target.max_sessions=128",)) \
+        -> AsyncIterator[Rig]:
+    """``settings`` go to all. Raises Unavailable."""
+    async with deployed(timing, drafts=drafts, settings=settings) as timed:
         (target,), (client,), grpc = timed.targets, timed.clients, free_port()
         router = service("router", "routing-router", LOGS, (f"router.grpc_listen=127.0.0.1:{grpc}",
-                         f"router.targets=['{target.address}']"))
+                         f"router.targets=['{target.address}']", *settings))
         http = Server(int(router.address.rpartition(":")[2]), "timed", kept=[])
         with_ids = replace(http, kept=[], ids=True)
 

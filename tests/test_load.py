@@ -1,4 +1,4 @@
-"""``make bench-load``: what aiperf is told, what is read from it, and what is said without it."""
+"""``make bench-load``: what aiperf is told, what is read from it, and what is said without it; rows of overload."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.completions import Answered, Refused
 from bench.load import FIGURES, questions, row_of, run
+from bench.overload import Seen, verdict
 from slipstream.base.errors import ConfigError, Unavailable
 
 
@@ -33,3 +35,16 @@ def test_a_run_without_answers_is_an_error_that_names_the_run() -> None:
 async def test_without_aiperf_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make bench-peers"):
         await run(argparse.Namespace(peers=tmp_path))
+
+
+def test_a_row_of_overload_tells_goodput_and_which_refusals_are_not_as_they_should_be() -> None:
+    head = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3\r\n\r\n"
+    said = [(head, b'{"error": {"code": "server_overloaded"}}'), (head, b"busy"),
+            (b"HTTP/1.1 429 Too Many Requests\r\n\r\n", b'{"error": {"code": "server_overloaded"}}')]
+    seen = Seen([20.0, 50.0, 60.0], [Answered(20, 0.5, 2.0, rounds=8)] * 100, lasted_s=12.0,
+                refusals=[Refused(1, 429, *words) for words in said], counted=2.0)
+    row = seen.row(2.0, 16.0)
+    assert (row["goodput"], row["first_p99_s"], row["whole_p99_s"], row["a_round"]) == (50.0, 0.5, 2.0, 2.5)
+    assert (row["refused"], row["untold"], row["uncounted"], row["told_s"]) == (3, 2, 1, 3.0)
+    peak = Seen([62.5], seen.answers, lasted_s=12.0).row(1.0, 8.0)
+    assert "0.80 of the peak" in verdict([peak, row], 1.0)
