@@ -65,7 +65,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         first = end
     try:
         batch = builder.build(runner.model.device)
-        returns_at_once = batch.tokens.device.type != "cpu"
+        returns_at_once = batch.device.type != "cpu"
         if not returns_at_once:
             meanwhile()
         logits, best = runner.scored(batch)

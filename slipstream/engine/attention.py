@@ -99,7 +99,7 @@ def plan_pages(batch: ForwardBatch, window: int = 0) -> PagePlan:
     segments, count = len(batch.mask_lens), batch.num_rows
     host = np.array((batch.q_indptr, batch.kv_indptr, (*batch.mask_lens, 0)))
     q_indptr, kv_indptr, mask_lens = host[0], host[1], host[2, :segments]
-    q, n = np.diff(host[:2])
+    q, n = host[:2, 1:] - host[:2, :-1]
     own = n - q_indptr[1:]  # of a causal row its own entry, without the row's place in the batch
     whole = n - mask_lens
     if count > segments:  # else there is a row for each
@@ -326,7 +326,7 @@ class TorchAttention:
 
     def plan(self, batch: ForwardBatch) -> Attend:
         config = self._config
-        plan = plan_attention(plan_pages(batch, config.sliding_window), config.group, self._dtype, batch.tokens.device)
+        plan = plan_attention(plan_pages(batch, config.sliding_window), config.group, self._dtype, batch.device)
         return partial(attend, plan=plan, scale=config.head_dim**-0.5)
 
     def fixed(self, pages: PageTensors, apart: bool = False) -> FixedAttention:

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from slipstream.engine.table import Row, SlotTable
 from slipstream.protocol.tree import MAX_NODES
 
+SENT = ("tokens", "positions", "slots", "words", "logit_rows")  # of ``HostRows``
+
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
@@ -46,26 +48,59 @@ class HostRows:
         arrays = (self.tokens, self.positions, self.slots, self.words, self.logit_rows)
         if device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
+        # A copy to a device costs more to begin than its bytes: one for all.
         whole = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
         return whole.split_with_sizes([len(array) for array in arrays])
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The arrays of one forward pass. Host-side bookkeeping is plain Python: backends plan on the host."""
+    """One forward pass. What planning on the host reads is plain Python and numpy; the tensors of its rows, of those
+    names in ``host``, are sent to the device when somebody asks for the first of them, all in one copy."""
 
-    tokens: torch.Tensor  # int64 [T]
-    positions: torch.Tensor  # int64 [T]
-    slots: torch.Tensor  # int64 [T] where each row's K and V are written
+    host: HostRows
     q_indptr: tuple[int, ...]  # [B + 1] rows of segment b: q_indptr[b] : q_indptr[b + 1]
     kv_indptr: tuple[int, ...]  # [B + 1] the sums of the segments' entries
     mask_lens: tuple[int, ...]  # [B] 0: causal
-    words: torch.Tensor  # int64 [T], the bits of the uint64 ancestor word; unused where mask_len is 0
-    logit_rows: torch.Tensor  # int64 [R] rows whose logits are wanted, ascending
-    host: HostRows  # the same numbers where the host reads them: nothing is copied back from a device to plan with
+    device: torch.device
     features: torch.Tensor | None = None  # [T, F] further input of draft heads
     kv_begins: tuple[int, ...] | None = None  # [B] where segments begin in a table; None: ``kv_slots`` lists them
     table: SlotTable | None = None  # the one
+    _there: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [T]."""
+        return self._at("tokens")
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]."""
+        return self._at("positions")
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [T], where each row's K and V are written."""
+        return self._at("slots")
+
+    @property
+    def words(self) -> torch.Tensor:
+        """int64 [T], the bits of the uint64 ancestor word; unused where mask_len is 0."""
+        return self._at("words")
+
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        """int64 [R], rows whose logits are wanted, ascending."""
+        return self._at("logit_rows")
+
+    def _at(self, name: str) -> torch.Tensor:
+        if name not in self._there:
+            self._there.update(zip(SENT, self.host.placed(self.device), strict=True))
+        return self._there[name]
+
+    def there(self, name: str, tensor: torch.Tensor) -> None:
+        """One of the tensors has come with something else."""
+        self._there[name] = tensor
 
     @property
     def num_rows(self) -> int:
@@ -86,16 +121,7 @@ class ForwardBatch:
     @property
     def kv_slots(self) -> torch.Tensor:
         """int64 [kv_indptr[-1]], where the batch is; of a batch that lists them, on a CPU the list itself."""
-        return torch.from_numpy(self.listed).to(self.tokens.device)
-
-    @staticmethod
-    def of(host: HostRows, q_indptr: Sequence[int], kv_indptr: Sequence[int], mask_lens: Sequence[int],
-           placed: Sequence[torch.Tensor], features: torch.Tensor | None = None,
-           kv_begins: Sequence[int] | None = None, table: SlotTable | None = None) -> ForwardBatch:
-        """placed: ``host.placed``."""
-        tokens, positions, slots, words, logit_rows = placed
-        return ForwardBatch(tokens, positions, slots, tuple(q_indptr), tuple(kv_indptr), tuple(mask_lens), words,
-                            logit_rows, host, features, None if kv_begins is None else tuple(kv_begins), table)
+        return torch.from_numpy(self.listed).to(self.device)
 
 
 def listed(entries: NDArray[Any], begins: NDArray[Any], indptr: NDArray[Any]) -> NDArray[Any]:
@@ -168,21 +194,20 @@ class BatchBuilder:
         """The finished batch. features: [T, F] or None."""
         # Through an array: numpy takes three times as long for a list.
         whole = np.asarray(array("q", [*self.tokens, *self.positions, *self.slots, *self.words, *self.logit_rows]))
-        rows, wanted = len(self.tokens), len(self.logit_rows)
-        sizes = [rows] * 4 + [wanted]
+        rows = len(self.tokens)
         tokens, positions, slots, words = whole[: 4 * rows].reshape(4, rows)
         entries = self._placed(slots) if self.table is not None else np.concatenate(self.kv_slots)
         host = HostRows(tokens, positions, slots, words, whole[4 * rows :], entries)
-        # A copy to a device costs more to begin than its bytes: one for all.
-        placed = torch.from_numpy(whole).to(device, non_blocking=True).split_with_sizes(sizes)
-        return ForwardBatch.of(host, self.q_indptr, self.kv_indptr, self.mask_lens, placed,
-                               features, None if self.table is None else self.kv_begins, self.table)
+        return ForwardBatch(host, tuple(self.q_indptr), tuple(self.kv_indptr), tuple(self.mask_lens),
+                            torch.device(device), features, None if self.table is None else tuple(self.kv_begins),
+                            self.table)
 
     def _placed(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The table's entries, with the rows' slots behind their contexts."""
         assert self.table is not None
-        counts = np.diff(self.q_indptr)
-        self.table.place(np.array(self.kv_begins), np.diff(self.kv_indptr) - counts, counts, slots)
+        ends, rows = np.array(self.kv_indptr), np.array(self.q_indptr)
+        counts = rows[1:] - rows[:-1]
+        self.table.place(np.array(self.kv_begins), ends[1:] - ends[:-1] - counts, counts, slots)
         return self.table.entries
 
 

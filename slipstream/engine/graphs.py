@@ -76,9 +76,9 @@ def padded(batch: ForwardBatch, size: Size, spare: Sequence[int]) -> ForwardBatc
     whole = HostRows(np.concatenate((host.tokens, nothing)), np.concatenate((host.positions, depths)),
                      np.concatenate((host.slots, own)), np.concatenate((host.words, nothing)), host.logit_rows,
                      np.concatenate((host.kv_slots, own)) if begins is None else host.kv_slots)
-    return ForwardBatch.of(whole, (*batch.q_indptr, *(batch.num_rows + end for end in ends)),
-                           (*batch.kv_indptr, *(batch.kv_indptr[-1] + end for end in ends)),
-                           (*batch.mask_lens, *[0] * segments), whole.placed(CPU), kv_begins=begins, table=batch.table)
+    return ForwardBatch(whole, (*batch.q_indptr, *(batch.num_rows + end for end in ends)),
+                        (*batch.kv_indptr, *(batch.kv_indptr[-1] + end for end in ends)),
+                        (*batch.mask_lens, *[0] * segments), CPU, kv_begins=begins, table=batch.table)
 
 
 def rows_of(batch: ForwardBatch, plan: PagePlan) -> NDArray[np.int64]:
@@ -157,13 +157,15 @@ class CapturedStep:
         return self._hidden[rows].clone(), self._tapped[rows].clone() if self._tapped.shape[1] else None
 
     def _write(self, batch: ForwardBatch, mirror: Mirror | None) -> bool:
-        batch = padded(batch, self._size, self._spare)
-        plan = plan_pages(batch, self._window)
-        rows = rows_of(batch, plan)
+        whole = padded(batch, self._size, self._spare)
+        plan = plan_pages(whole, self._window)
+        rows = rows_of(whole, plan)
         if mirror is None:
             self._rows.copy_(torch.from_numpy(rows), non_blocking=True)
             return self._attend.write(plan)
-        self._rows.copy_(mirror.bring(rows, plan, self._pages.indices))
+        came, first = mirror.bring(rows, plan, self._pages.indices), 2 * self._size.rows
+        self._rows.copy_(came)
+        batch.there("slots", came[first : first + batch.num_rows])  # feature rows are kept by them
         return self._attend.write(plan, self._pages.indices[: plan.kv_indptr[-1]])
 
     def buffers(self) -> Iterator[torch.Tensor]:

@@ -124,7 +124,7 @@ def read(message: bytes, device: torch.device) -> Order:
     taps, tokens, positions, slots, words, logit_rows, kv_slots, q_indptr, kv_indptr, mask_lens = cut
     whole = words.astype(np.int32).view(np.int64)
     host = HostRows(tokens, positions, slots, whole, logit_rows, kv_slots)
-    batch = ForwardBatch.of(host, q_indptr.tolist(), kv_indptr.tolist(), mask_lens.tolist(), host.placed(device))
+    batch = ForwardBatch(host, tuple(q_indptr.tolist()), tuple(kv_indptr.tolist()), tuple(mask_lens.tolist()), device)
     return ForwardOrder(rest[0], rest[1], tuple(taps.tolist()), batch)
 
 

@@ -208,8 +208,8 @@ class ModelRunner:
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped)
             self._known[batch.host.slots] = True
-        rows = batch.logit_rows
-        return self.model.logits(hidden if len(rows) == len(hidden) else hidden.index_select(0, rows))
+        every = len(batch.host.logit_rows) == len(hidden)
+        return self.model.logits(hidden if every else hidden.index_select(0, batch.logit_rows))
 
     def scored(self, batch: ForwardBatch) -> tuple[torch.Tensor, list[int] | None]:
         """As ``forward``, with the argmax of each row where the model finds it on its way; the logits are there until

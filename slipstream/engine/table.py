@@ -44,8 +44,10 @@ class SlotTable:
 
     def place(self, begins: Indices, lengths: Indices, counts: Indices, slots: Indices) -> None:
         """So many of ``slots`` behind the first entries of rows that begin there. begins, lengths, counts: [B]."""
-        starts = begins + lengths - (np.cumsum(counts) - counts)
-        self.entries[np.repeat(starts, counts) + np.arange(len(slots))] = slots
+        places = begins + lengths
+        if len(slots) > len(begins):  # else one each
+            places = (places + counts - counts.cumsum()).repeat(counts) + np.arange(len(slots))
+        self.entries[places] = slots
         rows = begins // self.width
         self.known[rows] = np.minimum(self.known[rows], lengths)
 
