@@ -286,6 +286,8 @@ class Surface:
         asked = self._gateway.plan_chat(body)
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
+        if request.headers.get(LAST_EVENT_ID):
+            raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         client, run = await self._begun(request, asked)
         prompt = run.job.prompts[0]
         markups = markups_of(self._gateway.codec, asked.options, prompt, 1)

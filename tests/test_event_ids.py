@@ -132,6 +132,9 @@ async def test_what_is_no_id_of_the_request_is_refused_by_name(tiny_folder: Path
             answer = await router.http.post(COMPLETIONS, json={**body, **changes},
                                             headers={"last-event-id": header.encode()})
             assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param, (changes, header)
+        other = await router.http.post("/v1/responses", json={"model": "tiny", "input": "hello", "stream": True},
+                                       headers={"last-event-id": last})
+        assert other.status_code == 400 and HEADER in other.text, "a dialect whose events have none"
     assert len(target.requests) == 1
 
 
