@@ -32,11 +32,11 @@ def test_arrays_grow_what_lists_grow(width: int, levels: int, equals: bool) -> N
         tokens.append(dice.integers(0, 999, (count, nodes, width)))
         drawn = -np.sort(dice.exponential(size=(count, nodes, width)), axis=2) + 0.01
         scores.append(drawn.round() if equals else drawn)
-        fresh.expand(tokens[-1], scores[-1])
+        assert fresh.expand(tokens[-1], scores[-1]).all()
         nodes = fresh.picks.shape[1]
     wanted = [1 + int(dice.integers(levels)) for _ in range(count)]
     trees = [GrowingTree(10 + place, width, 1 + 7 * place) for place in range(count)]
-    assert all(map(is_fresh, trees)) and fresh.sound.all()
+    assert all(map(is_fresh, trees))
     fresh.settle(trees, wanted)
     right = [one_by_one(tokens, scores, place, width, own) for place, own in enumerate(wanted)]
     assert [*map(parts, trees)] == [*map(parts, right)]
@@ -44,5 +44,4 @@ def test_arrays_grow_what_lists_grow(width: int, levels: int, equals: bool) -> N
 
 def test_a_score_that_is_no_number_is_told() -> None:
     fresh, scores = FreshTrees(3, 2), np.array([[[-1.0, -2.0]], [[-1.0, -np.inf]], [[np.nan, -2.0]]])
-    fresh.expand(np.zeros((3, 1, 2), np.int64), scores)
-    assert fresh.sound.tolist() == [True, False, False]
+    assert fresh.expand(np.zeros((3, 1, 2), np.int64), scores).tolist() == [True, False, False]

@@ -50,9 +50,9 @@ class Watched:
     def takes(self, levels: int, topk: int) -> bool:
         return self.levels.takes(levels, topk)
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         self.calls.append(len(seeds))
-        return [self.change(grown) for grown in self.levels.trees(seeds, topk)]
+        return self.change(self.levels.trees(seeds, topk))
 
 
 class WholeTrees(Both):
@@ -125,23 +125,33 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, change: dict[
     both.close()
 
 
-def test_where_other_rows_were_chosen_the_tree_goes_on_level_by_level(head: EagleHead) -> None:
-    both = WholeTrees(head, 4, 4, change=lambda grown: replace(grown, picks=[*grown.picks[:2], grown.picks[2][::-1]]))
-    both.open(1, 12)
-    both.grow([1])
-    assert both.watched.calls == [1]
+@pytest.mark.parametrize("sessions", [1, 6])
+def test_where_other_rows_were_chosen_the_tree_goes_on_level_by_level(head: EagleHead, sessions: int) -> None:
+    def change(grown: Grown) -> Grown:
+        picks = grown.picks.copy()
+        picks[0, 2] = picks[0, 2, ::-1]
+        return replace(grown, picks=picks)
+
+    both = WholeTrees(head, 4, 4, change=change)
+    for session in range(1, sessions + 1):
+        both.open(session, 9 + session)
+    both.grow(list(range(1, sessions + 1)))
+    assert both.watched.calls == [sessions]
     both.close()
 
 
-def test_states_that_are_no_numbers_grow_nothing(head: EagleHead) -> None:
+@pytest.mark.parametrize("others", [0, 5])
+def test_states_that_are_no_numbers_grow_nothing(head: EagleHead, others: int) -> None:
+    """And the trees of others, which grew in the same call, are whole."""
     both = WholeTrees(head, 4, 4)
-    both.open(1, 12)
+    for session in range(1, others + 2):
+        both.open(session, 12)
     rows = torch.full((1, both.width), torch.nan, dtype=torch.bfloat16)
     features = Features(1, 11, rows.view(torch.uint8).numpy().tobytes(), 1, "bfloat16")
     for drafter in both.drafters:
         drafter.commit([Commit(1, 12, np.array([3], np.int32), features)])
-    (growth,) = both.grow([1])
-    assert len(growth.tokens) == 0 and both.watched.calls == [1]
+    growths = both.grow(list(range(1, others + 2)))
+    assert [len(growth.tokens) for growth in growths] == [0, *[12] * others] and both.watched.calls == [1 + others]
     both.close()
 
 

@@ -4,7 +4,7 @@ Rules:
 1. They are what ``tree.GrowingTree.expand`` makes of the same children, one tree after the other: it is the
    specification. Trees that begin where the target holds something, or that grow ahead of it, are its alone.
 2. Nodes of a level stand as its candidates do: those of the frontier's first node first.
-3. A score that is no finite number makes a tree unsound: it has other frontiers than the others.
+3. A score that is no finite number has another frontier than arrays can have: whoever grows them asks (``expand``).
 
 A few trees cost less one by one, in lists: arrays take as long for one as for a hundred (``MANY``).
 
@@ -32,8 +32,7 @@ def is_fresh(tree: GrowingTree) -> bool:
 
 
 class FreshTrees:
-    __slots__ = ("_above", "_depths", "_frontiers", "_parents", "_picks", "_scores", "_sizes", "_tokens", "_width",
-                 "sound")
+    __slots__ = ("_above", "_depths", "_frontiers", "_parents", "_picks", "_scores", "_sizes", "_tokens", "_width")
 
     def __init__(self, count: int, width: int) -> None:
         self._width = width
@@ -42,29 +41,30 @@ class FreshTrees:
         self._depths, self._sizes = list[int](), [0]  # of one tree; after each level
         self._frontiers: list[Indices] = [np.full((count, 1), ROOT)]
         self._above = np.zeros((count, 1))  # scores of the newest frontier
-        self.sound = np.ones(count, bool)
 
     @property
     def picks(self) -> Indices:
         """[B, w]: which candidates of the newest level are the frontier."""
         return self._picks[-1]
 
-    def expand(self, tokens: Indices, scores: NDArray[np.float64]) -> None:
-        """A level: children of each frontier node, [B, w, K] best first, and their log scores relative to it."""
+    def expand(self, tokens: Indices, scores: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """A level: children of each frontier node, [B, w, K] best first, and their log scores relative to it. Returns
+        [B]: whether a tree's are finite."""
         count, nodes, topk = tokens.shape
-        scores = (self._above[:, :, None] + np.minimum(scores, 0.0)).reshape(count, -1)
-        self.sound &= np.isfinite(scores).all(1)
+        totals: NDArray[np.float64] = (self._above[:, :, None] + np.minimum(scores, 0.0)).reshape(count, -1)
         self._tokens.append(tokens.reshape(count, -1))
         self._parents.append(self._frontiers[-1].repeat(topk, 1))
-        self._scores.append(scores)
+        self._scores.append(totals)
         self._depths += [len(self._tokens)] * (nodes * topk)
         most = min(self._width, MAX_NODES - sum(frontier.shape[1] for frontier in self._frontiers[1:]))
-        picks = np.argsort(-scores, axis=1, kind="stable")[:, : max(0, most)]  # the earlier first among equals
+        picks = np.argsort(-totals, axis=1, kind="stable")[:, : max(0, most)]  # the earlier first among equals
         picks.sort(axis=1)
         self._picks.append(picks)
         self._frontiers.append(picks + self._sizes[-1])
-        self._above = np.take_along_axis(scores, picks, 1)
+        self._above = np.take_along_axis(totals, picks, 1)
         self._sizes.append(self._sizes[-1] + nodes * topk)
+        finite: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(totals), axis=1)
+        return finite
 
     def settle(self, trees: Sequence[GrowingTree], levels: Sequence[int]) -> None:
         """Make them sessions' trees, of so many of their levels, at least one."""

@@ -111,19 +111,19 @@ class GraphLevels:
         """See ``neural.Levels``."""
         return not self._failed and (levels, topk) == (self._shapes[0].levels, self._shapes[0].topk)
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """See ``neural.Levels``."""
         roots = self._roots(seeds, topk)
         loop = self._loop(len(seeds))
         found = loop(roots) if loop is not None else None
-        children = [(tuple(root.tokens.tolist()), tuple(root.scores.tolist())) for root in roots]
+        tokens, scores = (np.stack([part.numpy() for part in parts])[:, None]
+                          for parts in (([root.tokens for root in roots]), [root.scores for root in roots]))
+        states = torch.stack([root.state for root in roots])[:, None]
         if found is None:
-            return [Grown([tokens], [scores], [], root.state[None])
-                    for root, (tokens, scores) in zip(roots, children, strict=True)]
-        first = list(range(topk))
-        return [Grown([tokens, *map(tuple, below.tokens.tolist())], [scores, *map(tuple, below.scores.tolist())],
-                      [first, *below.picks.tolist()], torch.cat((root.state[None], below.states)))
-                for root, (tokens, scores), below in zip(roots, children, found, strict=True)]
+            return Grown(tokens, scores, np.zeros((len(roots), 0, topk), np.int64), states)
+        first = np.broadcast_to(np.arange(topk), (len(roots), 1, topk))
+        return Grown(np.concatenate((tokens, found.tokens), 1), np.concatenate((scores, found.scores), 1),
+                     np.concatenate((first, found.picks), 1), torch.cat((states, found.states), 1))
 
     @torch.inference_mode()
     def _roots(self, seeds: Sequence[Seed], topk: int) -> list[Root]:
@@ -157,16 +157,6 @@ def spare_slots(topk: int, levels: int) -> int:
     return Shape(SESSIONS[-1], topk, levels).spare if 0 < topk * levels <= MOST_BITS else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Below:
-    """What stands below the root's children: rows are the tree's, level by level."""
-
-    tokens: Indices  # [L * K, K] children of each row
-    scores: NDArray[np.float64]  # [L * K, K] of a child by its parent's
-    picks: Indices  # [L - 1, K] which of a level's K * K children are the next level's rows
-    states: torch.Tensor  # [L * K, W]
-
-
 class LevelLoop:
     """For one shape."""
 
@@ -193,17 +183,18 @@ class LevelLoop:
             self._replay = capture(self._run)
 
     @torch.inference_mode()
-    def __call__(self, roots: Sequence[Root]) -> list[Below] | None:
-        """The trees of at most ``sessions`` roots. None: these lengths would need another launch than the captured."""
+    def __call__(self, roots: Sequence[Root]) -> Grown | None:
+        """What stands below the children of at most ``sessions`` roots, L * K rows of each. None: these lengths would
+        need another launch than the captured."""
         if not self._write(roots):
             return None
         self._replay()
         k, levels, count = self._shape.topk, self._shape.levels, len(roots)
-        found, states = self._found[:, :, :count].cpu().numpy(), self._states.clone()
-        by_session = states.view(levels, self._shape.sessions, k, -1)
-        return [Below(found[0, :, i].reshape(levels * k, k),
-                      np.ascontiguousarray(found[1, :, i]).view(np.float64).reshape(levels * k, k),
-                      found[2, : levels - 1, i, :k], by_session[:, i].flatten(0, 1)) for i in range(count)]
+        found, states = self._found[:, :, :count].cpu().numpy().swapaxes(1, 2), self._states.clone()  # [3, B, L, K * K]
+        by_session = states.view(levels, self._shape.sessions, k, -1)[:, :count].transpose(0, 1).flatten(1, 2)
+        scores = np.ascontiguousarray(found[1]).view(np.float64)
+        return Grown(found[0].reshape(count, levels * k, k), scores.reshape(count, levels * k, k),
+                     found[2, :, : levels - 1, :k], by_session)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that is written before a replay or by it, for tests that spoil it."""

@@ -30,6 +30,7 @@ import torch
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, ranked
+from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.tree import NO_SLOTS, ROOT, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import Slots
@@ -113,7 +114,7 @@ class Levels(Protocol):
         """Whether it grows trees of so many levels beyond the root's children."""
         ...
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """The trees of at most ``MOST_SESSIONS`` seeds; KV is written at their slots. Fewer levels where it
         cannot go on."""
         ...
@@ -139,9 +140,11 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
         left = {context.session: seed.slots for context, seed in taken}
         try:
             found = backend.trees([seed for _, seed in taken], topk)
-            for (context, seed), grown in zip(taken, found, strict=True):
-                done[context.session] = levels = _adopt(context, seed, grown, topk)
-                left[context.session] = seed.slots[len(seed.tokens) + (levels - 1) * topk :]
+            counts = adopted([context.tree for context, _ in taken], found, [seed.levels for _, seed in taken], topk)
+            for (context, seed), states, count in zip(taken, found.states.unbind(), counts, strict=True):
+                _keep(context, seed, states, (count - 1) * topk)
+                done[context.session] = count
+                left[context.session] = seed.slots[len(seed.tokens) + (count - 1) * topk :]
         finally:
             for unused in left.values():
                 if len(unused):
@@ -156,28 +159,55 @@ def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> boo
             and 0 < rows <= backend.most_rows and done + rows == len(context.tokens))
 
 
-def _adopt(context: DraftContext, seed: Seed, grown: Grown, topk: int) -> int:
-    """Make a backend's tree the session's. Returns how many of its levels the host would have chosen, too."""
+def _keep(context: DraftContext, seed: Seed, states: torch.Tensor, count: int) -> None:
+    """A session's pending rows and ``count`` nodes of its tree are computed; states [R, W]: the root's, then theirs."""
     rows, tree = len(seed.tokens), context.tree
     context.computed(seed.slots[:rows])
-    levels = adopted(tree, grown, seed.levels, topk)
-    tree.slots = seed.slots[rows : rows + (levels - 1) * topk]
-    context.states[ROOT] = (grown.states, 0)
-    for place, node in enumerate(tree.computed, start=1):
-        context.states[node] = (grown.states, place)
-    return levels
+    tree.slots = seed.slots[rows : rows + count]
+    for place, node in enumerate((ROOT, *tree.computed)):
+        context.states[node] = (states, place)
 
 
-def adopted(tree: GrowingTree, grown: Grown, levels: int, topk: int) -> int:
-    """The levels of ``grown``, the root's children the first of them, that ``tree`` chooses, too."""
+def adopted(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int]:
+    """Make what was grown the trees', as far as they choose the same rows. Returns how many levels each has then, the
+    root's children the first of at most 1 + ``levels``."""
+    found = _adopted_together(trees, grown, levels, topk) if len(trees) >= MANY and all(map(is_fresh, trees)) else None
+    if found is not None:
+        return found
+    parts = (grown.tokens.tolist(), grown.scores.tolist(), grown.picks.tolist())
+    return [_adopted(tree, tokens, scores, picks, count, topk)
+            for tree, tokens, scores, picks, count in zip(trees, *parts, levels, strict=True)]
+
+
+def _adopted(tree: GrowingTree, tokens: list[list[int]], scores: list[list[float]], picks: list[list[int]],
+             levels: int, topk: int) -> int:
     tree.width = topk
-    tree.expand([(grown.tokens[0], grown.scores[0])])
+    tree.expand([(tokens[0], scores[0])])
     for level in range(levels):
-        if level == len(grown.picks) or tree.picks != grown.picks[level]:
+        if level == len(picks) or tree.picks != picks[level]:
             return 1 + level
-        first = 1 + level * topk
-        tree.expand([*zip(grown.tokens[first : first + topk], grown.scores[first : first + topk], strict=True)])
+        rows = slice(1 + level * topk, 1 + (level + 1) * topk)
+        tree.expand([*zip(tokens[rows], scores[rows], strict=True)])
     return 1 + levels
+
+
+def _adopted_together(trees: Sequence[GrowingTree], grown: Grown, levels: Sequence[int], topk: int) -> list[int] | None:
+    """None: a score is no finite number."""
+    fresh, wanted, found = FreshTrees(len(trees), topk), np.array(levels), np.ones(len(trees), np.int64)
+    same, finite = np.ones(len(trees), bool), fresh.expand(grown.tokens[:, :1], grown.scores[:, :1])
+    for level in range(min(max(levels), grown.picks.shape[1])):
+        if not finite[same].all():
+            return None
+        same &= (level < wanted) & (fresh.picks == grown.picks[:, level]).all(1)
+        if not same.any():
+            break
+        rows = slice(1 + level * topk, 1 + (level + 1) * topk)
+        found, finite = found + same, fresh.expand(grown.tokens[:, rows], grown.scores[:, rows])
+    if not finite[same].all():
+        return None
+    counts: list[int] = found.tolist()
+    fresh.settle(trees, counts)
+    return counts
 
 
 PREFILL_ROWS = 512  # rows of one catching-up forward: what other sessions wait for at most

@@ -155,7 +155,7 @@ class NativeTrees:
         """Any tree."""
         return True
 
-    def trees(self, seeds: Sequence[Seed], topk: int) -> list[Grown]:
+    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """See ``neural.Levels``."""
         return self._body.grow(seeds, self._pool, topk)
 

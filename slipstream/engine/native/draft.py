@@ -11,7 +11,6 @@ It knows nothing about sessions, slots' owners or files. Dimension key: see ``sl
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,12 +55,13 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What became of a seed. Row 0 is the root, the next K are its children, and so on, level by level."""
+    """What became of B seeds. Row 0 is a root, the next K are its children, and so on, level by level: R = 1 + L * K.
+    Rows below a seed's own levels say nothing."""
 
-    tokens: list[tuple[int, ...]]  # [1 + levels * K][K] children of each row, best first
-    scores: list[tuple[float, ...]]  # the logarithms of their shares
-    picks: list[list[int]]  # [levels][K] which candidates of the level above are a level's rows
-    states: torch.Tensor  # bfloat16 [1 + levels * K, W]
+    tokens: Indices  # [B, R, K] children of each row, best first
+    scores: NDArray[np.float64]  # [B, R, K] the logarithms of their shares
+    picks: Indices  # [B, L, K] which candidates of the level above are a level's rows
+    states: torch.Tensor  # [B, R, W]
 
 
 class Trees(ctypes.Structure):
@@ -95,21 +95,20 @@ class Call:
     """What calls for trees of one shape say and bring back. Its memory is used again: where caches are cold, making and
     describing arrays takes longer than to fill them."""
 
-    __slots__ = ("_children", "_picks", "_seeds", "_trees", "_unpack", "pool")
+    __slots__ = ("_children", "_picks", "_seeds", "_trees", "pool")
 
     def __init__(self, pool: KVPool, trees: Trees) -> None:
         """trees: with all that stays the same. It holds addresses: its owner keeps what stands there, and this object
         no longer than that."""
         sessions, levels, topk = trees.sessions, trees.most_levels, trees.topk
         self.pool, self._trees = pool, trees
-        self._unpack = struct.Struct("qd" * ((1 + levels * topk) * topk)).unpack_from  # CHILD, of one session
-        self._children = ctypes.create_string_buffer(sessions * (1 + levels * topk) * topk * CHILD.itemsize)
-        self._picks = (ctypes.c_int64 * (sessions * levels * topk))()
+        self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)
+        self._picks = np.zeros((sessions, levels, topk), np.int64)
         self._seeds = (ctypes.c_int64 * (5 * sessions))()
-        trees.children, trees.picks = ctypes.addressof(self._children), ctypes.addressof(self._picks)
+        trees.children, trees.picks = (made.__array_interface__["data"][0] for made in (self._children, self._picks))
         trees.seeds = ctypes.addressof(self._seeds)
 
-    def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: Table) -> list[Grown]:
+    def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: Table) -> Grown:
         """seeds: those with most levels first; states: bfloat16 [M, W] of all pending rows; table: that reaches."""
         trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
         for seed in seeds:
@@ -125,16 +124,7 @@ class Call:
         trees.read, trees.found = states.data_ptr(), found.data_ptr()
         trees.cos, trees.sin = table.cos.data_ptr(), table.sin.data_ptr()
         team.grow(trees)
-        return [self._grown(place, states) for place, states in enumerate(found.unbind())]
-
-    def _grown(self, place: int, states: torch.Tensor) -> Grown:
-        levels, k = self._trees.most_levels, self._trees.topk
-        rows = 1 + levels * k
-        flat = self._unpack(self._children, place * rows * k * CHILD.itemsize)
-        picks = self._picks[place * levels * k : (place + 1) * levels * k]
-        return Grown([flat[i : i + 2 * k : 2] for i in range(0, 2 * rows * k, 2 * k)],
-                     [flat[i + 1 : i + 2 * k : 2] for i in range(0, 2 * rows * k, 2 * k)],
-                     [picks[i : i + k] for i in range(0, levels * k, k)], states)
+        return Grown(self._children["token"].copy(), self._children["score"].copy(), self._picks.copy(), found)
 
 
 class NativeDraft:
@@ -176,7 +166,7 @@ class NativeDraft:
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
-    def grow(self, seeds: Sequence[Seed], pool: KVPool, topk: int) -> list[Grown]:
+    def grow(self, seeds: Sequence[Seed], pool: KVPool, topk: int) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
         most MOST_BITS."""
         seeds, order = _by_levels(seeds)
@@ -189,7 +179,9 @@ class NativeDraft:
         if call is None or call.pool is not pool:
             call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk, pool)
         grown = call(self._team, seeds, states, self._table)
-        return [grown[place] for place in order]
+        if order == list(range(len(order))):
+            return grown
+        return Grown(grown.tokens[order], grown.scores[order], grown.picks[order], grown.states[order])
 
     def _call(self, sessions: int, levels: int, topk: int, pool: KVPool) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
