@@ -2,6 +2,7 @@
 
 What is measured, and how:
 1. One model, one precision, greedy, the same prompt tokens, each system as its user would start it (``bench.systems``).
+   mt_bench is asked sampled, too, with a seed: Slipstream plain and drafted, whose answers are the same.
 2. All systems are up at once and are asked in turn, question by question and in turning order: a slow minute of the
    machine hurts all alike. A system that cannot start is named, and the others go on.
 3. ``tokens_per_s`` is the median over a set's questions of decoding (first token to last); ``end_to_end`` counts from
@@ -20,10 +21,11 @@ import asyncio
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -44,6 +46,9 @@ NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream
          "slipstream-colocated", "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain",
          "llamacpp-speculative")
 TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
+PAIR = ("slipstream-plain", "slipstream-default")
+SAMPLED = {"mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
+           "mt_bench, T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 7}}
 NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
@@ -67,6 +72,7 @@ GOALS = (
     Goal("slipstream-default", "transformers-plain", 1, "copy", 2.5),
     Goal("slipstream-plain", "llamacpp-plain", 1, "mt_bench", 0.9),
     Goal("slipstream-plain", "llamacpp-plain", 1, "copy", 0.9),
+    *(Goal("slipstream-default", "slipstream-plain", 1, set_, 1.3) for set_ in SAMPLED),
     *(Goal("slipstream-default", "slipstream-plain", batch, set_, 1.0)
       for batch in (4, 16) for set_ in ("mt_bench", "copy")),
 )
@@ -125,23 +131,35 @@ async def started(names: Sequence[str], arguments: argparse.Namespace, stack: As
     return up
 
 
-async def answer_of(system: System, prompt: Sequence[int], max_tokens: int) -> Answered:
-    """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired."""
+async def answer_of(system: System, prompt: Sequence[int], max_tokens: int,
+                    how: Mapping[str, Any] | None = None) -> Answered:
+    """What ``system`` answers; nothing when it fails, so that the others go on and questions stay paired. how: of
+    Slipstream alone."""
     try:
-        return await system.ask(prompt, max_tokens)
+        return await (system.ask(prompt, max_tokens, how) if isinstance(system, Slipstream)
+                      else system.ask(prompt, max_tokens))
     except SlipstreamError as error:
         print(f"{system.name}: no answer: {error}", file=sys.stderr)
         return NOTHING
 
 
-async def one_by_one(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results) -> AsyncIterator[None]:
+async def one_by_one(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results,
+                     how: Mapping[str, Any] | None = None) -> AsyncIterator[None]:
     """Every question to every system."""
     for name, prompts in sets.items():
         for number, prompt in enumerate(prompts):
             for turn in range(len(systems)):
                 system = systems[(number + turn) % len(systems)]
-                results[system.name, 1, name].append(await answer_of(system, prompt, max_tokens))
+                results[system.name, 1, name].append(await answer_of(system, prompt, max_tokens, how))
                 yield
+
+
+async def sampled(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results) -> AsyncIterator[None]:
+    """mt_bench to plain and default."""
+    both = [system for system in systems if system.name in PAIR]
+    for name, how in SAMPLED.items():
+        async for _ in one_by_one(both, {name: sets.get("mt_bench", [])}, max_tokens, results, how):
+            yield
 
 
 async def together(system: System, prompts: Sequence[Sequence[int]], streams: int, max_tokens: int) -> Answered:
@@ -211,13 +229,15 @@ async def run(arguments: argparse.Namespace) -> None:
         async for _ in one_by_one(systems, few, arguments.max_tokens, results):
             progress.advance(task)
             save(name, rows_of(results))
+        async for _ in sampled(systems, few, arguments.max_tokens, results):
+            save(name, rows_of(results))
         task = progress.add_task("in batches", total=len(many) * len(sets) * len(BATCHES) * arguments.runs)
         async for _ in in_batches(many, sets, arguments, results):
             progress.advance(task)
             save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}
     rows = rows_of(results)
-    write(name, rows, f"bench: {MODEL}, {DTYPE}, greedy, at most {arguments.max_tokens} tokens")
+    write(name, rows, f"bench: {MODEL}, {DTYPE}, at most {arguments.max_tokens} tokens")
     print("\n".join(verdicts(results) if arguments.prompts else ()))
     for name, parts in memory.items():
         print(f"{name}: {', '.join(f'{part} {mib:.0f} MiB' for part, mib in parts.items())}")

@@ -101,8 +101,9 @@ class Slipstream:
             await process.ready()
         self.server = Server(self.server.port, Path(self.model).name)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
-        return await self.server.ask(list(prompt), max_tokens, {})
+    async def ask(self, prompt: Sequence[int], max_tokens: int, how: Mapping[str, Any] | None = None) -> Answered:
+        """how: fields of the request that make it a sampled one."""
+        return await self.server.ask(list(prompt), max_tokens, how or {})
 
     def memory(self) -> dict[str, float]:
         return {part: resident(process.pid) for part, process in self.processes.items()}

@@ -17,7 +17,7 @@ import pytest
 from bench.asking import read
 from bench.completions import Answered, Server
 from bench.fleet import cpu_s, resident
-from bench.peers import GOALS, NAMES, Results, in_batches, one_by_one, ratio, row_of, verdicts
+from bench.peers import GOALS, NAMES, SAMPLED, Results, in_batches, one_by_one, ratio, row_of, sampled, verdicts
 from bench.systems import llama_server, write_bfloat16
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.gguf import GgufFile
@@ -87,6 +87,16 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
     row = row_of(("slipstream-default", 1, "copy"), results)
     assert row["answers"] == 2
     assert row["against_plain"] == pytest.approx(3.0)
+
+
+async def test_sampled_questions_go_to_plain_and_default_in_turns() -> None:
+    plain, default, other = Told("slipstream-plain", 10), Told("slipstream-default", 15), Told("llamacpp-plain", 9)
+    results: Results = defaultdict(list)
+    async for _ in sampled([plain, other, default], {"copy": [[9]], "mt_bench": [[1], [2]]}, 11, results):
+        pass
+    assert plain.asked == default.asked == [(1,), (2,)] * len(SAMPLED) and not other.asked
+    for name in SAMPLED:
+        assert ratio(results, "slipstream-default", "slipstream-plain", 1, name) == pytest.approx(1.5)
 
 
 async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> None:
