@@ -20,8 +20,9 @@ from typing import Any
 from bench.completions import Connection
 from bench.report import Row, finished, number, write
 from bench.routing import LONG, Rig, routed
+from router_service.dialects.tools import MAX_TOOLS
 from slipstream.base.errors import SlipstreamError
-from slipstream.protocol.chat import MAX_BEGUN, MAX_BODY_BYTES, MAX_ITEMS, Begun, ChatOptions, Message
+from slipstream.protocol.chat import MAX_BEGUN, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, Begun, ChatOptions, Message
 from slipstream.simulate.timed import Timing
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel
 from slipstream.wire.inference import encode_chat, encode_complete
@@ -31,6 +32,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GRPC_CHAT, GRPC_COMPLETE = f"/{INFERENCE_SERVICE}/Chat", f"/{INFERENCE_SERVICE}/Complete"
 MESSAGES, OPTIONS, BIASES, STOPS = 2, 3, 9, 11  # numbers of fields in inference.proto
 MARK = "<|im_end|>"
+HELLO = '"messages":[{"role":"user","content":"a"}],'
 GOAL_MS = 250
 SETTLE_S = 0.3
 
@@ -62,6 +64,34 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "as many biases as fit": (CHAT, _keys('"logit_bias":{', "}")),
         "empty lists that nobody reads": (CHAT, _filled('"metadata":[', "[],", "[]]")),
         "nested lists that nobody reads": (CHAT, _filled('"metadata":[', "[[[[[[]]]]]],", "[]]")),
+    }
+
+
+def others() -> dict[str, tuple[str, bytes]]:
+    """Tools, what a template is given, and other dialects."""
+    part = '{"type":"text","text":"a"}'
+    return {
+        "as many keys as fit for a template": (CHAT, _keys('"messages":[{"role":"user","content":"a"}],'
+                                                           '"chat_template_kwargs":{"x":{', "}}")),
+        "as many tools as fit": (CHAT, _filled(HELLO + '"tools":[', '{"type":"function","function":{"name":"a"}},',
+                                               "{}]")),
+        "tools of long words": (CHAT, _body({"messages": [{"role": "user", "content": "a"}], "tools": [
+            {"type": "function", "function": {"name": f"f{i}", "description": "what a reader reads " * 700}}
+            for i in range(MAX_TOOLS)]})),
+        "a past of calls": (CHAT, _filled('"messages":[{"role":"assistant","tool_calls":[', '{"function":{"name":"a",'
+                                          '"arguments":"{}"}},', "{}]}]")),
+        "arguments of lists": (CHAT, _filled('"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"a",'
+                                             '"arguments":"[', "[],", '[]]"}}]}]')),
+        "stop strings of one letter": (COMPLETIONS, _body({"prompt": "a", "stop": [
+            "a" * 1000 + f"{i:02}" for i in range(MAX_STOPS)], "max_tokens": 400})),
+        "as many messages of Anthropic's as fit": ("/v1/messages", _filled(
+            '"messages":[', '{"role":"user","content":""},', "{}]")),
+        "as many blocks of Anthropic's as fit": ("/v1/messages", _filled(
+            '"messages":[{"role":"user","content":[', part + ",", part + "]}]")),
+        "as many items of a response as fit": ("/v1/responses", _filled('"input":[', '{"role":"user","content":""},',
+                                                                        "{}]")),
+        "token ids to spell": ("/detokenize", _filled('"tokens":[', "7,", "7]")),
+        "words to count": ("/tokenize", _filled('"prompt":"', "what a reader reads for a while ", '"')),
     }
 
 
@@ -179,7 +209,7 @@ async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s:
 async def measure(only: str, together: int, times: int, timing: Timing) -> list[Row]:
     rows: list[Row] = []
     kinds = {"a short one": (COMPLETIONS, _body({"prompt": "a"})),
-             **{name: kind for name, kind in {**bodies(), **calls()}.items() if only in name}}
+             **{name: kind for name, kind in {**bodies(), **others(), **calls()}.items() if only in name}}
     async with routed(timing) as rig:
         for name, (path, body) in kinds.items():
             tried = [await one(rig, name, path, body, together, timing.step_s) for _ in range(times)]

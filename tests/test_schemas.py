@@ -65,6 +65,7 @@ def test_the_nearest_field_is_named() -> None:
     ({"chat_template_kwargs": {"messages": []}},
      "chat_template_kwargs.messages: is not a name that a request may give"),
     ({"chat_template_kwargs": {f"n{i}": 1 for i in range(65)}}, "chat_template_kwargs: must have at most 64 names"),
+    ({"chat_template_kwargs": {"a": "x" * 70_000}}, "chat_template_kwargs: are larger than 65536 bytes"),
     ({"continue_final_message": True, "add_generation_prompt": True},
      "add_generation_prompt: must be false where the final message is continued"),
     ({"logit_bias": []}, "logit_bias: must be an object"),

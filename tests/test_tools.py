@@ -67,7 +67,8 @@ async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
             assert calls[0]["function"]["name"] == "weather"
             assert "".join(call["function"]["arguments"] for call in calls) == target.says
         grammar = target.requests[-1].grammar
-        assert grammar and (grammar.kind, json.loads(grammar.source)) == ("json_schema", SCHEMA)
+        assert grammar and (grammar.kind, json.loads(grammar.source)) == (
+            "json_schema", {**SCHEMA, "additionalProperties": False})
         target.says = '[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]'
         message = (await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], tool_choice="required")).json()
         calls = message["choices"][0]["message"]["tool_calls"]
@@ -108,6 +109,7 @@ def test_what_a_template_without_tools_is_told() -> None:
 
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": {}}, "tools"), ({"tools": [NOW] * (MAX_TOOLS + 1)}, "tools"), ({"tools": [NOW, NOW]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 600_000}}]}, "tools"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"), ({"tools": [1]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, None),

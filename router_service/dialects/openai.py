@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
+import orjson
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -41,6 +42,7 @@ from slipstream.protocol.messages import Sampling
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 48  # beside those of the model
 MAX_NAMES = 64  # for the chat template
+MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
 MAX_SALT = 1024
 MAX_TOP_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
@@ -241,6 +243,8 @@ class ChatBody(Generation):
             raise InvalidRequest("chat_template_kwargs", "must be an object")
         if len(value) > MAX_NAMES:
             raise InvalidRequest("chat_template_kwargs", f"must have at most {MAX_NAMES} names")
+        if len(orjson.dumps(value)) > MAX_NAMED:
+            raise InvalidRequest("chat_template_kwargs", f"are larger than {MAX_NAMED} bytes")
         for name in value:
             if name in RESERVED or not name.isidentifier():
                 raise InvalidRequest(f"chat_template_kwargs.{name[:64]}", "is not a name that a request may give")

@@ -25,6 +25,7 @@ from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import Grammar
 
 MAX_TOOLS = 128
+MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 MAX_CALLS = 128  # in one message
 MAX_CONTAINERS = 16_384  # lists and objects of the arguments of one call
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -66,17 +67,22 @@ class ToolUse:
         """What a forced call binds the answer to. Raises InvalidRequest."""
         schemas = self.schemas
         if self.named:
-            return made("tool_choice", "json_schema", _written(schemas[self.choice] or {"type": "object"}))
+            return made("tool_choice", "json_schema", _written(_closed(schemas[self.choice])))
         shared: Json = {}
         calls = []
         for name, given in schemas.items():
-            own = dict(given or {"type": "object"})
+            own = _closed(given)
             shared |= own.pop("$defs", {})
             calls.append({"type": "object", "properties": {"name": {"const": name}, "arguments": own},
                           "required": ["name", "arguments"], "additionalProperties": False})
         most = {} if self.parallel else {"maxItems": 1}
         schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
         return made("tool_choice", "json_schema", _written({**schema, "$defs": shared} if shared else schema))
+
+
+def _closed(schema: Mapping[str, Any]) -> Json:
+    """A schema of arguments, of no others than it names unless it says so: else a small model never ends them."""
+    return {"type": "object", "additionalProperties": False, **schema}
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
@@ -87,6 +93,8 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
         return None
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"must be a list of at most {MAX_TOOLS} functions")
+    if len(orjson.dumps(tools)) > MAX_WRITTEN:
+        raise InvalidRequest("tools", f"are larger than {MAX_WRITTEN} bytes together")
     for i, tool in enumerate(tools):
         _check_tool(f"tools[{i}]", tool)
     use = ToolUse(tuple(tools), parallel=parallel is not False)
