@@ -18,6 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 from rich.progress import track
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench import rounds
 from bench.logits import SAMPLINGS, choice_rows, zipf_logits
@@ -34,6 +35,9 @@ from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.native import native_or
 from slipstream.engine.native.program import Team
 from slipstream.engine.native.races import NativeRace
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
+from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -50,7 +54,7 @@ from slipstream.protocol.messages import (
 )
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import TargetSide
-from slipstream.protocol.tree import walk
+from slipstream.protocol.tree import DraftTree, walk
 from slipstream.simulate.timed import MAX_CONTEXT, Timing
 from slipstream.simulate.timed import VOCAB as TIMED_VOCAB
 from slipstream.wire.codec import (
@@ -163,6 +167,35 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
     yield f"draft: grow {LEVELS} levels, send {NODES} nodes", partial(grown, levels)
 
 
+def parts_of_a_grammar() -> Iterator[tuple[str, Part]]:
+    """Of a chain inside of a JSON string, where nearly every token is allowed, and at its beginning."""
+    grammar = Grammar("json_schema", '{"type":"object","properties":{"name":{"type":"string"}},"required":["name"]}')
+    matcher = vocabulary().compile(grammar, Ends((0,)))
+    said = [*range(ord("a"), ord("a") + NODES)]
+    for where, tokens in (("the beginning", []), ("a string", list(b'{"name":"'))):
+        matcher.commit(tokens)
+        tree = DraftTree.root_only(1, 0)
+        path = said if tokens else list(b'{"name":')
+        tree = tree.append(range(1, NODES + 1), [-1, *range(1, NODES)], path, [-0.1 * node for node in range(NODES)])
+        assert len(matcher.kept(tree)) == NODES + 1
+        yield f"grammar: masks of {NODES + 1} nodes, {where}", partial(matcher.masks, tree)
+        yield f"grammar: what of {NODES + 1} nodes is allowed, {where}", partial(matcher.kept, tree)
+
+
+def vocabulary() -> Vocabulary:
+    """Bytes by their numbers, then words of two to eight letters."""
+    rng, alphabet = np.random.default_rng(0), pre_tokenizers.ByteLevel.alphabet()
+    plain = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
+    others = sorted(set(alphabet) - set(plain))
+    tokens = plain | dict(zip(others, sorted(set(range(256)) - set(plain.values())), strict=True))
+    while len(tokens) < VOCAB - 1:
+        word = "".join(map(chr, rng.integers(ord("a"), ord("z") + 1, rng.integers(2, 9))))
+        tokens.setdefault(word, len(tokens))
+    tokenizer = Tokenizer(models.BPE(tokens, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return Vocabulary(tokenizer, VOCAB)
+
+
 class Caller:
     """The target's end of a link: it waits for what comes."""
 
@@ -247,7 +280,7 @@ def main() -> None:
         rounds.main()
         return
     torch.set_num_threads(options.threads)
-    parts = [*parts_of_a_round(), *parts_of_choosing()]
+    parts = [*parts_of_a_round(), *parts_of_choosing(), *parts_of_a_grammar()]
     rows = [measured(name, part, options.repeats) for name, part in track(parts, "parts")]
     times = asyncio.run(exchanges(options.repeats))
     rows.append(row_of("wire: exchange over loopback, commit to growth", times))

@@ -21,7 +21,7 @@ from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
-from tests.pair import HASTY, STUBBORN, drafting, local_link, target
+from tests.pair import HASTY, STUBBORN, Rig, drafting, local_link, target
 from tests.test_lossless import DRAFTERS, FATES, drafter, folders, joined, tokens_of
 from tests.tiny import EOS, VOCAB
 
@@ -158,3 +158,47 @@ async def test_what_cannot_be_bound_is_refused_by_name(changes: dict[str, Any], 
             await rig.answer(request)
         assert refused.value.field == field
         assert len(tokens_of(await rig.answer(replace(request, grammar=None, tokens=PROMPT, answered=0)))) == 8
+
+
+BLOCKS, SEEDS = 40, 5  # of grammars x samplings (greedy once) x fates: more than 250 answers a block
+AT_ONCE = 48  # a target has as many grammars compiled at once as wait there
+SWEPT = {"drafted": "colocated", "late": "late", "lost": "lost"}
+
+
+async def answered(rig: Rig, wanted: list[Request]) -> list[list[Piece]]:
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(request: Request) -> list[Piece]:
+        async with room:
+            return await rig.answer(request)
+
+    return await asyncio.gather(*map(one, wanted))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(BLOCKS))
+async def test_ten_thousand_constrained_answers_are_the_plain_ones(block: int, folders: dict[str, Path],
+                                                                   vocabulary: Vocabulary) -> None:
+    """In forty blocks. Prints how many were compared, were other than the plain one, or held a token that
+    their grammar forbids."""
+    wanted = [request for seed in range(SEEDS) for name in ("T1.0", "penalties")
+              for request in requests(replace(SAMPLINGS[name], seed=block * SEEDS + seed))]
+    prompt = PROMPT[block:]
+    wanted = [replace(request, tokens=prompt) for request in [*wanted, *requests(SAMPLINGS["greedy"])]]
+    async with target(folders["target"]) as rig:
+        expected = [tokens_of(pieces) for pieces in await answered(rig, wanted)]
+    answers = wrong = forbidden = accepted = 0
+    for fate in SWEPT.values():
+        policy = STUBBORN if fate == "colocated" else HASTY
+        async with target(folders["target"], policy) as rig, joined(rig, "noisy", fate, folders):
+            moves = fate == "late"  # what has two tokens goes on elsewhere, behind the first
+            asked = [request.after(tokens[:1]) if moves and len(tokens) > 1 else request
+                     for request, tokens in zip(wanted, expected, strict=True)]
+            for request, tokens, pieces in zip(asked, expected, await answered(rig, asked), strict=True):
+                whole = [*tokens[: request.answered], *tokens_of(pieces)]
+                answers, wrong = answers + 1, wrong + (whole != tokens)
+                accepted += sum(piece.accepted for piece in pieces)
+                assert request.grammar is not None
+                forbidden += not keeps_to(request.grammar, whole, pieces[-1].finish, vocabulary)
+    print(f"block {block}: {answers} answers, {wrong} other than plain, {forbidden} forbidden, {accepted} accepted")
+    assert answers >= 250 and wrong == forbidden == 0 and accepted > 0
