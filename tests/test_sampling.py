@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from slipstream.choosing.noise import leaders, noise, row_keys
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank, ranked
 from slipstream.protocol.messages import Sampling
 
 WORD = (1 << 64) - 1
@@ -349,6 +349,19 @@ def test_rank_over_a_part_of_the_vocabulary_uses_target_ids() -> None:
         whole_ids, whole_scores = rank(masked, session, 5)
         assert torch.equal(ids, whole_ids), temperature
         torch.testing.assert_close(scores, whole_scores)
+
+
+def test_sessions_that_are_ranked_together_are_ranked_as_alone() -> None:
+    """Greedy ones in one ranking, between others and in any order of rows; with equals at the edge."""
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).mul_(3).round_()
+    kinds = [(Sampling(), range(3, 5)), (Sampling(temperature=0.8, seed=3), range(2)), (Sampling(), range(8, 9)),
+             (Sampling(logit_bias=((4, 9.0),)), range(5, 7))]
+    sessions = [ChoiceRows(sampling, rows, [7] * len(rows), [1] * len(rows), None, [()] * len(rows))
+                for sampling, rows in kinds]
+    for vocabulary in (None, torch.arange(40).flip(0)):
+        alone = [row for session in sessions
+                 for row in zip(*(part.tolist() for part in rank(logits, session, 4, vocabulary)), strict=True)]
+        assert ranked(logits, sessions, 4, vocabulary) == alone
 
 
 def test_rank_scores_are_log_shares() -> None:

@@ -262,11 +262,13 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
     """What ``rank`` says of each row of all ``sessions``, one behind the other. race: made for ``vocabulary``."""
     sampled = [session for session in sessions if not session.sampling.greedy]
     won = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None
-    if won is None:
-        return [row for session in sessions for row in _children(logits, session, k, vocabulary)]
+    greedy = iter(_greedy_children(logits, [session for session in sessions if session.plain_greedy], k, vocabulary))
     first, found = 0, list[Children]()
     for session in sessions:
-        if session.sampling.greedy:
+        if session.plain_greedy:
+            found += [next(greedy) for _ in session.rows]
+            continue
+        if session.sampling.greedy or won is None:
             found += _children(logits, session, k, vocabulary)
             continue
         for place in range(len(session.rows)):
@@ -277,6 +279,18 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
                 found += _children(logits, session.part(slice(place, place + 1)), k, vocabulary)
         first += len(session.rows)
     return found
+
+
+def _greedy_children(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int,
+                     vocabulary: torch.Tensor | None) -> list[Children]:
+    """Of all sessions whose rows are ranked as they are: one ranking, and one wait for a device."""
+    rows = _rows_of(sessions)
+    if not rows:
+        return []
+    picked = logits if rows == list(range(len(logits))) else _picked(logits, rows)
+    count = len(rows)
+    return _children(picked, ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count), k,
+                     vocabulary)
 
 
 def _children(logits: torch.Tensor, session: ChoiceRows, k: int, vocabulary: torch.Tensor | None) -> list[Children]:
