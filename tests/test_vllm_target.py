@@ -23,6 +23,7 @@ from slipstream.base.errors import CapacityError, ConfigError, Draining, Invalid
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, NoSpans, Spans, Value
+from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TokenLogprob
@@ -321,6 +322,9 @@ async def test_what_vllm_cannot_do_while_drafts_are_asked_is_refused_by_field(as
 
 async def test_what_vllm_refuses_is_refused_by_its_field() -> None:
     async with served(FakeEngine()) as service:
+        assert not (await service.info()).grammars
+        with pytest.raises(InvalidRequest, match="grammar"):
+            service.submit(replace(request(), grammar=JSON_OBJECT))
         with pytest.raises(InvalidRequest) as refused:
             await taken(service.submit(request(top_k=13, temperature=1.0)))
         assert refused.value.field == "top_k"
