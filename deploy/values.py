@@ -140,6 +140,8 @@ class AutoscalingValues(Section):
 
 class TargetValues(PodValues):
     replicas: int = Field(1, ge=0)
+    nodes: int = Field(1, ge=1, le=64, description="pods that compute one model together; more than one need "
+                                                   "config.target.engine vllm, and LeaderWorkerSet in the cluster")
     # What it may come to: 1.2 GB at start, 1.7 GB of KV slots that are not touched before they are used, and a step.
     resources: Blob = Field({"requests": {"cpu": "1", "memory": "3584Mi"}, "limits": {"memory": "4Gi"}})
     strategy: StrategyValues = StrategyValues()

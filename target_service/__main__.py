@@ -14,7 +14,7 @@ from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.vitals import until
+from slipstream.observe.vitals import Vitals, until
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
 from slipstream.wire.drafts import Drafts
@@ -93,8 +93,11 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
 
 async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
     """Drafts are dialled by vLLM's workers."""
-    from target_service.vllm_start import build
+    from target_service.vllm_start import build, node_rank
 
+    if node_rank(config):
+        await _compute(config, stop, ready)
+        return
     target = await asyncio.to_thread(build, config)
     tls, up = tls_files(config.wire.tls), asyncio.Event()
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
@@ -109,6 +112,30 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
             await asyncio.to_thread(metrics.close)
     finally:
         await asyncio.to_thread(target.end)
+    logger("target").info("stopped")
+
+
+async def _compute(config: Config, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
+    """On a machine that computes a part of vLLM's model and serves nobody: its page alone."""
+    from target_service.vllm_start import Node
+
+    node, vitals, up, loop = Node(config), Vitals("target"), asyncio.Event(), asyncio.get_running_loop()
+
+    def begun() -> None:
+        up.set()
+        logger("target").info("ready: a part of the model", rank=(config.target.vllm or {})["node_rank"])
+        if ready is not None:
+            ready()
+
+    metrics = MetricsServer(config.target.metrics_listen, TargetMetrics(config.router.model_name).registry, up.is_set,
+                            vitals)
+    metrics.start()
+    vitals.thread("vllm-node", lambda: node.run(lambda: loop.call_soon_threadsafe(begun))).start()
+    try:
+        await until(stop, vitals)
+    finally:
+        await asyncio.to_thread(node.end)
+        await asyncio.to_thread(metrics.close)
     logger("target").info("stopped")
 
 

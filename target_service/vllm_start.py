@@ -4,6 +4,8 @@ Rules:
 1. A setting that means something to vLLM keeps its meaning; one that means nothing and was set is refused by name.
 2. vLLM's own arguments pass by their names (``target.engine``); an unknown one is refused, and the nearest one named.
 3. vLLM and ``slipstream_vllm`` are imported when it starts: another target needs neither.
+4. Where several machines compute one model (``nnodes``), the first serves; each other one is a ``Node``, started from
+   the same settings but for its ``node_rank``.
 
 It knows nothing about answers.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import partial
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.base.config import Config, ModelSection, TargetSection
-from slipstream.base.errors import ConfigError, ModelError
+from slipstream.base.errors import ConfigError, ModelError, Unavailable
 from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -32,8 +34,9 @@ from target_service.served import Served
 from target_service.vllm import Fill, Running, VllmService
 
 EXTENSION = "slipstream_vllm.worker.Drafted"
-# Arguments that only say how much fits: answers are the same with any.
-ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
+# Arguments that only say how much fits, and where machines meet: answers are the same with any.
+ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "master_addr",
+        "master_port", "node_rank")
 OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
     "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
     "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
@@ -94,20 +97,28 @@ def drafts(config: Config) -> bool:
     return bool(config.target.drafts) and config.target.policy.max_nodes > 0
 
 
-def start(config: Config) -> Running:
-    """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
+def _installed() -> str:
+    """vLLM's version. Raises ConfigError where it or what it needs of ours is not there or not known."""
     try:
-        from slipstream_vllm.sampling import refusal
+        import vllm  # noqa: F401
         from slipstream_vllm.versions import adapter_of, installed
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.v1.engine.async_llm import AsyncLLM
-        from vllm.v1.metrics.loggers import StatLoggerBase
     except ImportError as error:
         raise ConfigError(f"target.engine: vllm needs vLLM and slipstream-vllm in this environment: {error}") from error
     version = installed()
     adapter_of(version)
+    return version
+
+
+def start(config: Config) -> Running:
+    """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
+    version = _installed()
+    from slipstream_vllm.sampling import refusal
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
     folder = resolve(config.model.path)
     name = config.router.model_name or folder.name
     fill, rounds = Fill(), Rounds(Path(tempfile.mkdtemp(prefix="slipstream-")) / "rounds")
@@ -139,6 +150,51 @@ def start(config: Config) -> Running:
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
     return Running(engine, version, partial(SamplingParams, output_kind=RequestOutputKind.DELTA, detokenize=False),
                    (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds)
+
+
+def node_rank(config: Config) -> int:
+    """Which of the machines that compute one model this is; 0: the one that serves. Raises ConfigError."""
+    rank = (config.target.vllm or {}).get("node_rank", 0)
+    if not isinstance(rank, int):
+        raise ConfigError(f"target.engine.vllm.node_rank: {str(rank)[:64]!r} is no number")
+    return rank
+
+
+class Node:
+    """A machine that computes its part of a model, and serves nobody."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError."""
+        self._version = _installed()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        folder = resolve(config.model.path)
+        # Nobody on this machine serves the answers, so nobody is told of a step.
+        wanted = arguments(config, folder, config.router.model_name or folder.name,
+                           [field.name for field in fields(AsyncEngineArgs)], Path(tempfile.gettempdir()) / "nobody")
+        self._args = AsyncEngineArgs(**wanted)
+        self._executor: Any = None
+        self._ended = False
+
+    def run(self, begun: Callable[[], object]) -> None:
+        """Until ``end``. ``begun`` is called when the model is loaded on all machines. Raises ModelError when it cannot
+        begin, Unavailable when one of its processes has ended."""
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        try:
+            shape = self._args.create_engine_config(headless=True)
+            self._executor = MultiprocExecutor(shape, monitor_workers=False)
+        except Exception as error:
+            raise ModelError(f"vLLM {self._version} did not start: {error}") from error
+        begun()
+        self._executor.start_worker_monitor(inline=True)
+        if not self._ended:
+            raise Unavailable("a process of vLLM on this machine has ended, or another machine has")
+
+    def end(self) -> None:
+        self._ended = True
+        if self._executor is not None:
+            self._executor.shutdown()
 
 
 def _identity(running: Any, folder: Path, version: str, given: Mapping[str, Any]) -> Identity:

@@ -22,7 +22,7 @@ from deploy.values import OWNED, Values
 from draft_service.__main__ import DRAIN_S
 from slipstream.base.config import Config, load
 from slipstream.wire.discovery import service_address
-from target_service.vllm_start import arguments
+from target_service.vllm_start import arguments, node_rank
 from tests.kube import CHART, PROFILES, ROOT, VLLM, helm, only, rendered, run
 
 ROLES = ("router", "target", "draft")
@@ -71,6 +71,9 @@ WRONG = {
     "fewer GPUs than ranks": (("images.engine.variant=cuda", "config.model.device=cuda",
                                "config.model.tensor_parallel=4", r"target.resources.limits.nvidia\.com/gpu=2"),
                               "tensor_parallel is 4 but target.resources.limits has 2"),
+    "nodes without vLLM": (("target.nodes=2",), "target.nodes is 2 but config.target.engine is not vllm"),
+    "uneven nodes": (("config.target.engine=vllm", "config.model.tensor_parallel=4", "target.nodes=3"),
+                     "4 ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size)"),
     "unknown value": (("target.replica=2",), "'replica' not allowed"),
     "unknown setting": (("config.target.policy.max_node=2",), "'max_node' not allowed"),
     "setting that the chart owns": (("config.router.listen=x",), "'listen' not allowed"),
@@ -354,6 +357,32 @@ def test_a_target_may_have_vllms_engine(profile: str, tmp_path: Path) -> None:
     assert slipstream["layers"] and slipstream["drafts"] == list(config.target.drafts)
     assert slipstream["tls"]["certificate"] == config.wire.tls.certificate != ""
     assert 1 <= asked["speculative_config"]["num_speculative_tokens"] <= 8
+
+
+def test_a_target_may_be_several_pods(tmp_path: Path) -> None:
+    objects = rendered("deepseek-v3", "--set", "target.nodes=2", "--set", "config.model.tensor_parallel=16", "--set",
+                       "target.autoscaling.hpa.enabled=true")
+    assert "r-slipstream-target" not in deployments(objects)
+    group = only(objects, "LeaderWorkerSet", "r-slipstream-target")["spec"]["leaderWorkerTemplate"]
+    assert group["size"] == 2 and only(objects, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["kind"] == (
+        "LeaderWorkerSet")
+    (container,) = group["workerTemplate"]["spec"]["containers"]
+    own = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "r-slipstream-target-0.r-slipstream-target"}
+    overrides = tuple(word.removeprefix("--set=").replace("$(", "{").replace(")", "}").format(**own)
+                      for word in container["args"] if word.startswith("--set=target.engine"))
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(only(objects, "ConfigMap", "r-slipstream-target")["data"]["slipstream.yaml"])
+    config = load(file, overrides)
+    assert config.target.vllm is not None and node_rank(config) == 1 and node_rank(load(file)) == 0
+    asked = arguments(config, Path("/m"), "m", list(config.target.vllm), tmp_path / "rounds")
+    assert (asked["nnodes"], asked["node_rank"], asked["master_addr"]) == (2, 1, own["LWS_LEADER_ADDRESS"])
+    assert asked["enable_expert_parallel"], "what the values say of vLLM stays"
+    labels = group["workerTemplate"]["metadata"]["labels"]
+    served = only(objects, "Service", "r-slipstream-target")["spec"]["selector"]
+    assert served == {**labels, "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    (policy,) = (o["spec"] for o in objects if o["kind"] == "NetworkPolicy" and "target" in o["metadata"]["name"])
+    among = {"podSelector": {"matchLabels": labels}}
+    assert {"from": [among]} in policy["ingress"] and {"to": [among]} in policy["egress"]
 
 
 def test_without_drafts_vllm_has_its_own_way() -> None:

@@ -47,10 +47,21 @@
 {{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (eq .Values.images.engine.variant "cpu") -}}
 {{- fail (printf "config.model.device is %q but images.engine.variant is \"cpu\": set images.engine.variant=cuda" $model.device) -}}
 {{- end -}}
-{{- $ranks := int (default 1 $model.tensor_parallel) -}}
+{{- $nodes := int .Values.target.nodes -}}
+{{- $vllm := include "slipstream.vllm" . -}}
+{{- if and (gt $nodes 1) (not $vllm) -}}
+{{- fail (printf "target.nodes is %d but config.target.engine is not vllm: our own engine has the GPUs of one node" $nodes) -}}
+{{- end -}}
+{{- $engine := default dict (default dict .Values.config.target).engine -}}
+{{- $stages := ternary (get (default dict (get (ternary $engine dict (kindIs "map" $engine)) "vllm")) "pipeline_parallel_size") 1 (kindIs "map" $engine) -}}
+{{- $all := mul (int (default 1 $model.tensor_parallel)) (int (default 1 $stages)) -}}
+{{- if ne (mod $all $nodes) 0 -}}
+{{- fail (printf "target.nodes is %d, among which %d ranks (config.model.tensor_parallel by vLLM's pipeline_parallel_size) cannot be shared evenly" $nodes $all) -}}
+{{- end -}}
+{{- $ranks := div $all $nodes | int -}}
 {{- $gpus := get (default dict .Values.target.resources.limits) "nvidia.com/gpu" -}}
-{{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (gt $ranks 1) $gpus (ne (int $gpus) $ranks) -}}
-{{- fail (printf "config.model.tensor_parallel is %d but target.resources.limits has %d of nvidia.com/gpu: give a target as many GPUs as share its model" $ranks (int $gpus)) -}}
+{{- if and (hasPrefix "cuda" (default "cpu" $model.device)) (gt $all 1) $gpus (ne (int $gpus) $ranks) -}}
+{{- fail (printf "config.model.tensor_parallel is %d but target.resources.limits has %d of nvidia.com/gpu: give a target's pod as many GPUs as share its part of the model (%d)" (int $model.tensor_parallel) (int $gpus) $ranks) -}}
 {{- end -}}
 {{- end -}}
 

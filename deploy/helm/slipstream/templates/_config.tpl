@@ -62,7 +62,12 @@
   "metrics_listen" (printf "%s:9101" .Values.bindAddress)
   "drafts" $drafts -}}
 {{- $config := include "slipstream.config.shared" (dict "root" . "plaintext" (not .Values.tls.enabled) "client" "router") | fromYaml -}}
-{{- $_ := set $config "target" (merge $own (deepCopy (default dict .Values.config.target))) -}}
+{{- $target := merge $own (deepCopy (default dict .Values.config.target)) -}}
+{{- if include "slipstream.grouped" (dict "root" . "role" "target") -}}
+{{- $arguments := ternary dict (default dict $target.engine) (kindIs "string" $target.engine) -}}
+{{- $_ := set $target "engine" (dict "vllm" (merge (dict "nnodes" (int .Values.target.nodes) "distributed_executor_backend" "mp") (default dict $arguments.vllm))) -}}
+{{- end -}}
+{{- $_ := set $config "target" $target -}}
 {{- with (default dict .Values.config.router).model_name -}}
 {{- $_ := set $config "router" (dict "model_name" .) -}}
 {{- end -}}

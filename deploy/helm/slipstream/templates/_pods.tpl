@@ -25,19 +25,48 @@ spec:
     matchLabels:
       {{- include "slipstream.selector" . | nindent 6 }}
   template:
-    metadata:
-      annotations:
-        checksum/config: {{ .config | sha256sum }}
-        {{- with .pod.podAnnotations }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
-      labels:
-        {{- include "slipstream.selector" . | nindent 8 }}
-        {{- with .pod.podLabels }}
-        {{- toYaml . | nindent 8 }}
-        {{- end }}
-    spec:
-      {{- include "slipstream.podSpec" . | nindent 6 }}
+    {{- include "slipstream.podTemplate" . | nindent 4 }}
+{{- end -}}
+
+{{/* Targets of several pods, which compute one model together: the first of a group serves. Takes what a Deployment takes. */}}
+{{- define "slipstream.groups" -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "slipstream.labels" .root | nindent 4 }}
+    app.kubernetes.io/component: {{ .role }}
+spec:
+  {{- if ne (toString .replicas) "" }}
+  replicas: {{ .replicas }}
+  {{- end }}
+  rolloutStrategy:
+    type: RollingUpdate
+    rollingUpdateConfiguration:
+      {{- toYaml .pod.strategy | nindent 6 }}
+  leaderWorkerTemplate:
+    size: {{ .pod.nodes }}
+    restartPolicy: RecreateGroupOnPodRestart  # vLLM's machines begin together
+    workerTemplate:
+      {{- include "slipstream.podTemplate" . | nindent 6 }}
+{{- end -}}
+
+{{- define "slipstream.podTemplate" -}}
+metadata:
+  annotations:
+    checksum/config: {{ .config | sha256sum }}
+    {{- with .pod.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  labels:
+    {{- include "slipstream.selector" . | nindent 4 }}
+    {{- with .pod.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  {{- include "slipstream.podSpec" . | nindent 2 }}
 {{- end -}}
 
 {{- define "slipstream.podSpec" -}}
@@ -116,6 +145,10 @@ args:
   {{- $cpu := include "slipstream.cpuField" . }}
   {{- if $cpu }}
   - --set={{ .threads }}=$(CPUS)
+  {{- end }}
+  {{- if include "slipstream.grouped" . }}
+  - --set=target.engine.vllm.node_rank=$(LWS_WORKER_INDEX)
+  - --set=target.engine.vllm.master_addr=$(LWS_LEADER_ADDRESS)
   {{- end }}
   {{- range .pod.extraArgs }}
   - {{ . | quote }}
@@ -197,6 +230,13 @@ volumeMounts:
 {{- define "slipstream.ranks" -}}
 {{- $model := default dict .root.Values.config.model -}}
 {{- if and (eq .role "target") (or (gt (int (default 1 $model.tensor_parallel)) 1) (include "slipstream.vllm" .root)) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- /* Whether this pod is one of several that compute one model. */ -}}
+{{- define "slipstream.grouped" -}}
+{{- if and (eq .role "target") (gt (int .root.Values.target.nodes) 1) -}}
 true
 {{- end -}}
 {{- end -}}
