@@ -4,8 +4,7 @@ Rules:
 1. Every path but ``/live``, ``/health`` and ``/ping`` needs a key where keys are set, also paths that do not exist.
 2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
-4. A body is capped before it is read, and read before anything is done for it. Lists and objects in it are counted
-   first: two bytes of one take hundred of memory, and a million of them keep everybody waiting.
+4. A body is capped before it is read, and read before anything is done for it.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
    ``{"error": …}`` followed by ``[DONE]``.
 6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
@@ -33,7 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
-from router_service.dialects import messages, responses
+from router_service.dialects import bounded_json, messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.fields import Unknown
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, Options, parse
@@ -49,9 +48,8 @@ from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
-from slipstream.protocol.chat import MAX_BODY_BYTES, MAX_ITEMS, Usage
+from slipstream.protocol.chat import MAX_BODY_BYTES, Usage
 
-MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
 BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -198,16 +196,14 @@ class Surface:
         problem = problem_of(error)
         if problem.status == 500:
             self._log.error("request failed", error=type(error).__name__)
-        if request.url.path.startswith(MESSAGES):
-            return json_response(messages.error_of(problem), problem.status, dict(problem.headers))
-        return problem_response(problem)
+        return problem_response(problem, request.url.path)
 
     async def no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         advice = ADVICE.get(error.status_code, str(error.detail))
         near = difflib.get_close_matches(request.url.path[:100], PAGES, n=1) if error.status_code == 404 else ()
         advice = f"no such page; did you mean {near[0]}?" if near else advice
-        response = problem_response(http_problem(error.status_code, advice))
+        response = problem_response(http_problem(error.status_code, advice), request.url.path)
         response.headers.update(error.headers or {})
         return response
 
@@ -215,7 +211,7 @@ class Surface:
         return Response(status_code=499)
 
     async def broken(self, request: Request, error: Exception) -> Response:
-        return problem_response(problem_of(error))  # the gate hears of it and logs it
+        return problem_response(problem_of(error), request.url.path)  # the gate hears of it and logs it
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body, Unknown]:
         unknown = Unknown(self._gateway.strict)
@@ -232,12 +228,7 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
-        if _num_containers(data) > MAX_CONTAINERS:
-            raise InvalidRequest("body", f"holds more than {MAX_CONTAINERS} lists and objects")
-        try:
-            return orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise InvalidRequest("body", f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
+        return bounded_json.read("body", data)
 
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:
         codec, options = self._gateway.codec, run.job.options
@@ -395,22 +386,10 @@ def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count:
         return [Named(use.choice) for _ in range(count)]
     if use is not None and use.forced:
         return [Markup(BARE, use.schemas) for _ in range(count)]
+    if options.grammar is not None:  # bound from its first character on: all of it is what was asked for
+        return []
     most = None if use is None or use.parallel else 1
     return [Markup(codec.style, {} if use is None else use.schemas, codec.thinks(prompt), most) for _ in range(count)]
-
-
-def _num_containers(data: bytearray) -> int:
-    """The lists and objects of a JSON text, or enough of them; those in its strings count only where there are few."""
-    num = data.count(b"[") + data.count(b"{")
-    if num <= MAX_CONTAINERS:
-        return num
-    early = _num_outside_strings(data[:len(data) // 4])
-    return early if early > MAX_CONTAINERS else _num_outside_strings(data)
-
-
-def _num_outside_strings(data: bytearray) -> int:
-    outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
-    return outside.count(b"[") + outside.count(b"{")
 
 
 def _late_body() -> InvalidRequest:
@@ -421,8 +400,11 @@ def json_response(content: dict[str, Any], status: int = 200, headers: dict[str,
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-def problem_response(problem: Problem) -> Response:
-    return json_response(problem.body(), problem.status, dict(problem.headers))
+def problem_response(problem: Problem, path: str) -> Response:
+    """As the dialect of ``path`` writes it."""
+    theirs = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return json_response(messages.error_of(problem) if theirs else problem.body(), problem.status,
+                         dict(problem.headers))
 
 
 def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
@@ -455,7 +437,7 @@ class Gate:
         tenant = scope[TENANT] = self._keys.tenant(_key(headers))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
-            await problem_response(refusal)(scope, receive, answer)
+            await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
         try:
             await self._app(scope, receive, answer)
@@ -463,7 +445,7 @@ class Gate:
             self._log.error("request failed", request_id=request_id.decode(), error=type(error).__name__,
                             at=_places(error))
             if not started:
-                await problem_response(problem_of(error))(scope, receive, answer)
+                await problem_response(problem_of(error), scope["path"])(scope, receive, answer)
 
 
 def _request_id(shown: bytes) -> bytes:

@@ -22,11 +22,12 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from router_service.words import Words
 
 Step = Generator[None, None, Any]
+SaidKind = Literal["reasoning", "text"]
 ARGUMENTS = ("arguments", "parameters")
 JSON_CHAR, SIMPLE_END = re.compile(r'["\\{}\[\]]'), re.compile(r"[,:}\]\s]")
 LLAMA = "<|python_tag|>"
@@ -92,16 +93,38 @@ class Call:
     arguments: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A piece of what is no call."""
+
+    kind: SaidKind
+    text: str
+
+
 @dataclass(slots=True)
 class Parts:
-    """What a piece of text adds."""
+    """What a piece of text adds, in the order in which it came."""
 
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    all: list[Said | Call] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.calls)
+    @property
+    def reasoning(self) -> str:
+        return self._joined("reasoning")
+
+    @property
+    def content(self) -> str:
+        return self._joined("text")
+
+    @property
+    def calls(self) -> list[Call]:
+        return [part for part in self.all if isinstance(part, Call)]
+
+    def add(self, kind: SaidKind, text: str) -> None:
+        if text:
+            self.all.append(Said(kind, text))
+
+    def _joined(self, kind: SaidKind) -> str:
+        return "".join([part.text for part in self.all if isinstance(part, Said) and part.kind == kind])
 
 
 class _NoCall(Exception):
@@ -113,7 +136,13 @@ class Named:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._latest: list[str] = []
         self.num_calls = 0
+
+    @property
+    def called(self) -> bool:
+        """As ``Markup.called``."""
+        return _whole(self._latest)
 
     def push(self, text: str, over: bool = False) -> Parts:
         """As ``Markup.push``."""
@@ -121,7 +150,8 @@ class Named:
             return Parts()
         name = "" if self.num_calls else self._name
         self.num_calls = 1
-        return Parts(calls=[Call(0, name, text)])
+        self._latest.append(text)
+        return Parts([Call(0, name, text)])
 
 
 class Markup:
@@ -143,10 +173,11 @@ class Markup:
         self._marks = Words((*openers, *begins, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
         self._buffer = ""
         self._over = False
-        self._blank = ""  # of the content, held until more comes: it is none before a call
+        self._blank: list[str] = []  # of the content, held until more comes: it is none before a call
         self._begun = self._thought = False  # whether there was content, or reasoning
         self._taken: list[str] | None = None  # what a call has read so far; None: it is told of
         self._parts = Parts()
+        self._latest: list[str] = []  # the arguments of the latest call that is told
         self.num_calls = 0
         self._run: Generator[None, None, None] = self._answer(thinking)
         next(self._run)
@@ -158,6 +189,11 @@ class Markup:
         next(self._run, None)
         parts, self._parts = self._parts, Parts()
         return parts
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, and the latest did not break off."""
+        return _whole(self._latest)
 
     def _answer(self, thinking: bool) -> Generator[None, None, None]:
         if thinking and self._thoughts is not None:
@@ -176,33 +212,36 @@ class Markup:
             elif mark not in self._stray:
                 yield from self._calls(mark)
         if self._blank and (self._begun or not (self.num_calls or self._thought)):
-            self._parts.content += self._blank
+            self._parts.add("text", "".join(self._blank))
 
     def _reasoning(self) -> Step:
         assert self._thoughts is not None
-        self._thought, self._blank = True, ""
-        held = ""
+        self._thought, self._blank = True, []
+        held: list[str] = []
         begun = False
 
         def tell(text: str) -> None:
             nonlocal held, begun
-            text = held + text if begun else text.lstrip()
-            begun = begun or bool(text)
-            shown = text.rstrip()
-            held = text[len(shown):]
-            self._parts.reasoning += shown
+            if text.strip():
+                text = "".join(held) + text if begun else text.lstrip()
+                shown = text.rstrip()
+                begun, held = True, [text[len(shown):]]
+                self._parts.add("reasoning", shown)
+            elif begun:
+                held.append(text)
 
         yield from self._until(Words(self._thoughts[1:]), tell)
 
     def _content(self, text: str) -> None:
         if not self._begun and (self._thought or self.num_calls):
-            text = (self._blank + text).lstrip()
-            self._blank = ""
-        text = self._blank + text
-        shown = text.rstrip() if self._tools or not text.strip() else text
-        self._blank = text[len(shown):]
-        self._begun = self._begun or bool(shown)
-        self._parts.content += shown
+            text, self._blank = text.lstrip(), []
+        if not text.strip():
+            self._blank.append(text)
+            return
+        text = "".join(self._blank) + text
+        shown = text.rstrip() if self._tools else text
+        self._begun, self._blank = True, [text[len(shown):]]
+        self._parts.add("text", shown)
 
     def _calls(self, mark: str) -> Step:
         self._taken = []
@@ -219,14 +258,14 @@ class Markup:
             if self._taken is not None:  # nothing was told of it
                 self._content("".join(self._taken))
         else:
-            self._begun, self._blank = False, ""
+            self._begun, self._blank = False, []
         self._taken = None
 
     def _maybe_bare(self) -> Step:
         """Llama 3 writes a call as the whole of its answer."""
         blank = yield from self._skip()
         if self._buffer[:1] not in ("{", "[") or not self._buffer:
-            self._blank += blank
+            self._blank.append(blank)
             return
         self._taken = [blank]
         try:
@@ -379,7 +418,7 @@ class Markup:
 
     def _value(self, tell: Callable[[str], None] | None = None) -> Step:
         """The JSON value that comes next, as it is written; ``tell`` hears of it piece by piece."""
-        depth, quoted, whole = 0, False, ""
+        depth, quoted, pieces = 0, False, list[str]()
         if not self._buffer:
             raise _NoCall
         simple = self._buffer[0] not in '"{['
@@ -406,23 +445,23 @@ class Markup:
                     done = depth == 0
             piece = self._eat(at)
             if tell is None:
-                whole += piece
+                pieces.append(piece)
             elif piece:
                 tell(piece)
             if done:
-                return whole
+                return "".join(pieces)
             if self._over:
                 raise _NoCall
             yield
 
     def _skip(self, also: str = "") -> Step:
         """White space (and ``also``), until something else is there or all is over; returns it."""
-        blank = ""
+        blanks = []
         while True:
             found = len(self._buffer) - len(self._buffer.lstrip(" \t\r\n" + also))
-            blank += self._eat(found)
+            blanks.append(self._eat(found))
             if self._buffer or self._over:
-                return blank
+                return "".join(blanks)
             yield
 
     def _close(self, mark: str) -> Step:
@@ -465,17 +504,19 @@ class Markup:
 
     def _tell(self, name: str, arguments: str) -> int:
         self._taken = None
-        self._blank = ""
+        self._blank = []
         index = self.num_calls
         if self._most is None or index < self._most:
-            self._parts.calls.append(Call(index, name, arguments))
+            self._parts.all.append(Call(index, name, arguments))
+            self._latest = [arguments]
             self.num_calls += 1
             return index
         return -2  # one too many
 
     def _tell_more(self, index: int, arguments: str) -> None:
         if index >= 0:
-            self._parts.calls.append(Call(index, "", arguments))
+            self._parts.all.append(Call(index, "", arguments))
+            self._latest.append(arguments)
 
 
 def _typed(value: str, schema: Any) -> str:
@@ -489,6 +530,11 @@ def _typed(value: str, schema: Any) -> str:
         if "boolean" in kinds and value.strip().lower() in ("true", "false"):
             return value.strip().lower()
     return json.dumps(value, ensure_ascii=False)
+
+
+def _whole(arguments: list[str]) -> bool:
+    """Whether the pieces are an object."""
+    return isinstance(_loaded("".join(arguments)), dict)
 
 
 def _loaded(text: str) -> Any:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from router_service.app import MAX_CONTAINERS
+from router_service.dialects.bounded_json import MAX_CONTAINERS, MAX_DEPTH
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
 from router_service.template import ASSISTANT, Turn
@@ -220,6 +220,26 @@ async def test_lists_and_objects_of_a_body_are_counted_before_it_is_read(tiny_fo
         told = (await r.post(COMPLETIONS, prompt='\\"[{' * MAX_CONTAINERS, user=[{}] * 9)).json()["error"]
         assert told["param"] == "prompt", "those of a text are text"
         assert (await r.post(COMPLETIONS, prompt="x", user=[[]] * (MAX_CONTAINERS - 2))).status_code == 200
+
+
+async def test_a_body_is_refused_that_is_too_deep_to_be_written_again(tiny_folder: Path) -> None:
+    def deep(levels: int) -> dict[str, Any]:
+        return {"a": deep(levels - 1)} if levels else {}
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep(300)}}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (CHAT, {"messages": HELLO, "chat_template_kwargs": deep(300)}), (CHAT, {"messages": HELLO, "tools": [tool]}),
+        (CHAT, {"messages": HELLO, "guided_json": deep(300)}), ("/v1/responses", {"input": "x", "text": deep(900)}),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "name": "f", "input": deep(300)}]}]})]
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for path, body in bodies:
+            refused = await r.post(path, **body)
+            assert refused.status_code == 400 and "deep" in refused.json()["error"]["message"], path
+        text = '\\"[{' * 200
+        assert (await r.post(CHAT, messages=[{"role": "user", "content": text}])).status_code == 400, "a long text"
+        assert (await r.post(COMPLETIONS, prompt="x", user=[[]] * 1000)).status_code == 200, "many, but flat"
+        assert (await r.post(CHAT, messages=HELLO, chat_template_kwargs=deep(MAX_DEPTH - 2))).status_code == 200
 
 
 def test_the_first_unknown_key_ends_the_check() -> None:

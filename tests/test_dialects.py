@@ -10,6 +10,9 @@ import httpx
 import pytest
 
 from router_service.dialects import messages, responses
+from router_service.dialects.blocks import Blocks
+from router_service.markup import THOUGHTS, Markup, Style
+from router_service.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest, Unavailable
 from tests.echo import CONTEXT, EchoTarget
 from tests.routing import HELLO, Routing, routing
@@ -89,6 +92,41 @@ async def test_messages_are_told_whole_and_in_events(tiny_folder: Path) -> None:
         assert refused.status_code == 400 and refused.json()["type"] == "error"
         assert refused.json()["error"]["type"] == "invalid_request_error"
         assert "temperature" in refused.json()["error"]["message"]
+
+
+def test_blocks_are_alike_however_an_answer_is_cut() -> None:
+    said = "<think>Hm.</think>So:" + CALL[3:] + "Then" + CALL[3:] + " and that was it."
+    wanted = [("reasoning", "Hm."), ("text", "So:"), ("call", '{"city": "Paris"}'), ("text", "Then"),
+              ("call", '{"city": "Paris"}'), ("text", "and that was it.")]
+
+    def told(*pieces: str) -> list[tuple[str, str]]:
+        blocks = Blocks("a", Markup(Style(thoughts=THOUGHTS[0]), {"weather": SCHEMA}))
+        for i, piece in enumerate(pieces):
+            list(blocks.take(TextDelta(piece, finish="stop" if i == len(pieces) - 1 else "")))
+        return [(block.kind, block.text) for block in blocks.all]
+
+    assert told(*said) == told(said) == wanted
+    for at in range(len(said)):
+        assert told(said[:at], said[at:]) == told(*said[:at], said[at:]) == wanted, at
+
+
+async def test_refusals_are_in_the_words_of_the_page(tiny_folder: Path, tmp_path: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for method, path, status, kind in (("GET", MESSAGES, 405, "invalid_request_error"),
+                                           ("POST", f"{MESSAGES}/none", 404, "not_found_error"),
+                                           ("POST", f"{MESSAGES}/count_tokens", 400, "invalid_request_error")):
+            refused = await r.http.request(method, path)
+            assert (refused.status_code, refused.json()["type"], refused.json()["error"]["type"]) == (
+                status, "error", kind)
+        assert "type" not in (await r.http.get("/v1/messagesother")).json()
+        asked = await r.post(RESPONSES, input="hello", messages=HELLO)
+        assert asked.json()["error"]["param"] == "messages", "which of the two is asked?"
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-mine\n")
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        refused = await r.post(MESSAGES, messages=HELLO)
+        assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+        assert refused.json()["type"] == "error"
 
 
 async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None:

@@ -116,16 +116,25 @@ def test_what_a_character_costs_does_not_grow() -> None:
 
         seen = 0
 
-        def __radd__(self, other: str) -> str:
-            Counted.seen += len(other) + 1
-            return str(other) + str(self)
+        def __radd__(self, other: str) -> Counted:
+            return Counted(other) + self
 
-    for style, opening in ((HERMES, '<tool_call>{"name": "now", "arguments": {"a": "'), (HERMES, "<tool_call>"),
-                           (HERMES, "<think>"), (BARE, '{"'), (MISTRAL, "[TOOL_CALLS]"), (HERMES, "")):
+        def __add__(self, other: str) -> Counted:
+            Counted.seen += len(self) + 1
+            return Counted(str(self) + str(other))
+
+        def __getitem__(self, key: Any) -> Counted:
+            return Counted(super().__getitem__(key))
+
+    for style, opening, said in (
+            *((style, opening, "<x ") for style, opening in (
+                (HERMES, '<tool_call>{"name": "now", "arguments": {"a": "'), (HERMES, "<tool_call>"),
+                (HERMES, "<think>"), (BARE, '{"'), (MISTRAL, "[TOOL_CALLS]"), (HERMES, ""))),
+            (HERMES, "So:", " \n\n"), (HERMES, "<think>Hm.", " \n\n")):
         seen = []
         for length in (500, 1000):
             markup, Counted.seen = Markup(style, TOOLS), 0
-            for char in opening + "<x " * length:
+            for char in opening + said * length:
                 markup.push(Counted(char))
             seen.append(Counted.seen)
         assert 1500 <= seen[0] <= 20_000 and seen[1] <= 2 * seen[0] + 100, (opening, seen)

@@ -12,8 +12,11 @@ import pytest
 from router_service.dialects.tools import MAX_CALLS, MAX_TOOLS, ToolUse, told, use_of
 from router_service.template import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
 from tests.echo import EchoTarget
 from tests.routing import CHAT, HELLO, events, routing
+from tests.tiny import tiny_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -78,6 +81,36 @@ async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
         assert grammar and len(json.loads(grammar.source)["items"]["anyOf"]) == 2
 
 
+@pytest.mark.parametrize("where", ["$defs", "definitions"])
+def test_what_one_tool_refers_to_is_its_own(where: str) -> None:
+    def tool(name: str, value: int) -> dict[str, Any]:
+        thing = {"type": "object", "properties": {"x": {"$ref": f"#/{where}/Item"}}, "required": ["x"],
+                 "additionalProperties": False, where: {"Item": {"const": value}}}
+        return {"type": "function", "function": {"name": name, "parameters": thing}}
+
+    use = use_of([tool("one", 1), tool("two", 2)], "required", None)
+    assert use is not None
+    vocabulary = Vocabulary(tiny_tokenizer(), 256)
+    for name, value in (("one", 1), ("two", 2)):
+        for x in (1, 2):
+            matcher = vocabulary.compile(use.grammar(), Ends((0,)))
+            text = f'[{{"name": "{name}", "arguments": {{"x": {x}}}}}]'.encode()
+            assert (matcher.commit(list(text)) == len(text)) == (x == value), (name, x)
+
+
+async def test_a_call_that_a_stop_string_cuts_is_not_called(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.says, target.context = CALL, 4096
+    async with routing(tiny_folder, target) as r:
+        for stream in (False, True):
+            answer = await r.post(CHAT, messages=HELLO, tools=[WEATHER], stop=["Par"], stream=stream)
+            last = events(answer.text)[-1] if stream else answer.json()
+            assert last["choices"][0]["finish_reason"] == "stop"
+        told = (await r.post("/v1/messages", messages=HELLO, stop_sequences=["Par"], tools=[
+            {"name": "weather", "input_schema": SCHEMA}])).json()
+        assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "Par")
+
+
 async def test_the_past_reaches_the_template(tiny_folder: Path) -> None:
     target = EchoTarget()
     target.context = 4096
@@ -130,12 +163,13 @@ def test_tools_that_are_none_are_refused_by_name(fields: dict[str, Any], param: 
 
 async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None:
     call = PAST[1]["tool_calls"][0]
-    deep = "[" * 20_000
+    deep, wide = '{"a":' * 129 + "1" + "}" * 129, f'{{"a":[{"[]," * 9_000}1]}}'
     async with routing(tiny_folder, EchoTarget()) as r:
         for calls, field in (({}, ""), ([call] * (MAX_CALLS + 1), ""), ([{}], "[0].function.name"),
                              ([{"function": {"name": "a", "arguments": "x"}}], "[0].function.arguments"),
                              ([{"function": {"name": "a", "arguments": "[]"}}], "[0].function.arguments"),
-                             ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments")):
+                             ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments"),
+                             ([{"function": {"name": "a", "arguments": wide}}] * 2, "")):
             past = [{"role": "assistant", "tool_calls": calls}, *HELLO]
             error = (await r.post(CHAT, messages=past)).json()["error"]
             assert error["param"] == f"messages[0].tool_calls{field}", error
@@ -169,3 +203,12 @@ async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
         for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
             plain = (await r.post(CHAT, messages=HELLO, **fields)).json()["choices"][0]["message"]
             assert plain["content"] == "So." and "reasoning_content" not in plain
+
+
+async def test_what_is_bound_to_a_grammar_is_content(thinking_folder: Path) -> None:
+    target = EchoTarget()
+    target.grammars, target.says = True, '{"city": "Rome"}'
+    async with routing(thinking_folder, target) as r:
+        answer = await r.post(CHAT, messages=HELLO, response_format={"type": "json_object"})
+        message = answer.json()["choices"][0]["message"]
+        assert message["content"] == target.says and "reasoning_content" not in message, "it never reasoned"

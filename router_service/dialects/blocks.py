@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router_service.markup import Markup, Named, Parts
+from router_service.markup import Call, Markup, Named, Said
 from router_service.tokens import TextDelta
 
 Kind = Literal["reasoning", "text", "call"]
@@ -55,20 +55,22 @@ class Blocks:
 
     def take(self, delta: TextDelta) -> Iterator[tuple[What, Block, str]]:
         """What happens to which block with ``delta``; the text is what is added."""
-        parts = Parts(content=delta.text) if self._markup is None else self._markup.push(
-            delta.text, bool(delta.finish))
-        if parts.reasoning:
-            yield from self._more("reasoning", parts.reasoning)
-        if parts.content:
-            yield from self._more("text", parts.content)
-        for call in parts.calls:
-            if call.name:
-                yield from self._begin("call", call.name)
-            yield from self._add(call.arguments)
+        for part in self._parts(delta):
+            if isinstance(part, Said):
+                yield from self._more(part.kind, part.text)
+                continue
+            if part.name:
+                yield from self._begin("call", part.name)
+            yield from self._add(part.arguments)
         if delta.finish:
-            called = delta.finish == "stop" and self._markup is not None and self._markup.num_calls
+            called = delta.finish == "stop" and self._markup is not None and self._markup.called
             self.finish = "tool_calls" if called else delta.finish
             yield from self._end()
+
+    def _parts(self, delta: TextDelta) -> list[Said | Call]:
+        if self._markup is None:
+            return [Said("text", delta.text)] if delta.text else []
+        return self._markup.push(delta.text, bool(delta.finish)).all
 
     def _more(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:

@@ -130,11 +130,12 @@ class Unknown:
     """The fields of one request that nobody knows: refused by name where it is ``strict``, else left out and kept by
     name."""
 
-    __slots__ = ("_names", "_strict")
+    __slots__ = ("_at", "_names", "_place", "_strict")
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
         self._names: set[str] = set()
+        self._at = self._place = ""  # the latest, and how it is told: once for all fields of an object
 
     def __iter__(self) -> Iterator[str]:
         """The first few names, fit for a header and a log."""
@@ -150,7 +151,9 @@ class Unknown:
             near = difflib.get_close_matches(name[:NAME_CHARS], known, n=1, cutoff=0.6)
             hint = f"; did you mean '{at}{near[0]}'?" if near else ""
             raise InvalidRequest((at + name)[:200] or "body", f"is not a known field{hint}", "unknown_parameter")
-        self._names.add(re.sub(r"\[\d+\]", "[]", at) + name[:NAME_CHARS])
+        if at != self._at:
+            self._at, self._place = at, re.sub(r"\[\d+\]", "[]", at)
+        self._names.add(self._place + name[:NAME_CHARS])
         if len(self._names) > MAX_UNKNOWN:
             raise InvalidRequest((at + name)[:200] or "body", f"is one of more than {MAX_UNKNOWN} unknown fields",
                                  "unknown_parameter")

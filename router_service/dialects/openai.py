@@ -30,9 +30,10 @@ from pydantic import (
     field_validator,
 )
 
+from router_service.dialects.bounded_json import MAX_CONTAINERS
 from router_service.dialects.fields import OF_MESSAGE, REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
-from router_service.dialects.tools import ToolUse, calls_of, use_of
+from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
 from router_service.text_files import NAMED_TOKENS
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
@@ -232,6 +233,12 @@ class ChatBody(Generation):
             return value
         _at_most("messages", len(value), "items")
         _at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
+        written = 0
+        for i, message in enumerate(value):
+            written += num_written(message)
+            if written > MAX_CONTAINERS:
+                raise InvalidRequest(f"messages[{i}].tool_calls", "hold, with those before, more than "
+                                     f"{MAX_CONTAINERS} lists and objects in their arguments")
         return [_plain_message(f"messages[{i}]", message, _unknown(info)) for i, message in enumerate(value)]
 
     @field_validator("chat_template_kwargs", mode="before")

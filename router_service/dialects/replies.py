@@ -96,7 +96,7 @@ class ChatReply:
         return told
 
     def _finish(self, number: int, delta: TextDelta) -> str:
-        called = delta.finish == "stop" and self._markups and self._markups[number].num_calls
+        called = delta.finish == "stop" and self._markups and self._markups[number].called
         return "tool_calls" if called else delta.finish
 
     def _chunk(self, choices: list[Json]) -> Json:

@@ -27,7 +27,7 @@ ALIKE = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed
 # With the values besides null that ask for nothing.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "top_logprobs": (0,),
-    "truncation": ("disabled",), "max_tool_calls": (), "context_management": ()}
+    "truncation": ("disabled",), "max_tool_calls": (), "context_management": (), "messages": ()}
 INERT = ("store", "metadata", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
 

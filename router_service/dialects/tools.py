@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from router_service.dialects import bounded_json
 from router_service.dialects.formats import made
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import Grammar
@@ -27,7 +28,6 @@ from slipstream.protocol.grammar import Grammar
 MAX_TOOLS = 128
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 MAX_CALLS = 128  # in one message
-MAX_CONTAINERS = 16_384  # lists and objects of the arguments of one call
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 TOLD = """You may call functions to help with the user's request. They are, in JSON:
@@ -68,16 +68,22 @@ class ToolUse:
         schemas = self.schemas
         if self.named:
             return made("tool_choice", "json_schema", _written(_closed(schemas[self.choice])))
-        shared: Json = {}
-        calls = []
-        for name, given in schemas.items():
-            own = _closed(given)
-            shared |= own.pop("$defs", {})
-            calls.append({"type": "object", "properties": {"name": {"const": name}, "arguments": own},
-                          "required": ["name", "arguments"], "additionalProperties": False})
+        defs = {str(i): _moved(_closed(given), f"#/$defs/{i}") for i, given in enumerate(schemas.values())}
+        calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{i}"}},
+                  "required": ["name", "arguments"], "additionalProperties": False} for i, name in enumerate(schemas)]
         most = {} if self.parallel else {"maxItems": 1}
-        schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
-        return made("tool_choice", "json_schema", _written({**schema, "$defs": shared} if shared else schema))
+        return made("tool_choice", "json_schema", _written(
+            {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": defs}))
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands at ``to`` in another one: what refers to itself goes on to do so."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: to + value[1:] if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, to) for key, value in schema.items()}
 
 
 def _closed(schema: Mapping[str, Any]) -> Json:
@@ -131,18 +137,25 @@ def calls_of(at: str, calls: Any) -> list[Json]:
     return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
 
 
+def num_written(message: Any) -> int:
+    """Lists and objects in what is written as JSON within a message: in the arguments of its calls."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    given = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return sum(bounded_json.num_containers(_bytes(arguments)) for arguments in given if isinstance(arguments, str))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
 def _call(at: str, call: Any) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{at}.function.name", "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        if arguments.count("[") + arguments.count("{") > MAX_CONTAINERS:
-            raise InvalidRequest(f"{at}.function.arguments", f"hold more than {MAX_CONTAINERS} lists and objects")
-        try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            arguments = None
+        arguments = bounded_json.read(f"{at}.function.arguments", _bytes(arguments or "{}"))
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
     id_ = call.get("id")
