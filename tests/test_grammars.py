@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.base.errors import InvalidRequest
@@ -103,3 +104,25 @@ def test_one_answer_leaves_nothing_of_its_grammar_to_another(tiny_folder: Path) 
         return most
 
     assert said(200) == said(200)
+
+
+def chain(base: int, tokens: Sequence[int]) -> DraftTree:
+    """Of one draft, below the newest token."""
+    count = len(tokens) + 1
+    ids, parents = np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32)
+    return DraftTree(base, np.array([0, *tokens], np.int32), parents, ids, -np.float32(ids))
+
+
+def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> None:
+    """A draft goes, as often as it is let, where the grammar explodes; the answer never does."""
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    matcher = vocabulary.compile(Grammar("lark", 'start: /a*/ "b" /((x|xx|xxx){1,40}){1,40}/'), Ends((EOS,), 90))
+    plain = vocabulary.compile(Grammar("lark", "start: /a*/ \"b\""), Ends((EOS,), 90))
+    for said in range(20):
+        tree = chain(said + 1, [*b"b" + 50 * b"x"])
+        kept = matcher.kept(tree)
+        masks, known = matcher.masks(tree.select(kept))
+        assert 0 in known, (said, matcher.problem)
+        assert masks[0].tolist() == plain.masks(DraftTree.root_only(said + 1, 0))[0][0].tolist()
+        assert matcher.commit([97]) == plain.commit([97]) == 1
+    assert kept == [0], "it was let until the end, so nothing was tested"

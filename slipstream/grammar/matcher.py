@@ -6,9 +6,10 @@ Rules:
 2. A stop token is allowed where the answer could be over and has its ``min_tokens``; and wherever nothing else is
    allowed, as a grammar cannot say more than it has.
 3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
-4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. Drafts make it
-   build more than plain decoding does, so it begins afresh then, from the answer's tokens alone, ``RESTARTS`` times.
-   For the same reason no two answers share what was built.
+4. llguidance counts what it has built for a grammar, and a matcher that exceeds a limit says no more. It begins afresh
+   then, from the answer's tokens alone, ``RESTARTS`` times. Drafts make it build more than plain decoding does: what
+   breaks when they had a part in it is counted apart, and after ``RESTARTS`` of these no tree is visited any more. So
+   no draft ends an answer. For the same reason no two answers share what was built.
 
 It knows nothing about logits, engines or requests.
 """
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from slipstream.protocol.tree import DraftTree
 
-RESTARTS = 3  # of one answer: each costs a compilation
+RESTARTS = 3  # of one answer, and as many for its drafts: each costs a compilation
 ALL = np.uint32(0xFFFFFFFF)
 Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
 
@@ -40,7 +41,8 @@ class Ends:
 class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
-    __slots__ = ("_begun", "_end", "_ends", "_matcher", "_restarts", "_row", "_row_at", "_tokens", "_width")
+    __slots__ = ("_begun", "_broken", "_end", "_ends", "_matcher", "_restarts", "_row", "_row_at", "_tokens",
+                 "_visited", "_width")
 
     def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends) -> None:
         """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it."""
@@ -52,6 +54,8 @@ class Matcher:
         self._row_at: int = self._row.ctypes.data
         self._tokens: list[int] = []
         self._restarts = 0
+        self._broken = 0  # as often drafts had a part in it
+        self._visited = False  # since it began, drafts have made it build something
 
     @property
     def problem(self) -> str:
@@ -71,9 +75,8 @@ class Matcher:
         """Go on by ``tokens`` as far as the grammar goes; returns how many those were. A token that only ends the
         answer is none of them."""
         for count, token in enumerate(tokens):
-            if not self._consume(token, self._tokens):
+            if not self._consume(token):
                 return count
-            self._tokens.append(token)
         return len(tokens)
 
     def kept(self, tree: DraftTree) -> list[int]:
@@ -85,7 +88,7 @@ class Matcher:
         on, but for broken ones. Without the root among them nothing more can be said (``problem``)."""
         masks = np.full((len(tree), self._width), ALL)
         known = set[int]()
-        if self._fill(masks[0], 0):
+        if self._fill(masks[0], 0) or (self._restart() and self._fill(masks[0], 0)):
             known.add(0)
             tokens = tree.tokens.tolist()
             known.update(node for node, level in self._visit(tree)
@@ -100,8 +103,9 @@ class Matcher:
     def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
         """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
         but for one that ends the answer."""
-        if len(tree) == 1:
+        if len(tree) == 1 or self._broken == RESTARTS:
             return
+        self._visited = True
         tokens, below = tree.tokens.tolist(), _children(tree)
         waiting = [(node, 1) for node in below.get(0, ())]
         path: list[int] = []
@@ -117,7 +121,7 @@ class Matcher:
                 yield node, level
                 waiting += [(child, level + 1) for child in below.get(node, ())]
             if self._matcher.is_error():
-                self._restart(self._tokens)
+                self._restart()
                 return
         self._matcher.rollback(len(path))
 
@@ -146,19 +150,23 @@ class Matcher:
         self._row[self._end >> 5] &= ~np.uint32(1 << (self._end & 31))
         return True
 
-    def _consume(self, token: int, before: Sequence[int]) -> bool:
-        """Whether the grammar goes on by ``token``."""
-        if self._matcher.try_consume_tokens([token]):
-            return True
-        return self._matcher.is_error() and self._restart([*before, token])
+    def _consume(self, token: int) -> bool:
+        """Whether the grammar goes on by ``token``, which is part of the answer then, or broke."""
+        goes_on = bool(self._matcher.try_consume_tokens([token]))
+        if goes_on or self._matcher.is_error():
+            self._tokens.append(token)
+        return goes_on or (self._matcher.is_error() and self._restart())
 
-    def _restart(self, tokens: Sequence[int]) -> bool:
-        """Stand behind ``tokens`` with nothing built but what they need. False: it may not, or cannot."""
-        if self._restarts >= RESTARTS:
+    def _restart(self) -> bool:
+        """Stand behind the answer with nothing built but what that needs. False: it may not, or cannot."""
+        if self._visited:
+            self._broken += 1
+        elif self._restarts < RESTARTS:
+            self._restarts += 1
+        else:
             return False
-        self._restarts += 1
-        self._matcher = self._begun()
-        return self._matcher.try_consume_tokens([*tokens]) == len(tokens)
+        self._matcher, self._visited = self._begun(), False
+        return self._matcher.try_consume_tokens(self._tokens) == len(self._tokens)
 
 
 def _children(tree: DraftTree) -> dict[int, list[int]]:
