@@ -153,6 +153,23 @@ def test_a_mirror_is_sent_what_is_new_and_lists_what_the_host_would() -> None:
     assert unknown == [2502, 2, 2, 1 + 104, 2, 2512]
 
 
+def test_a_mirror_that_failed_half_way_begins_anew() -> None:
+    table = SlotTable(range(900, 940))
+    mirror, dice, row = Mirror(table, CPU), np.random.default_rng(4), table.take(3000)
+    row.put(0, dice.integers(900, size=500))
+    for length in (500, 520, 530):
+        row.put(length - 20, dice.integers(900, size=20))
+        builder = BatchBuilder()
+        builder.add_row([1], [length], [int(dice.integers(900))], row, length)
+        plan, indices = plan_pages(builder.build()), torch.full((600,), -1, dtype=torch.int32)
+        if length == 520:
+            with pytest.raises(ValueError):  # before anything was copied, as where a device is full
+                mirror.bring(np.zeros((3, 1), np.int64), plan, indices)
+        else:
+            mirror.bring(np.zeros(3, np.int64), plan, indices)
+            assert indices[: length + 1].tolist() == plan.indices.tolist()
+
+
 def same(right: ForwardBatch, found: ForwardBatch, window: int) -> None:
     """The numbers of both, as they are, padded, and as they reach another rank."""
     spare = range(SLOTS, SLOTS + SPARE)

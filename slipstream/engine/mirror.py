@@ -5,6 +5,7 @@ Rules:
 2. Kernels that read slots one segment behind the other have them gathered on the device: however long contexts are,
    the host sends what is new.
 3. Nothing here waits for the device.
+4. A copy that failed half-way, as a device was full, begins anew: what the table counts as known may not be there.
 
 It knows nothing about graphs or sessions. The specification is ``PagePlan.indices``.
 """
@@ -18,13 +19,15 @@ from slipstream.engine.attention import PagePlan
 from slipstream.engine.kv import Indices
 from slipstream.engine.table import SlotTable
 
+NOWHERE: Indices = np.zeros(0, np.int64)
+
 
 class Mirror:
     __slots__ = ("_entries", "_source", "table")
 
     def __init__(self, table: SlotTable, device: torch.device) -> None:
         self.table = table
-        self._source: Indices = table.entries[:0]
+        self._source = NOWHERE
         self._entries = torch.zeros(0, dtype=torch.int32, device=device)
 
     def bring(self, rows: Indices, plan: PagePlan, indices: torch.Tensor) -> torch.Tensor:
@@ -33,6 +36,7 @@ class Mirror:
         assert plan.begins is not None
         if self.table.entries is not self._source:
             self._begin()
+        self._source = NOWHERE  # until all is done
         packed, sizes = self.packed(rows, plan)
         parts = torch.from_numpy(packed).to(self._entries.device, non_blocking=True).split_with_sizes(sizes)
         there, ends, offsets, changed, slots = parts
@@ -42,6 +46,7 @@ class Mirror:
         places += offsets.index_select(0, torch.searchsorted(ends, places, right=True))
         indices[:total] = self._entries.index_select(0, places)
         indices[total:] = int(plan.slots(len(plan.begins) - 1)[-1])
+        self._source = self.table.entries
         return there
 
     def packed(self, rows: Indices, plan: PagePlan) -> tuple[Indices, list[int]]:
@@ -62,6 +67,6 @@ class Mirror:
 
     def _begin(self) -> None:
         """All of it, when the table is new or has grown."""
-        self._source = self.table.entries
-        self._entries = torch.from_numpy(self._source.astype(np.int32)).to(self._entries.device, non_blocking=True)
+        entries = self.table.entries.astype(np.int32)
+        self._entries = torch.from_numpy(entries).to(self._entries.device, non_blocking=True)
         self.table.known[:] = self.table.width
