@@ -49,6 +49,8 @@ class Served:
              "context_length_exceeded"),
             ("logit_bias", all(0 <= token < self.vocab_size for token in bias_ids),
              "names a token outside the vocabulary", "invalid_value"),
+            ("stop_token_ids", all(0 <= token < self.vocab_size for token in request.sampling.stop_token_ids),
+             "names a token outside the vocabulary", "invalid_value"),
             ("stop_token_ids", request.grammar is None or len(request.sampling.stop_token_ids) > 0,
              "a grammar needs a token that ends the answer", "invalid_value"),
             ("grammar", request.grammar is None or not self.lossy or request.sampling.greedy,
