@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,3 +186,37 @@ def test_only_what_a_mask_allows_is_chosen(team: Team) -> None:
             assert chosen[:2] == [68, 31] and chosen[2] in (33, 34)
         ids, scores = rank(logits, session, 2)
         assert sorted(ids[2].tolist()) == [33, 34] and scores[2].isfinite().all()
+
+
+def test_a_top_between_two_floats_hides_nobody_where_it_is_cold(team: Team) -> None:
+    """Bounds are made of the top as a float; what it is off by weighs the more the colder it is."""
+    dice, race = np.random.default_rng(6), NativeRace(team)
+    for turn in range(150):
+        heat = float(dice.choice([1e-6, 1e-5, 1e-3]))
+        top = np.float32(heat * 10 ** dice.uniform(6, 6.8))
+        logits = np.float32(top - heat * np.abs(dice.normal(0, 8, (16, 640))))
+        logits[:, 5] = top
+        amount = float(dice.uniform(-0.5, 0.5) * np.spacing(top) + heat * dice.uniform(0, 3))
+        sampling = Sampling(temperature=heat, seed=turn, logit_bias=((5, amount),))
+        session = ChoiceRows(sampling, range(16), range(16), range(16), None, [()] * 16)
+        assert choose(torch.from_numpy(logits), [session], None, race) == choose(torch.from_numpy(logits), [session])
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_row_of_which_nothing_can_be_chosen_is_told_the_same_in_any_company(filters: dict[str, Any],
+                                                                              team: Team) -> None:
+    dice = np.random.default_rng(7)
+    for vocab in (5, 700, 5000):
+        logits = torch.from_numpy(peaked(dice, 5, vocab))
+        logits[0], logits[1], logits[2, vocab - 1], logits[3, 2] = -math.inf, math.nan, math.nan, math.inf
+        sampling = Sampling(temperature=1.0, seed=3, **filters)
+        wide = Sampling(temperature=1.0, seed=3, top_k=vocab - 1)
+        one = ChoiceRows(sampling, range(4), range(4), range(4), None, [()] * 4)
+        apart = [choose(logits[row : row + 1], [replace(one.part(slice(row, row + 1)), rows=range(1))])[0]
+                 for row in range(4)]
+        other = ChoiceRows(wide, range(4, 5), range(1), range(1), None, [()])
+        for race in (None, NativeRace(team)):
+            assert choose(logits[:4], [one], None, race) == apart
+            assert choose(logits, [one, other], None, race)[:4] == apart
+        assert apart[:2] == [0, 0] and all(0 <= token < vocab for token in apart)
+        assert rank(logits, one, 4)[0].shape == (4, 4)

@@ -68,7 +68,7 @@ def leaders(logits: torch.Tensor, heat: torch.Tensor, keys: torch.Tensor,
     pair, place = (tiles + peaks[row, block, None] >= floor[row]).nonzero(as_tuple=True)
     row, ids = row[pair], block[pair] * BLOCK + place
     scores = tiles[pair, place] + noise(keys[row], ids[:, None])[:, 0]
-    return _in_rows(row, ids.clamp_(max=vocab - 1), scores, rows)
+    return _in_rows(row, ids.clamp_(max=vocab - 1), scores, rows, most)
 
 
 def _everywhere(grid: torch.Tensor, heat: torch.Tensor, every: torch.Tensor, peaks: torch.Tensor,
@@ -99,12 +99,12 @@ def _peaks(keys: torch.Tensor, blocks: int) -> torch.Tensor:
     return _exponential(hashes).div_(BLOCK).log_().neg_()
 
 
-def _in_rows(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor,
-             rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What lies in a line, each piece in its row: [R, K] each. row: int64 [P], ascending."""
+def _in_rows(row: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, rows: int,
+             most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What lies in a line, each piece in its row: [R, K] each, K at least ``most``. row: int64 [P], ascending."""
     counts = torch.bincount(row, minlength=rows)
     column = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    width = int(counts.max())
+    width = max(int(counts.max()), most)  # where there is no number, there is nothing
     placed_ids = ids.new_zeros(rows, width)
     placed = scores.new_full((rows, width), -math.inf)
     placed_ids[row, column], placed[row, column] = ids, scores

@@ -9,7 +9,7 @@ Rules:
    the survivors is a sample of the filtered softmax, and a drafter that knows the seed ranks with the very same noise
    (Daliri, Musco, Suresh, arXiv 2408.07978).
 4. A row's choice does not depend on the other rows of the call: no sum runs over a shape that they could change.
-5. Equal scores: the lowest token id wins.
+5. Equal scores: the lowest token id wins. A sampled row of which nothing can be chosen, or no number, gives token 0.
 
 Arithmetic is float64 wherever a row is sampled or adjusted. It knows nothing about trees, sessions or models.
 """
@@ -404,6 +404,6 @@ def _survivors(rows: torch.Tensor, sessions: Sequence[ChoiceRows], vocabulary: t
 
 
 def _lowest_winner(columns: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """int64 [R]: the column of each row's best score, the lowest of equals, though the columns are in any order."""
-    beaten = scores < scores.amax(1, keepdim=True)
-    return columns.masked_fill(beaten, torch.iinfo(torch.int64).max).amin(1)
+    """int64 [R]: the column of each row's best score, the lowest of equals; 0: none is above -inf."""
+    best = scores.amax(1, keepdim=True)
+    return columns.masked_fill(scores < best, torch.iinfo(torch.int64).max).masked_fill_(~(best > -math.inf), 0).amin(1)

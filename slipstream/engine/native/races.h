@@ -31,7 +31,7 @@ constexpr double UNKNOWN = 2e-5;    // share by which masses of either side may 
                                     // of arguments that are 13 on average at most
 constexpr double NEAR = 1e-9;       // logits that float64 may merge when they are shifted and divided
 constexpr double ROUGH = 0.93;      // chords are at most 1.0615 of what they span, and float32 sums of 50,000 are not exact
-constexpr float LOOSE = 0.01f;      // by which a bound lies above, for its own rounding
+constexpr float LOOSE = 0.01f;      // by which a bound lies above, for its own rounding and for that of the top to a float32
 constexpr double MOST_LOGIT = 1e6, COLDEST = 1e-6;  // beyond them rounding was not looked at
 
 struct Vocabulary {  // `races.Vocabulary` is the same: which tokens the columns are
@@ -527,7 +527,7 @@ void race_row(const Races& races, int64_t place, const float* x, int64_t count, 
     bool sure = race.survey() && std::abs(race.top) <= MOST_LOGIT;
     if (sure && asked.heat == 0) {
         choose_greatest(race);
-    } else if (sure && (sure = asked.heat >= COLDEST)) {
+    } else if (sure && (sure = asked.heat >= COLDEST && std::abs(race.top - float(race.top)) <= LOOSE / 2 * asked.heat)) {
         race.key = key_of(asked.seed, races.positions[place]);
         race.near = 1e-11 * (1 + 0.01 * std::abs(race.top) / asked.heat);
         race.bound();
