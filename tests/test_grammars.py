@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.base.child import Child
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
@@ -66,6 +67,16 @@ def test_what_is_wrong_or_costs_too_much_is_refused(grammar: Grammar, trial: Tri
 @pytest.mark.parametrize("grammar", FINE.values(), ids=FINE)
 def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
     trial.check(grammar)
+
+
+def test_a_process_for_trials_has_one_thread_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of numpy's map 40 MB each: where cores are many, nothing was left for grammars."""
+    (tmp_path / "threads.py").write_text("import os, numpy\n\ndef main():\n    input()\n"
+                                         "    print(len(os.listdir('/proc/self/task')))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    child = Child("threads")
+    assert child.ask(b"") == 1
+    child.end()
 
 
 async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: Path) -> None:

@@ -11,6 +11,7 @@ It knows nothing about the work.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -19,6 +20,9 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
+# Libraries of numbers start a thread a core, and each maps 40 MB: where cores are many, more than ``bounded`` leaves.
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
 
 class Child:
     """The other end of such a process, which runs ``main`` of ``module``. For one thread at a time."""
@@ -26,7 +30,8 @@ class Child:
     def __init__(self, module: str) -> None:
         begin = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
         self._popen = popen = subprocess.Popen([sys.executable, "-P", "-c", begin], stdin=subprocess.PIPE,
-                                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                               env=os.environ | dict.fromkeys(THREADS, "1"))
         self.pid = popen.pid
         self.end = weakref.finalize(self, _end, popen)
 
