@@ -269,7 +269,7 @@ class Gateway:
 
     async def _try(self, options: Options) -> None:
         """Raises InvalidRequest for a grammar that is none, or too dear."""
-        if options.grammar is not None:
+        if options.grammar is not None and not self._trial.passed(options.grammar):
             try:
                 await self._trials.run(len(options.grammar.source), partial(self._trial.check, options.grammar))
             except InvalidRequest as error:

@@ -465,12 +465,14 @@ class Markup:
             yield
 
     def _close(self, mark: str) -> Step:
-        """Leave ``mark`` out if it comes next."""
+        """Leave ``mark`` out if it comes next, also one that the answer's end cuts."""
         yield from self._skip()
         while not self._over and len(self._buffer) < len(mark) and mark.startswith(self._buffer):
             yield
         if self._buffer.startswith(mark):
             self._buffer = self._buffer[len(mark):]
+        elif mark.startswith(self._buffer):  # cut within it
+            self._buffer = ""
 
     def _text(self, marks: Words) -> Step:
         """(the text before the first of ``marks``, that one); "" for none."""

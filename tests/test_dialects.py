@@ -10,10 +10,12 @@ import httpx
 import pytest
 
 from router_service.dialects import messages, responses
-from router_service.dialects.blocks import Blocks
+from router_service.dialects.blocks import Blocks, Told
+from router_service.dialects.messages import MessagesReply
 from router_service.markup import THOUGHTS, Markup, Style
 from router_service.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest, Unavailable
+from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget
 from tests.routing import HELLO, Routing, routing
 
@@ -87,7 +89,8 @@ async def test_messages_are_told_whole_and_in_events(tiny_folder: Path) -> None:
             assert whole["stop_reason"] == reason and alike(message_of(events)) == alike(whole)
             assert whole["usage"]["output_tokens"] > 0 and whole["usage"]["input_tokens"] > 0
         count = (await r.post(f"{MESSAGES}/count_tokens", messages=HELLO)).json()
-        assert count == {"input_tokens": whole["usage"]["input_tokens"]}
+        usage = whole["usage"]
+        assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
         refused = await r.post(MESSAGES, messages=HELLO, temperature=-1)
         assert refused.status_code == 400 and refused.json()["type"] == "error"
         assert refused.json()["error"]["type"] == "invalid_request_error"
@@ -108,6 +111,13 @@ def test_blocks_are_alike_however_an_answer_is_cut() -> None:
     assert told(*said) == told(said) == wanted
     for at in range(len(said)):
         assert told(said[:at], said[at:]) == told(*said[:at], said[at:]) == wanted, at
+
+
+def test_tokens_that_were_cached_count_apart_in_messages() -> None:
+    told = MessagesReply(Told("a", 0, "tiny", 10, None))
+    told.told(TextDelta("So.", finish="stop"))
+    usage = told.whole(Usage(10, 2, cached_tokens=4), None)["usage"]
+    assert usage == {"input_tokens": 6, "cache_read_input_tokens": 4, "output_tokens": 2}
 
 
 async def test_refusals_are_in_the_words_of_the_page(tiny_folder: Path, tmp_path: Path) -> None:
@@ -150,6 +160,10 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
         assert told["output"] == whole["output"] and told["usage"] == whole["usage"]
         short = (await r.post(RESPONSES, input="hello", max_output_tokens=3)).json()
         assert (short["status"], short["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        for most, statuses in ((62, ["completed", "incomplete"]), (75, ["completed", "completed"])):
+            whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION], max_output_tokens=most)
+            for response in (whole, events[-1]["response"]):
+                assert [item["status"] for item in response["output"]] == statuses, "an open call is not to be made"
         refused = (await r.post(RESPONSES, input="hello", previous_response_id="resp_1")).json()["error"]
         assert refused["param"] == "previous_response_id"
 

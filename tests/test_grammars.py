@@ -62,11 +62,14 @@ def test_what_is_wrong_or_costs_too_much_is_refused(grammar: Grammar, trial: Tri
         trial.check(grammar)
     assert refused.value.field == "grammar" and len(refused.value.message) < 400
     trial.check(Grammar("regex", "[a-z]+"))
+    assert not trial.passed(grammar)
 
 
 @pytest.mark.parametrize("grammar", FINE.values(), ids=FINE)
 def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
+    assert not trial.passed(grammar)
     trial.check(grammar)
+    assert trial.passed(grammar), "it need not wait for others again"
 
 
 def test_a_process_for_trials_has_one_thread_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,15 @@ def test_what_a_character_costs_does_not_grow() -> None:
         assert 1500 <= seen[0] <= 20_000 and seen[1] <= 2 * seen[0] + 100, (opening, seen)
 
 
+def test_the_mark_behind_a_call_is_no_content_where_it_is_cut() -> None:
+    for name in ("hermes", "qwen's coders"):
+        style, text, (_, content, calls) = SAID[name]
+        text = text[:text.index("</tool_call>")]
+        for end in range(1, len("</tool_call>")):
+            part = told(style, [text + "</tool_call>"[:end]])
+            assert part[1] in content and len(part[2]) == len(calls), part
+
+
 def test_only_so_many_calls_are_told() -> None:
     style, text, _ = SAID["two"]
     assert told(style, [text], most=1)[2] == told(style, [text])[2][:1]

@@ -98,6 +98,17 @@ def test_what_one_tool_refers_to_is_its_own(where: str) -> None:
             assert (matcher.commit(list(text)) == len(text)) == (x == value), (name, x)
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_arguments_may_be_named_elsewhere_in_a_schema(choice: Any) -> None:
+    vocabulary, other = Vocabulary(tiny_tokenizer(), 256), {"type": "object", "properties": {"x": {"type": "integer"}}}
+    for parameters in ({"$ref": "#/$defs/a", "$defs": {"a": SCHEMA}}, {"anyOf": [other, SCHEMA]}, {"allOf": [SCHEMA]}):
+        use = use_of([{"type": "function", "function": {"name": "weather", "parameters": parameters}}], choice, None)
+        assert use is not None
+        text = '{"city": "Paris"}'
+        text = text if use.named else f'[{{"name": "weather", "arguments": {text}}}]'
+        assert vocabulary.compile(use.grammar(), Ends((0,))).commit(list(text.encode())) == len(text), parameters
+
+
 async def test_a_call_that_a_stop_string_cuts_is_not_called(tiny_folder: Path) -> None:
     target = EchoTarget()
     target.says, target.context = CALL, 4096

@@ -19,13 +19,14 @@ What = Literal["begin", "add", "end"]
 
 @dataclass(slots=True)
 class Block:
-    """``name`` and ``id`` are a call's."""
+    """``name`` and ``id`` are a call's. ``cut``: it broke off."""
 
     index: int
     kind: Kind
     name: str = ""
     id: str = ""
     pieces: list[str] = field(default_factory=list)
+    cut: bool = False
 
     @property
     def text(self) -> str:
@@ -63,8 +64,11 @@ class Blocks:
                 yield from self._begin("call", part.name)
             yield from self._add(part.arguments)
         if delta.finish:
-            called = delta.finish == "stop" and self._markup is not None and self._markup.called
-            self.finish = "tool_calls" if called else delta.finish
+            called = self._markup is not None and self._markup.called
+            self.finish = "tool_calls" if called and delta.finish == "stop" else delta.finish
+            if self._open:
+                last = self.all[-1]
+                last.cut = not called if last.kind == "call" else delta.finish == "length"
             yield from self._end()
 
     def _parts(self, delta: TextDelta) -> list[Said | Call]:

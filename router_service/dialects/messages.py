@@ -179,7 +179,8 @@ def error_of(problem: Problem) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens,
+    # Theirs are counted apart: the prompt has as many tokens as both together.
+    return {"input_tokens": usage.prompt_tokens - usage.cached_tokens, "output_tokens": usage.completion_tokens,
             "cache_read_input_tokens": usage.cached_tokens}
 
 

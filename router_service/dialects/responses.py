@@ -144,7 +144,7 @@ class ResponsesReply:
         cut = self._blocks.finish == "length"
         return {**self._head, "status": "incomplete" if cut else "completed",
                 "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-                "output": [_item(block, "completed") for block in self._blocks.all], "usage": _usage(usage)}
+                "output": [_item(block) for block in self._blocks.all], "usage": _usage(usage)}
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         number, self._sent = self._sent, self._sent + 1
@@ -155,7 +155,7 @@ class ResponsesReply:
 def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
     own = {"item_id": _id(block)}
     if what == "begin":
-        yield "output_item.added", {"item": _item(block, "in_progress")}
+        yield "output_item.added", {"item": _item(block, open_=True)}
         if block.kind == "text":
             yield "content_part.added", {**own, "content_index": 0, "part": _part("")}
     elif what == "add":
@@ -174,16 +174,17 @@ def _steps(what: What, block: Block, text: str) -> Iterator[tuple[str, Json]]:
             yield "content_part.done", {**own, "content_index": 0, "part": _part(whole)}
         else:
             yield "reasoning_text.done", {**own, "content_index": 0, "text": whole}
-        yield "output_item.done", {"item": _item(block, "completed")}
+        yield "output_item.done", {"item": _item(block)}
 
 
-def _item(block: Block, status: str) -> Json:
+def _item(block: Block, open_: bool = False) -> Json:
     text = block.text
+    status = "in_progress" if open_ else "incomplete" if block.cut else "completed"
     if block.kind == "call":
         return {"type": "function_call", "id": _id(block), "call_id": f"call_{block.id}", "name": block.name,
                 "arguments": text, "status": status}
     if block.kind == "text":
-        content = [] if status == "in_progress" else [_part(text)]
+        content = [] if open_ else [_part(text)]
         return {"type": "message", "id": _id(block), "role": "assistant", "status": status, "content": content}
     return {"type": "reasoning", "id": _id(block), "summary": [], "status": status,
             "content": [{"type": "reasoning_text", "text": text}] if text else []}

@@ -28,6 +28,7 @@ from slipstream.protocol.grammar import Grammar
 MAX_TOOLS = 128
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
 MAX_CALLS = 128  # in one message
+ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]
 TOLD = """You may call functions to help with the user's request. They are, in JSON:
@@ -87,8 +88,10 @@ def _moved(schema: Any, to: str) -> Any:
 
 
 def _closed(schema: Mapping[str, Any]) -> Json:
-    """A schema of arguments, of no others than it names unless it says so: else a small model never ends them."""
-    return {"type": "object", "additionalProperties": False, **schema}
+    """A schema of arguments, of no others than it names unless it says so: else a small model never ends them. One that
+    names them elsewhere stays open: what closes it sees only the names beside it."""
+    closed = {} if ELSEWHERE & schema.keys() else {"additionalProperties": False}
+    return {"type": "object", **closed, **schema}
 
 
 def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:

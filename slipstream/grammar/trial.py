@@ -50,9 +50,13 @@ class Trial:
         self._child: Child | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
 
+    def passed(self, grammar: Grammar) -> bool:
+        """Whether it did before; waits for nobody."""
+        return self._known.get(_digest(grammar)) == ""
+
     def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequest, also for a grammar that costs too much; blocks meanwhile."""
-        digest = sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
+        digest = _digest(grammar)
         with self._lock:
             problem = self._known.get(digest)
             if problem is None:
@@ -76,6 +80,10 @@ class Trial:
         if reply is None:
             raise Unavailable("the process that tries grammars has ended; try again")
         return str(reply)
+
+
+def _digest(grammar: Grammar) -> bytes:
+    return sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
 
 
 def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:
