@@ -175,15 +175,19 @@ def test_tools_that_are_none_are_refused_by_name(fields: dict[str, Any], param: 
 async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None:
     call = PAST[1]["tool_calls"][0]
     deep, wide = '{"a":' * 129 + "1" + "}" * 129, f'{{"a":[{"[]," * 9_000}1]}}'
+    code = json.dumps({"a": '"{[' * 5_000})
     async with routing(tiny_folder, EchoTarget()) as r:
         for calls, field in (({}, ""), ([call] * (MAX_CALLS + 1), ""), ([{}], "[0].function.name"),
                              ([{"function": {"name": "a", "arguments": "x"}}], "[0].function.arguments"),
                              ([{"function": {"name": "a", "arguments": "[]"}}], "[0].function.arguments"),
-                             ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments"),
-                             ([{"function": {"name": "a", "arguments": wide}}] * 2, "")):
+                             ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments")):
             past = [{"role": "assistant", "tool_calls": calls}, *HELLO]
             error = (await r.post(CHAT, messages=past)).json()["error"]
             assert error["param"] == f"messages[0].tool_calls{field}", error
+        for arguments, word in ((wide, "lists and objects"), (code, "the context holds")):
+            past = [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}, *HELLO]
+            error = (await r.post(CHAT, messages=past * 2)).json()["error"]
+            assert error["param"] == "messages" and word in error["message"], "those in a text are text"
 
 
 @pytest.fixture

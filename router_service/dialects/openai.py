@@ -233,12 +233,9 @@ class ChatBody(Generation):
             return value
         _at_most("messages", len(value), "items")
         _at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
-        written = 0
-        for i, message in enumerate(value):
-            written += num_written(message)
-            if written > MAX_CONTAINERS:
-                raise InvalidRequest(f"messages[{i}].tool_calls", "hold, with those before, more than "
-                                     f"{MAX_CONTAINERS} lists and objects in their arguments")
+        if num_written(value) > MAX_CONTAINERS:
+            raise InvalidRequest("messages", f"hold more than {MAX_CONTAINERS} lists and objects in the arguments of "
+                                 "their calls")
         return [_plain_message(f"messages[{i}]", message, _unknown(info)) for i, message in enumerate(value)]
 
     @field_validator("chat_template_kwargs", mode="before")

@@ -140,12 +140,13 @@ def calls_of(at: str, calls: Any) -> list[Json]:
     return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
 
 
-def num_written(message: Any) -> int:
-    """Lists and objects in what is written as JSON within a message: in the arguments of its calls."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    given = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return sum(bounded_json.num_containers(_bytes(arguments)) for arguments in given if isinstance(arguments, str))
+def num_written(messages: Sequence[Any]) -> int:
+    """Lists and objects in what ``messages`` hold written as JSON: in the arguments of their calls."""
+    calls = [call for message in messages if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+             for call in message["tool_calls"] if isinstance(call, dict)]
+    given = [function.get("arguments") for call in calls if isinstance(function := call.get("function"), dict)]
+    # One after the other: where one is no JSON, and ends what can be counted, reading ends, too.
+    return bounded_json.num_containers(_bytes(",".join([text for text in given if isinstance(text, str)])))
 
 
 def _bytes(text: str) -> bytes:
