@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from slipstream.base.child import Child
 from slipstream.base.errors import InvalidRequest
@@ -47,6 +48,10 @@ FINE = {
     "200 properties": Grammar("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"}
                                                                          for i in range(200)}})),
 }
+
+SHORT = [Grammar("choice", '["the cat", "the cat sat", "a dog"]'), Grammar("regex", "[a-e]+(-[0-9]{2}){1,2}"),
+         Grammar("lark", 'start: sum\nsum: sum "+" term | term\nterm: /[0-9A]{1,3}/ | "(" sum ")"'),
+         Grammar("json_schema", '{"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 3}')]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +130,66 @@ def chain(base: int, tokens: Sequence[int]) -> DraftTree:
     count = len(tokens) + 1
     ids, parents = np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32)
     return DraftTree(base, np.array([0, *tokens], np.int32), parents, ids, -np.float32(ids))
+
+
+def allowed(mask: NDArray[np.uint32]) -> list[int]:
+    """Tokens."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+class Said:
+    """An answer, and what may follow it by a matcher that has seen nothing else."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, ends: Ends) -> None:
+        self._vocabulary, self._grammar, self._ends = vocabulary, grammar, ends
+        self.tokens: list[int] = []
+
+    def then(self, path: list[int]) -> list[int]:
+        """Behind a path below the answer; nothing where that cannot be, or has ended by a token."""
+        matcher, whole = self._vocabulary.compile(self._grammar, self._ends), self.tokens + path
+        if matcher.commit(whole) < len(whole) or not set(path).isdisjoint(self._ends.tokens):
+            return []
+        return allowed(matcher.masks(DraftTree.root_only(1, 0))[0][0])
+
+
+def drafted(dice: np.random.Generator, said: Said) -> DraftTree:
+    """What could follow, ends, and what nobody can say."""
+    tree = DraftTree.root_only(len(said.tokens) + 1, 0)
+    for _ in range(int(dice.integers(8))):
+        parent, kind = int(dice.integers(len(tree))), dice.random()
+        good = said.then(tree.tokens[tree.path(parent)[1:]].tolist())
+        token = int(dice.choice(good)) if good and kind < 0.7 else EOS if kind < 0.85 else int(dice.integers(VOCAB))
+        if token not in tree.tokens[tree.parents == parent]:
+            tree = DraftTree(tree.base, *(np.append(part, np.array(value, part.dtype)) for part, value in (
+                (tree.tokens, token), (tree.parents, parent), (tree.ids, len(tree)), (tree.scores, 0))))
+    return tree
+
+
+def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_folder: Path) -> None:
+    """Over random answers: visited, rolled back, committed, begun again from their tokens, ended in the midst."""
+    vocabulary, dice = Vocabulary(load_tokenizer(tiny_folder), VOCAB), np.random.default_rng(5)
+    ended = 0
+    for turn in range(24):
+        grammar = SHORT[turn % len(SHORT)]
+        ends = Ends((EOS, 65)[: 1 + turn // 4 % 2], int(dice.choice([0, 5, 1000])))
+        matcher, said = vocabulary.compile(grammar, ends), Said(vocabulary, grammar, ends)
+        for _ in range(10):
+            tree = drafted(dice, said)
+            tree = tree.select(matcher.kept(tree)) if dice.random() < 0.5 else tree
+            masks, known = matcher.masks(tree)
+            for node in range(len(tree)):
+                right = said.then(tree.tokens[tree.path(node)[1:]].tolist())
+                assert (allowed(masks[node]) if node in known else []) == right, (grammar, said.tokens, tree)
+            node = int(dice.choice(sorted(known)))
+            new = [*tree.tokens[tree.path(node)[1:]].tolist(), int(dice.choice(allowed(masks[node])))]
+            over = new[-1] in ends.tokens
+            said.tokens += new[: matcher.commit(new[:-1] if over else new)]
+            if over or matcher.ended:
+                ended += 1
+                break
+            if dice.random() < 0.2:
+                matcher = vocabulary.compile(grammar, ends, said.tokens)
+    assert ended > 5
 
 
 def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> None:
