@@ -153,6 +153,15 @@ def test_children_are_those_of_the_specification(team: Team) -> None:
                 np.testing.assert_allclose(np.array(ours[1])[is_one], np.array(theirs[1])[is_one], rtol=2e-7, atol=2e-7)
 
 
+def test_children_that_are_as_good_as_impossible_are_told_too(team: Team) -> None:
+    logits = torch.full((1, 640), -1e30)
+    logits[0, [5, 300, 639]] = torch.tensor([1.0, 2.0, 3.0])
+    for temperature in (1.0, 0.5, 1e-3):
+        session = ChoiceRows(Sampling(temperature=temperature), range(1), range(1), range(1), None, [()])
+        (found,), (right,) = ranked(logits, [session], 4, None, NativeRace(team)), ranked(logits, [session], 4)
+        assert list(found[0]) == list(right[0]) and np.isfinite(found[1]).all()
+
+
 def test_hardly_a_row_is_left_to_the_specification(team: Team) -> None:
     race, dice = Counted(NativeRace(team)), np.random.default_rng(4)
     for seed in range(40):

@@ -206,7 +206,7 @@ struct Race {
     void enter(int64_t tile) {
         int64_t last = end(tile), holder = tile * TILE + int64_t(hash_of(tile) % TILE);
         for (int64_t first = begin(tile); first < last; first += LANES) {
-            double low = std::max(floor(), -1e30);
+            double low = std::max(floor(), double(std::numeric_limits<float>::lowest()));
             Floats logits = some(x + first, last - first);
             Floats reach = (logits - all(float(top))) * all(inverse) - all(float(low) - LOOSE);  // above the floor
             Words now = (Words)(logits >= all(lowest)) & (Words)(reach + all(noises[tile]) >= Floats{});
