@@ -40,7 +40,7 @@ from router_service.dialects.problems import Problem, http_problem, problem_of
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
-from router_service.gateway import Asked, Gateway, Run
+from router_service.gateway import Asked, Gateway, Run, told_apart
 from router_service.markup import BARE, Markup, Named
 from router_service.tenants import ApiKeys
 from router_service.tokens import TextCodec, TextDelta
@@ -166,7 +166,7 @@ class Surface:
 
     async def detokenize(self, request: Request) -> Response:
         raw = await self._json(request)
-        return json_response({"prompt": self._gateway.text(raw.get("tokens") if isinstance(raw, dict) else None)})
+        return json_response({"prompt": await self._gateway.text(raw.get("tokens") if isinstance(raw, dict) else None)})
 
     async def load(self) -> Response:
         return json_response({"server_load": self._gateway.admission.in_flight})
@@ -379,15 +379,13 @@ async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], ob
 
 def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count: int) -> list[Markup | Named]:
     """What tells calls and reasoning apart in so many answers to ``prompt``; [] where nobody asks for it."""
-    use = options.use if options.use is not None and options.use.offered else None
-    if not options.parsed or (use is None and codec.style.thoughts is None):
+    if not told_apart(options, codec.style):
         return []
+    use = options.use if options.use is not None and options.use.offered else None
     if use is not None and use.named:
         return [Named(use.choice) for _ in range(count)]
     if use is not None and use.forced:
         return [Markup(BARE, use.schemas) for _ in range(count)]
-    if options.grammar is not None:  # bound from its first character on: all of it is what was asked for
-        return []
     most = None if use is None or use.parallel else 1
     return [Markup(codec.style, {} if use is None else use.schemas, codec.thinks(prompt), most) for _ in range(count)]
 

@@ -30,6 +30,7 @@ from router_service.balance import Balancer
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.dialects.tools import told
 from router_service.lanes import Lanes
+from router_service.markup import Style
 from router_service.template import ASSISTANT, Turn
 from router_service.tenants import Tenant
 from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
@@ -208,14 +209,14 @@ class Gateway:
         finally:
             place.leave()
 
-    def text(self, tokens: Any) -> str:
+    async def text(self, tokens: Any) -> str:
         """What ``tokens`` spell, special ones included. Raises InvalidRequest."""
         info = self._info()
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
         if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
             raise InvalidRequest("tokens", f"a token id is outside the vocabulary of {info.vocab_size}")
-        return self.codec.text(tokens)
+        return await self._lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
 
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
@@ -242,7 +243,9 @@ class Gateway:
         return self.model if model is None else model
 
     def _shown(self, options: Options) -> Collection[int]:
-        return self.codec.specials if options.show_specials else self.codec.marks if options.parsed else ()
+        if options.show_specials:
+            return self.codec.specials
+        return self.codec.marks if told_apart(options, self.codec.style) else ()
 
     def _stop_ids(self, options: Options) -> tuple[int, ...]:
         own = () if options.ignore_eos else self.codec.stop_token_ids
@@ -312,6 +315,14 @@ class Gateway:
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
         return info
+
+
+def told_apart(options: Options, style: Style) -> bool:
+    """Whether calls and reasoning are told apart from other words. Where a grammar binds an answer from its first
+    character on, only calls that it forces are."""
+    if options.grammar is not None:
+        return options.parsed and options.use is not None and options.use.forced
+    return options.parsed and (style.thoughts is not None or (options.use is not None and options.use.offered))
 
 
 def _salted(namespace: str, salt: str) -> str:

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 
+from router_service.dialects.openai import Options
 from router_service.dialects.tools import MAX_CALLS, MAX_TOOLS, ToolUse, told, use_of
+from router_service.gateway import told_apart
+from router_service.markup import THOUGHTS, Style
 from router_service.template import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
+from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.messages import Sampling
 from tests.echo import EchoTarget
 from tests.routing import CHAT, HELLO, events, routing
 from tests.tiny import tiny_tokenizer
@@ -218,6 +223,18 @@ async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
         for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
             plain = (await r.post(CHAT, messages=HELLO, **fields)).json()["choices"][0]["message"]
             assert plain["content"] == "So." and "reasoning_content" not in plain
+
+
+def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
+    plain, thinks = Style(), Style(thoughts=THOUGHTS[0])
+    offered, forced, none = (use_of([NOW], choice, None) for choice in ("auto", "required", "none"))
+    bound = Grammar("regex", "a")
+    cases: list[tuple[Style, dict[str, Any], bool]] = [
+        (plain, {}, False), (thinks, {}, True), (plain, {"use": offered}, True), (plain, {"use": none}, False),
+        (thinks, {"use": offered, "parsed": False}, False), (thinks, {"use": offered, "grammar": bound}, False),
+        (plain, {"use": forced, "grammar": bound}, True)]
+    for style, options, apart in cases:
+        assert told_apart(Options(Sampling(), **{"parsed": True, **options}), style) == apart, options
 
 
 async def test_what_is_bound_to_a_grammar_is_content(thinking_folder: Path) -> None:
