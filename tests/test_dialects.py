@@ -113,6 +113,17 @@ def test_blocks_are_alike_however_an_answer_is_cut() -> None:
         assert told(said[:at], said[at:]) == told(*said[:at], said[at:]) == wanted, at
 
 
+async def test_the_assistants_last_words_are_continued(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    begun = [*HELLO, {"role": "assistant", "content": "So I say"}]
+    async with routing(tiny_folder, target) as r:
+        assert (await r.post(MESSAGES, max_tokens=5, messages=begun)).status_code == 200
+        prompt = target.requests[-1].tokens
+        assert bytes(token for token in prompt if token < 256).decode().endswith("So I say") and prompt[-1] < 256
+        refused = await r.post(MESSAGES, messages=HELLO, tool_choice={"type": "any"})
+        assert refused.status_code == 400 and "needs tools" in refused.json()["error"]["message"]
+
+
 def test_tokens_that_were_cached_count_apart_in_messages() -> None:
     told = MessagesReply(Told("a", 0, "tiny", 10, None))
     told.told(TextDelta("So.", finish="stop"))

@@ -3,7 +3,8 @@
 Rules:
 1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
-3. Tools are functions; of blocks only text, calls, their results and thinking are known.
+3. An answer continues the last message where that is the assistant's.
+4. Tools are functions; of blocks only text, calls, their results and thinking are known.
 
 It knows nothing about models, routes or the network.
 """
@@ -49,10 +50,12 @@ def chat_of(raw: Any) -> Json:
     for i, message in enumerate(given):
         messages += _messages(f"messages[{i}]", message)
     chat["messages"] = messages
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if raw.get("stop_sequences"):
         chat["stop"] = raw["stop_sequences"]
-    if raw.get("tools"):
-        chat |= _tools(raw["tools"], raw.get("tool_choice"))
+    if raw.get("tools") or raw.get("tool_choice"):
+        chat |= _tools(raw.get("tools") or [], raw.get("tool_choice"))
     thinking = raw.get("thinking")
     if isinstance(thinking, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
