@@ -22,7 +22,7 @@ from slipstream.cli.process import joined
 from tests.certificates import authority, issue, needs_openssl
 from tests.test_cli import on_free_ports, read_until
 
-WALKED = {"listen", "grpc_listen", "metrics_listen", "targets", "api_keys_file", "model_name"}
+WALKED = {"listen", "grpc_listen", "metrics_listen", "targets", "api_keys_file", "model_name", "strict"}
 ALIKE = {"max_in_flight", "max_wait_s", "request_timeout_s", "drain_s"}  # a client asks in the same way
 
 
@@ -56,7 +56,7 @@ def test_a_launch_and_its_clients_with_all_of_them(command: list[str], tiny_fold
     settings = (*overrides, f"model.path={tiny_folder}", "model.dtype=float32", "model.threads=1",
                 "wire.insecure_allow_plaintext=true", f"wire.tls.certificate={files.certificate}",
                 f"wire.tls.key={files.key}", f"wire.tls.authority={files.authority}", f"router.api_keys_file={keys}",
-                "router.model_name=ours")
+                "router.model_name=ours", "router.strict=true")
     flags = [part for setting in settings for part in ("--set", setting)]
     process = subprocess.Popen([sys.executable, "-m", "slipstream", *command, "--logs", str(tmp_path / "logs"), *flags],
                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -69,7 +69,9 @@ def test_a_launch_and_its_clients_with_all_of_them(command: list[str], tiny_fold
         with httpx.Client(base_url=url + "/", timeout=60) as client:
             body = {"model": "ours", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
             assert client.post("chat/completions", json=body).status_code == 401
-            answer = client.post("chat/completions", json=body, headers={"Authorization": "Bearer open-sesame"})
+            client.headers["Authorization"] = "Bearer open-sesame"
+            answer = client.post("chat/completions", json=body)
+            assert client.post("chat/completions", json=body | {"nobody_knows": 1}).status_code == 400
         spoken = CliRunner().invoke(app, [*chat, "--temperature", "0", "--max-tokens", "8"], input="hello\n/quit\n")
         scraped = httpx.get(only(r"curl (http://\S+/metrics)", shown)).text
         process.send_signal(signal.SIGINT)
