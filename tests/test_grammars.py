@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from slipstream.base.child import Child
-from slipstream.base.errors import InvalidRequest
+from slipstream.base.errors import InvalidRequest, ModelError
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.grammar.trial import Trial
@@ -75,6 +75,14 @@ def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
     assert not trial.passed(grammar)
     trial.check(grammar)
     assert trial.passed(grammar), "it need not wait for others again"
+
+
+def test_a_tokenizer_that_is_none_is_told_each_time(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    trial = Trial(tmp_path)
+    for source in ("a", "b"):
+        with pytest.raises(ModelError, match="grammars cannot use it"):
+            trial.check(Grammar("regex", source))
 
 
 def test_a_process_for_trials_has_one_thread_on_any_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

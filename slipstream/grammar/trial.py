@@ -75,6 +75,7 @@ class Trial:
         if self._child is None or self._child.ended:
             self._child = Child(__spec__.name)
             if (reply := self._child.ask(self._opening)) != "":
+                self._child.end()
                 raise ModelError(f"tokenizer.json: grammars cannot use it: {reply or 'the trial ends'}")
         reply = self._child.ask(json.dumps([grammar.kind, grammar.source]).encode())
         if reply is None:
