@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -112,8 +114,20 @@ def kv_of(config: ModelConfig) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
 
 
-def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, dice = config(), np.random.default_rng(5)
+@dataclass(frozen=True)
+class Captured:
+    """A model whose steps a GPU in name captures, and the same one on a CPU; their pools hold the same."""
+
+    gpu: Gpu
+    model: GraphedDecoder
+    far: KVPool
+    right: Decoder
+    pool: KVPool
+
+
+@contextmanager
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Captured]:
+    shape = config()
     tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
     right = Decoder.from_tensors(shape, tensors, torch.bfloat16, CPU, attention=TorchAttention(shape, torch.bfloat16))
     pool = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
@@ -127,6 +141,13 @@ def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> Non
         far = KVPool(shape.num_layers, slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
         assert model.warm(far, 3) == len(gpu.graphs) == len(SIZES)
         far.kv[:, :SLOTS].copy_(kv_of(shape))
+        yield Captured(gpu, model, far, right, pool)
+
+
+def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = np.random.default_rng(5)
+    with captured(monkeypatch) as c:
+        gpu, model, far, right, pool = c.gpu, c.model, c.far, c.right, c.pool
         for turn, builder in enumerate(batches(dice)):
             gpu.waits.clear()
             found, tapped = model.forward(builder.build(GPU), far, (0, 2))
@@ -139,21 +160,10 @@ def test_captured_steps_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_captured_steps_over_a_table_wait_for_nothing_on_a_gpu_in_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape, dice = config(), np.random.default_rng(6)
-    tensors = tiny_tensors(tiny_config(num_attention_heads=4, num_key_value_heads=2, head_dim=64))
-    right = Decoder.from_tensors(shape, tensors, torch.bfloat16, CPU, attention=TorchAttention(shape, torch.bfloat16))
-    pool = KVPool(shape.num_layers, SLOTS, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
-    pool.kv.copy_(kv_of(shape))
-    with pretended() as gpu:
-        monkeypatch.setitem(sys.modules, "flashinfer", library(gpu))
-        attention = FlashInferAttention(shape, torch.bfloat16, GPU)
-        decoder = Decoder.from_tensors(shape, tensors, torch.bfloat16, GPU, attention=attention)
-        model = GraphedDecoder(decoder, attention, CudaCapture(GPU), SIZES)
-        slots = SLOTS + model.spare_slots
-        far = KVPool(shape.num_layers, slots, shape.num_kv_heads, shape.head_dim, torch.bfloat16, GPU)
-        model.warm(far, 3)
-        far.kv[:, :SLOTS].copy_(kv_of(shape))
-        table, order = SlotTable(range(SLOTS, slots)), dice.permutation(SLOTS - 24)
+    dice = np.random.default_rng(6)
+    with captured(monkeypatch) as c:
+        gpu, model, far, right, pool = c.gpu, c.model, c.far, c.right, c.pool
+        table, order = SlotTable(range(SLOTS, SLOTS + model.spare_slots)), dice.permutation(SLOTS - 24)
         rows = [table.take(200) for _ in range(3)]
         for row, own in zip(rows, np.split(order[:240], 3), strict=True):
             row.put(0, own)
