@@ -95,11 +95,6 @@ class Matcher:
                          if tokens[node] not in self._ends.tokens and self._fill(masks[node], level))
         return masks, frozenset(known)
 
-    def forced(self) -> list[int]:
-        """What can only follow, spelt as the tokenizer spells it."""
-        tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
-
     def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
         """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
         but for one that ends the answer."""

@@ -99,7 +99,6 @@ def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:
         if not known:
             return TOO_MUCH
         allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
-        matcher.forced()
         if not matcher.commit([int(rng.choice(allowed))]) or matcher.ended:
             break
     return ""
