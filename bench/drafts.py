@@ -31,7 +31,7 @@ from rich.progress import Progress
 from bench.asking import Measured, Question, ask, read
 from bench.fleet import running, served, service
 from bench.report import Row, finished, save, write
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.rounds import Acceptance

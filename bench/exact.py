@@ -18,7 +18,7 @@ from rich.progress import track
 from bench.asking import Measured, Question, ask, own, read
 from bench.fleet import LOGS, pair
 from bench.report import Row, write
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
 from slipstream.protocol.messages import Sampling

@@ -33,7 +33,7 @@ from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
 from bench.report import FOLDER, Row, finished, save, write
 from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import SlipstreamError
 from slipstream.models.folder import KNOWN, packaged_file, resolve

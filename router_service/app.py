@@ -41,9 +41,9 @@ from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Asked, Gateway, Run, told_apart
-from router_service.markup import BARE, Markup, Named
 from router_service.tenants import ApiKeys
-from router_service.tokens import TextCodec, TextDelta
+from router_service.text.markup import BARE, Markup, Named
+from router_service.text.tokens import TextCodec, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
 from slipstream.observe.log import logger

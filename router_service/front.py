@@ -18,7 +18,7 @@ from router_service.dialects.formats import fields_of
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.gateway import Asked, Gateway
 from router_service.tenants import Tenant
-from router_service.tokens import TextDelta
+from router_service.text.tokens import TextDelta
 from slipstream.base.errors import SlipstreamError
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 

@@ -29,11 +29,11 @@ from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.dialects.tools import told
-from router_service.lanes import Lanes
-from router_service.markup import Style
-from router_service.template import ASSISTANT, Turn
 from router_service.tenants import Tenant
-from router_service.tokens import Completion, Numbered, TextCodec, merged, too_long
+from router_service.text.lanes import Lanes
+from router_service.text.markup import Style
+from router_service.text.template import ASSISTANT, Turn
+from router_service.text.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.grammar.trial import Trial

@@ -16,7 +16,7 @@ from router_service.connection import HttpListener
 from router_service.front import GatewayFront
 from router_service.gateway import Gateway
 from router_service.tenants import ApiKeys
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import Config
 from slipstream.grammar.trial import Trial
 from slipstream.models.folder import resolve, tokenizer_hash

@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from router_service.dialects.bounded_json import MAX_CONTAINERS, MAX_DEPTH
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
-from router_service.lanes import LONG_TEXT, MAX_WAITING, Lanes
-from router_service.template import ASSISTANT, Turn
 from router_service.tenants import Tenant
-from router_service.text_files import longest_token
-from router_service.tokens import TextCodec
+from router_service.text.files import longest_token
+from router_service.text.lanes import LONG_TEXT, MAX_WAITING, Lanes
+from router_service.text.template import ASSISTANT, Turn
+from router_service.text.tokens import TextCodec
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.observe.lag import EVERY_S, watch_lag
 from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message

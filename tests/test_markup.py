@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router_service.markup import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Markup, Named, Style, marks
+from router_service.text.markup import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Markup, Named, Style, marks
 
 CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = {"weather": CITY, "now": {}}

@@ -177,7 +177,7 @@ def test_hash_of_a_broken_tokenizer_is_a_model_error(tmp_path: Path) -> None:
 
 
 def test_import_is_light() -> None:
-    code = ("import sys, slipstream.models.folder, router_service.tokens; "
+    code = ("import sys, slipstream.models.folder, router_service.text.tokens; "
             "print(sorted({'torch', 'transformers', 'gguf', 'safetensors'} & sys.modules.keys()))")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert run.stdout.strip() == "[]"

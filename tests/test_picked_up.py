@@ -21,8 +21,8 @@ import pytest
 from bench.fleet import free_port
 from router_service.dialects.openai import Options
 from router_service.gateway import Asked
-from router_service.lanes import BRIEF_TEXT
-from router_service.tokens import Completion, TextCodec, TextDelta
+from router_service.text.lanes import BRIEF_TEXT
+from router_service.text.tokens import Completion, TextCodec, TextDelta
 from slipstream.base.config import WireSection
 from slipstream.base.errors import InvalidRequest, ModelChanged, Unavailable
 from slipstream.client import AsyncClient, Client

@@ -10,7 +10,7 @@ import pytest
 
 from bench import fleet
 from bench.asking import ask, own
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.models.folder import is_prepared, prepare, resolve

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router_service.template import MAX_RENDERED, ChatTemplate
+from router_service.text.template import MAX_RENDERED, ChatTemplate
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 
 CPU_S = 0.25

@@ -115,7 +115,7 @@ def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
 
 
 def test_a_question_that_is_none_is_named_by_its_line(tmp_path: Path, tiny_folder: Path) -> None:
-    from router_service.tokens import TextCodec
+    from router_service.text.tokens import TextCodec
 
     file = tmp_path / "questions.jsonl"
     file.write_text('{"prompt": "fine"}\n["not"]\n')

@@ -21,9 +21,9 @@ import orjson
 
 from router_service.dialects.openai import ChatBody, CompletionBody
 from router_service.dialects.openai import parse as parse_body
-from router_service.template import ChatTemplate
-from router_service.text_files import stop_token_ids, template_source
-from router_service.tokens import TextCodec
+from router_service.text.files import stop_token_ids, template_source
+from router_service.text.template import ChatTemplate
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, RemoteProtocolError, SlipstreamError
 from slipstream.engine.loading import load_model

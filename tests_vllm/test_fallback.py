@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench.fleet import free_port
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import Config
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.models.folder import resolve

@@ -22,7 +22,7 @@ import numpy as np
 from bench.asking import SETS, read
 from bench.gpu.shapes import SMALL, TINY, write_folder
 from bench.gpu.stage import Finding, Given, free
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import DraftSection, Dtype, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed

@@ -34,7 +34,7 @@ from router_service.dialects.bounded_json import MAX_CONTAINERS
 from router_service.dialects.fields import OF_MESSAGE, REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
-from router_service.text_files import NAMED_TOKENS
+from router_service.text.files import NAMED_TOKENS
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
 from slipstream.protocol.grammar import Grammar

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from router_service.markup import Call, Markup, Named
-from router_service.tokens import AnswerToken, TextCodec, TextDelta
+from router_service.text.markup import Call, Markup, Named
+from router_service.text.tokens import AnswerToken, TextCodec, TextDelta
 from slipstream.protocol.chat import Usage
 
 CALL_ID = 9  # characters: Mistral's templates take no other number

@@ -18,7 +18,7 @@ import orjson
 from router_service.dialects.blocks import Block, Blocks, Told, What
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
-from router_service.tokens import TextDelta
+from router_service.text.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_ITEMS, Usage
 

@@ -193,7 +193,7 @@ def _pairing(config: Config) -> Iterator[Check]:
     if draft.drafter == "ngram":
         yield Check("pairing", "ok", "an ngram drafter fits every target")
         return
-    from router_service.tokens import TextCodec
+    from router_service.text.tokens import TextCodec
     from slipstream.cli.tuning import prompts_of
     from slipstream.drafting import create
     from slipstream.drafting.rounds import Rounds, Tally, slots_needed

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from router_service.tokens import TextCodec
+from router_service.text.tokens import TextCodec
 from slipstream.base.config import Config, GrowthSection
 from slipstream.base.errors import ConfigError, InvalidRequest
 from slipstream.cli.host import QUESTIONS

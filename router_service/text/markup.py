@@ -24,7 +24,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-from router_service.words import Words
+from router_service.text.words import Words
 
 Step = Generator[None, None, Any]
 SaidKind = Literal["reasoning", "text"]

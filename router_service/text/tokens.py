@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from router_service.markup import Style, marks
-from router_service.template import ASSISTANT, ChatTemplate, Turn
-from router_service.text_files import literals, longest_token, stop_token_ids, template_source
-from router_service.words import Words
+from router_service.text.files import literals, longest_token, stop_token_ids, template_source
+from router_service.text.markup import Style, marks
+from router_service.text.template import ASSISTANT, ChatTemplate, Turn
+from router_service.text.words import Words
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.identity import Identity

@@ -1,0 +1,1 @@
+"""Text: templates, tokens, stop strings, and what a model marks in its answer."""
