@@ -77,10 +77,9 @@ class Target:
     def identity(self) -> Identity | None:
         return None if self.info is None else self.info.identity
 
-    @property
-    def takes_grammars(self) -> bool:
-        """An older one would not look at the field, and answer anything."""
-        return self.info is not None and self.info.grammars
+    def takes(self, request: Request) -> bool:
+        """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
+        return not request.needs or (self.info is not None and not self.info.lacks(request))
 
     @property
     def load(self) -> int:
@@ -272,7 +271,7 @@ class Balancer:
     def pick(self, request: Request, tried: Collection[str] = ()) -> Target:
         """The target for ``request``; one of ``tried`` never, and for an answer that is begun, or that is to be some
         model's, only one of that identity. Raises Draining, ModelChanged or Unavailable."""
-        known = [t for t in self._known if t.name not in tried and (request.grammar is None or t.takes_grammars)]
+        known = [t for t in self._known if t.name not in tried and t.takes(request)]
         if known and (request.answered or request.identity is not None):
             known = [t for t in known if request.identity is not None and t.identity == request.identity]
             if not known:

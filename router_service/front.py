@@ -56,6 +56,8 @@ class GatewayFront:
     def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
         raw = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("begun", "grammar")}
         raw["stop"] = list(options.stop)
+        raw["allowed_token_ids"] = list(options.allowed_token_ids) or None
+        raw["bad_words"] = list(options.bad_words) or None
         raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
         raw["model"] = model or self._gateway.model
         if options.grammar is not None:

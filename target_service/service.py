@@ -114,6 +114,8 @@ class TargetService:
             raise Draining("the target is shutting down; another one will take the request")
         if not self._worker.alive:
             raise Unavailable("the engine thread has ended; the service has to be restarted")
+        for need in sorted(request.needs - {"grammar"}):
+            raise InvalidRequest(need, "is not honoured here", "unsupported_parameter")
         self._served.check(request, min(self._served.max_context, self._served.num_slots - MAX_NODES))
         if self._worker.num_waiting > MAX_WAITING:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")

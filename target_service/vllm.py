@@ -293,8 +293,8 @@ class VllmService:
             raise Draining("the target is shutting down; another one will take the request")
         if self._running.engine.errored:
             raise Unavailable("vLLM's engine has ended; the service has to be restarted")
-        if request.grammar is not None:  # and ``info`` says so; it must not be answered as if it were not there
-            raise InvalidRequest("grammar", "a target on vLLM binds no answer to one", "unsupported_parameter")
+        for need in sorted(request.needs):  # and ``info`` says so; it must not be answered as if it were not there
+            raise InvalidRequest(need, "a target on vLLM does not honour it", "unsupported_parameter")
         served = self._running.served
         served.check(request, min(served.max_context, served.num_slots))
         if (waiting := len(self._answers) - self._config.max_sessions) > MAX_WAITING:

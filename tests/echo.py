@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, ModelChanged, SlipstreamError
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob
+from slipstream.protocol.requests import DraftStatus, Finish, Need, Piece, Request, TargetInfo, TokenLogprob
 
 VOCAB, EOS, CONTEXT = 260, 257, 512
 
@@ -43,6 +43,7 @@ class EchoTarget:
         self.context = CONTEXT
         self.lossy = False
         self.grammars = False
+        self.takes: tuple[Need, ...] = ()
         self.identity: Identity | None = Identity(model, "float32", "none", "echo")
         self.requests: list[Request] = []
         self.running: set[EchoAnswer] = set()
@@ -60,7 +61,7 @@ class EchoTarget:
             await asyncio.Event().wait()
         return TargetInfo(self.model, VOCAB, self.context, "", len(self.running), self.waiting, 4096, 4096,
                           self.draining, (DraftStatus("draft:1", True, "echo"),), self.lossy,
-                          identity=self.identity, grammars=self.grammars)
+                          identity=self.identity, grammars=self.grammars, takes=self.takes)
 
 
 class EchoAnswer:

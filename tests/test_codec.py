@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
-from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, PromptToken, TextToken, Usage
 from slipstream.protocol.grammar import KINDS, MAX_SOURCE, Grammar
 from slipstream.protocol.messages import (
     FEATURE_DTYPES,
@@ -25,7 +25,18 @@ from slipstream.protocol.messages import (
     Sampling,
     TargetHello,
 )
-from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo, TokenLogprob
+from slipstream.protocol.requests import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
+    NEEDS,
+    DraftStatus,
+    Piece,
+    PromptScores,
+    Request,
+    TargetInfo,
+    TokenLogprob,
+)
 from slipstream.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from slipstream.wire.answers import (
     Asked,
@@ -193,12 +204,22 @@ def test_hellos_come_back() -> None:
 
 def test_requests_and_texts_come_back() -> None:
     for request in (REQUEST, replace(REQUEST, top_logprobs=None), replace(REQUEST, namespace="0a_Z-" * 12),
+                    replace(REQUEST, prompt_logprobs=2, max_tokens=0, logprobs_mode="processed",
+                            allowed_token_ids=(5, 9), bad_words=((1,), (2, 3))),
                     *(replace(REQUEST, grammar=Grammar(kind, "é{}")) for kind in KINDS)):
         assert asked(encode_asked(3, request)) == [(3, request)]
     assert [asked(encode_asked(3, mode)) for mode in (True, False)] == [[(3, True)], [(3, False)]]
     assert told(encode_told(3, PIECE)) == [(3, PIECE)]
+    scored = Piece((), prompt=PromptScores(1, (-0.5, -9.0), (1, 77), (4, 5, 6, 7), (-0.5, -1.0, -0.1, -3.0)))
+    assert told(encode_told(3, scored)) == [(3, scored)] and scored.prompt is not None and scored.prompt.width == 2
     assert decode_info(encode_info(INFO)) == INFO
     assert decode_info(encode_info(replace(INFO, grammars=True))).grammars
+    assert decode_info(encode_info(replace(INFO, takes=NEEDS))).takes == NEEDS
+    more = ChatOptions(echo=True, prompt_logprobs=0, logprobs_mode="tempered", allowed_token_ids=(3, 1),
+                       bad_words=("no", "never ever"), max_tokens=0)
+    assert decode_complete(encode_complete("m", "hi", more)) == ("m", "hi", more)
+    prompt = Delta(prompt=(PromptToken(1, "a"), PromptToken(2, "b", -0.5, 1, ((2, "b", -0.5), (7, "x", -2.0)))))
+    assert decode_delta(encode_delta(prompt)) == prompt
     bound = replace(OPTIONS, grammar=Grammar("regex", "a+"))
     assert decode_complete(encode_complete("m", "hi", bound)) == ("m", "hi", bound)
     assert decode_chat(encode_chat("m", (Message("user", "hi"),), OPTIONS)) == ("m", (Message("user", "hi"),), OPTIONS)
@@ -365,7 +386,13 @@ def test_an_item_that_fits_no_frame_is_handed_back() -> None:
     (replace(REQUEST, tokens=()), "tokens"),
     (replace(REQUEST, tokens=(VOCAB,)), "tokens"),
     (replace(REQUEST, tokens=(1,) * (CONTEXT + 1)), "tokens"),
-    (replace(REQUEST, max_tokens=0), "max_tokens"),
+    (replace(REQUEST, max_tokens=1 << 31), "max_tokens"),
+    (replace(REQUEST, prompt_logprobs=21), "prompt_logprobs"),
+    (replace(REQUEST, tokens=(1,) * CONTEXT, allowed_token_ids=(VOCAB,)), "allowed_token_ids"),
+    (replace(REQUEST, allowed_token_ids=(1,) * (MAX_ALLOWED + 1)), "allowed_token_ids"),
+    (replace(REQUEST, bad_words=((1, VOCAB),)), "bad_words"), (replace(REQUEST, bad_words=((),)), "bad_words"),
+    (replace(REQUEST, bad_words=((1,) * (MAX_BAD_WORD + 1),)), "bad_words"),
+    (replace(REQUEST, bad_words=((1,),) * (MAX_BAD_WORDS + 1)), "bad_words"),
     (replace(REQUEST, top_logprobs=21), "top_logprobs"),
     (replace(REQUEST, request_id="x" * 300), "request_id"),
     (replace(REQUEST, namespace="x" * 65), "namespace"),

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.requests import LogprobsMode
 
 MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
 MAX_STOPS = 32
 MAX_BIASES = 300
 MAX_BEGUN = 1 << 18  # tokens
+MAX_WORDS, MAX_WORD = 128, 64  # bad words, and characters of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,25 @@ class ChatOptions:
     speculate: bool | None = None  # False: plain decoding for this request
     begun: Begun | None = None
     grammar: Grammar | None = None  # what the answer is bound to
+    echo: bool | None = None  # of completions: the text begins with the prompt's
+    prompt_logprobs: int | None = None  # the prompt's tokens are scored, with so many alternatives each
+    logprobs_mode: LogprobsMode | None = None  # of the answer's tokens
+    allowed_token_ids: tuple[int, ...] = ()  # the answer has no others
+    bad_words: tuple[str, ...] = field(default=(), repr=False)  # the answer holds none of them
+
+
+class PromptToken(NamedTuple):
+    """One token of a prompt that is scored, behind all before it: ``logprob`` is None for the first. ``rank``: 1 for
+    the likeliest of its place. ``top``: id, text and natural log, the likeliest first."""
+
+    id: int
+    text: str
+    logprob: float | None = None
+    rank: int = 0
+    top: tuple[tuple[int, str, float], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"PromptToken(id={self.id})"
 
 
 class TextToken(NamedTuple):
@@ -92,13 +113,15 @@ class Usage:
 
 class Delta(NamedTuple):
     """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop" or "length"). ``identity``: in
-    the first one, what ``Begun`` needs; "" where it cannot be picked up."""
+    the first one, what ``Begun`` needs; "" where it cannot be picked up. ``prompt``: the next of the prompt's tokens,
+    where they are scored."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
     finish: str = ""
     usage: Usage | None = None
     identity: str = ""
+    prompt: tuple[PromptToken, ...] = ()
 
     def __repr__(self) -> str:
         return f"Delta(tokens={len(self.tokens)}, finish={self.finish!r}, usage={self.usage})"

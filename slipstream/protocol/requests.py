@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
@@ -25,6 +25,16 @@ State = Literal["speculate", "shadow", "plain"]
 # keyed_sampling: a seed does not fix an answer; trees: chains are verified; resumed_samples: a sampled answer that
 # another target began is refused.
 Without = Literal["keyed_sampling", "trees", "resumed_samples"]
+# Which chances log probabilities tell: the model's own; those after penalties, bias, what is forbidden, and
+# temperature; or also after top-k, top-p and min-p.
+LogprobsMode = Literal["raw", "tempered", "processed"]
+# What of a request a target may not know how to honour. no_tokens: a max_tokens of 0.
+Need = Literal["grammar", "prompt_logprobs", "logprobs_mode", "allowed_token_ids", "bad_words", "no_tokens"]
+NEEDS: tuple[Need, ...] = get_args(Need)
+MAX_TOP_LOGPROBS = 20
+MAX_ALLOWED = 1024  # token ids
+MAX_BAD_WORDS, MAX_BAD_WORD = 512, 32  # runs of tokens, and tokens of one
+MAX_SCORES = 1 << 18  # entries, so many as ``Request.num_scores`` counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,10 @@ class Request:
 
     ``namespace``: only answers of one namespace share what is cached of their prompts. A tag that tells nothing of its
     owner; "" is shared by all who have none.
+
+    ``prompt_logprobs``: the prompt's tokens are scored, as ``top_logprobs`` has it. ``logprobs_mode`` is of the
+    answer's tokens; the prompt's are always raw. ``allowed_token_ids``: the answer has no others; () has any.
+    ``bad_words``: runs of tokens that the answer does not hold.
 
     ``identity``: whose answer it is to be; a target of another one refuses it with ModelChanged. None: anybody's."""
 
@@ -50,25 +64,61 @@ class Request:
     namespace: str = ""
     identity: Identity | None = None
     grammar: Grammar | None = None  # what the answer is bound to
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What a target must know how to honour to answer it."""
+        asked = {"grammar": self.grammar is not None, "prompt_logprobs": self.prompt_logprobs is not None,
+                 "logprobs_mode": self.logprobs_mode != "raw", "allowed_token_ids": bool(self.allowed_token_ids),
+                 "bad_words": bool(self.bad_words), "no_tokens": self.max_tokens == 0}
+        return frozenset(need for need in NEEDS if asked[need])
+
+    @property
+    def num_scores(self) -> int:
+        """Log probabilities of prompt tokens that are to be told."""
+        return 0 if self.prompt_logprobs is None else len(self.tokens) * (1 + self.prompt_logprobs)
 
     def after(self, tokens: Sequence[int]) -> Request:
         """What is left to ask when ``tokens`` of the answer are there."""
         if not tokens:
             return self
-        return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens))
+        return replace(self, tokens=(*self.tokens, *tokens), answered=self.answered + len(tokens),
+                       prompt_logprobs=None)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probabilities before temperature and filters."""
+    """Natural-log probabilities, of the request's ``logprobs_mode``."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Natural-log probabilities of the prompt's tokens from ``start`` on, each behind all that stand before it. The
+    first token of a prompt has none. ``ranks``: 1 for the likeliest token of its place, and so on. ``top_ids`` and
+    ``top_logprobs``: equally many a token, one token behind the other, the likeliest first."""
+
+    start: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Alternatives a token."""
+        return len(self.top_ids) // max(1, len(self.logprobs))
+
+
 class Piece(NamedTuple):
-    """The tokens of one commit: the first ``accepted`` came from drafts. A named tuple, as one is made for every token
-    at each end of a wire."""
+    """The tokens of one commit: the first ``accepted`` came from drafts. Before the first of them may come pieces that
+    hold nothing but scores of the prompt. A named tuple, as one is made for every token at each end of a wire."""
 
     tokens: tuple[int, ...]
     accepted: int = 0
@@ -82,6 +132,7 @@ class Piece(NamedTuple):
     queue_s: float = 0.0  # arrival to first step; in the first piece
     lossy: bool = False  # accept thresholds below 1 were applied to it
     plain_s: float = 0.0  # what the step would have taken without anybody's draft nodes; 0: unknown
+    prompt: PromptScores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +160,11 @@ class TargetInfo:
     without: tuple[Without, ...] = ()  # what an answer does without here
     identity: Identity | None = None  # None: it does not say
     grammars: bool = False  # answers may be bound to one
+    takes: tuple[str, ...] = ()  # of what a request may need besides
+
+    def lacks(self, request: Request) -> frozenset[Need]:
+        """What ``request`` needs and is not honoured here."""
+        return request.needs - {*self.takes, *(("grammar",) if self.grammars else ())}
 
 
 class Answer(Protocol):

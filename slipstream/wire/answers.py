@@ -19,29 +19,47 @@ from enum import Enum
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError, SlipstreamError
 from slipstream.observe.spans import well_formed
-from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, State, TargetInfo, TokenLogprob
+from slipstream.protocol.requests import (
+    MAX_ALLOWED,
+    MAX_BAD_WORD,
+    MAX_BAD_WORDS,
+    MAX_SCORES,
+    MAX_TOP_LOGPROBS,
+    DraftStatus,
+    Finish,
+    Piece,
+    PromptScores,
+    Request,
+    State,
+    TargetInfo,
+    TokenLogprob,
+)
 from slipstream.v1 import common_pb2, target_pb2
 from slipstream.wire.fields import (
     INT32_MAX,
+    LOGPROBS_MODE_NUMBERS,
     decode_grammar,
     decode_identity,
     decode_sampling,
     encode_grammar,
     encode_identity,
     encode_sampling,
+    few_float_bytes,
+    few_floats_of,
     few_int_bytes,
     few_ints_of,
     ints_of,
+    logprobs_mode_of,
     made,
     microseconds,
     name_of,
     parse,
     require,
+    require_ids,
     shared,
 )
 from slipstream.wire.status import Reported
 
-MAX_TOP_LOGPROBS = 20
 NAMESPACE = re.compile(r"[A-Za-z0-9_-]{0,64}")
 
 FINISHES: dict[int, Finish] = {
@@ -111,10 +129,13 @@ def _asked(item: target_pb2.AnswerRequest, vocab_size: int, max_context: int) ->
 
 def _start(request: Request) -> target_pb2.GenerateStart:
     return target_pb2.GenerateStart(
-        **shared(request, "tokens", "sampling", "speculate", "trace", "identity", "grammar"),
+        **shared(request, "tokens", "sampling", "speculate", "trace", "identity", "grammar", "logprobs_mode",
+                 "bad_words"),
         tokens=few_int_bytes(request.tokens), sampling=encode_sampling(request.sampling),
         mode=_mode_of(request.speculate), identity=encode_identity(request.identity),
-        grammar=None if request.grammar is None else encode_grammar(request.grammar))
+        grammar=None if request.grammar is None else encode_grammar(request.grammar),
+        logprobs_mode=LOGPROBS_MODE_NUMBERS[request.logprobs_mode],
+        bad_words=[common_pb2.TokenRun(tokens=word) for word in request.bad_words])
 
 
 def _mode_of(speculate: bool) -> common_pb2.Mode.ValueType:
@@ -128,10 +149,11 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
         tokens = ints_of("tokens", wire.tokens, 0, vocab_size - 1, max_context).tolist()
         speculate = _speculates(wire.mode)
         require(bool(tokens), "tokens", "must hold at least one token")
-        require(1 <= wire.max_tokens <= INT32_MAX, "max_tokens", "must be at least 1")
+        require(wire.max_tokens <= INT32_MAX, "max_tokens", f"must be at most {INT32_MAX}")
         require(wire.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
-        require(wire.answered < min(len(tokens), wire.max_tokens), "answered",
+        require(not wire.answered or wire.answered < min(len(tokens), wire.max_tokens), "answered",
                 "must leave a prompt, and a token to answer with")
+        _check_asked(wire, len(tokens))
         require(NAMESPACE.fullmatch(wire.namespace) is not None, "namespace",
                 "must be at most 64 characters of A-Z a-z 0-9 _ -")
         identity = decode_identity(wire.identity) if wire.HasField("identity") else None
@@ -140,8 +162,25 @@ def _request_of(wire: target_pb2.GenerateStart, vocab_size: int, max_context: in
     top_logprobs = wire.top_logprobs if wire.HasField("top_logprobs") else None
     sampling = decode_sampling(wire.sampling, vocab_size)
     grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
+    require_ids("allowed_token_ids", wire.allowed_token_ids, vocab_size)
+    for word in wire.bad_words:
+        require_ids("bad_words", word.tokens, vocab_size)
     return made(Request, wire, tokens=tuple(tokens), sampling=sampling, top_logprobs=top_logprobs, speculate=speculate,
-                trace=trace, identity=identity, grammar=grammar)
+                trace=trace, identity=identity, grammar=grammar,
+                prompt_logprobs=wire.prompt_logprobs if wire.HasField("prompt_logprobs") else None,
+                logprobs_mode=logprobs_mode_of(wire.logprobs_mode), allowed_token_ids=tuple(wire.allowed_token_ids),
+                bad_words=tuple(tuple(word.tokens) for word in wire.bad_words))
+
+
+def _check_asked(wire: target_pb2.GenerateStart, num_tokens: int) -> None:
+    """How much is asked, before anything is made of it. Raises RemoteProtocolError."""
+    scores = num_tokens * (1 + wire.prompt_logprobs) if wire.HasField("prompt_logprobs") else 0
+    require(wire.prompt_logprobs <= MAX_TOP_LOGPROBS, "prompt_logprobs", f"must be at most {MAX_TOP_LOGPROBS}")
+    require(scores <= MAX_SCORES, "prompt_logprobs", f"are {scores}; at most {MAX_SCORES} are told")
+    require(len(wire.allowed_token_ids) <= MAX_ALLOWED, "allowed_token_ids", f"has more than {MAX_ALLOWED} entries")
+    require(len(wire.bad_words) <= MAX_BAD_WORDS, "bad_words", f"has more than {MAX_BAD_WORDS} entries")
+    require(all(1 <= len(word.tokens) <= MAX_BAD_WORD for word in wire.bad_words), "bad_words",
+            f"must hold 1 to {MAX_BAD_WORD} tokens each")
 
 
 def _speculates(mode: int) -> bool:
@@ -171,6 +210,11 @@ def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
     wire.verify_us, wire.wait_us = microseconds(piece.verify_s), microseconds(piece.wait_s)
     wire.queue_us, wire.plain_us = microseconds(piece.queue_s), microseconds(piece.plain_s)
     wire.cached_tokens, wire.lossy = piece.cached_tokens, piece.lossy
+    if piece.prompt is not None:
+        scores = piece.prompt
+        wire.prompt.CopyFrom(target_pb2.PromptScores(
+            start=scores.start, logprobs=few_float_bytes(scores.logprobs), ranks=few_int_bytes(scores.ranks),
+            top_ids=few_int_bytes(scores.top_ids), top_logprobs=few_float_bytes(scores.top_logprobs)))
 
 
 def decode_told(data: bytes) -> list[tuple[int, Told | RemoteProtocolError]]:
@@ -209,8 +253,20 @@ def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     return Piece(
         tokens, accepted, wire.drafted, tuple(map(_logprob, entries)) if entries else (), finish, wire.verify_us / 1e6,
         wire.wait_us / 1e6, state, wire.cached_tokens, wire.queue_us / 1e6, wire.lossy,
-        wire.plain_us / 1e6,
+        wire.plain_us / 1e6, _scores_of(wire.prompt) if wire.HasField("prompt") else None,
     )
+
+
+def _scores_of(wire: target_pb2.PromptScores) -> PromptScores:
+    """Raises RemoteProtocolError."""
+    found = PromptScores(wire.start, few_floats_of("prompt.logprobs", wire.logprobs),
+                         few_ints_of("prompt.ranks", wire.ranks, 1, INT32_MAX),
+                         few_ints_of("prompt.top_ids", wire.top_ids, 0, INT32_MAX),
+                         few_floats_of("prompt.top_logprobs", wire.top_logprobs))
+    require(wire.start >= 1 and len(found.ranks) == len(found.logprobs) > 0, "prompt", "scores and ranks do not fit")
+    require(len(found.top_ids) == len(found.top_logprobs) == found.width * len(found.logprobs), "prompt.top_ids",
+            "ids and values do not fit")
+    return found
 
 
 def _logprob(wire: target_pb2.TokenLogprobs) -> TokenLogprob:
@@ -230,7 +286,7 @@ def decode_info(data: bytes) -> TargetInfo:
     parse(wire, data, "info")
     require(wire.vocab_size >= 1 and wire.max_context >= 1, "info", "names no vocabulary or context")
     return made(TargetInfo, wire, drafts=tuple(made(DraftStatus, draft) for draft in wire.drafts),
-                without=tuple(wire.without),
+                without=tuple(wire.without), takes=tuple(wire.takes),
                 identity=decode_identity(wire.identity) if wire.HasField("identity") else None)
 
 

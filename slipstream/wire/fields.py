@@ -21,11 +21,16 @@ from slipstream.base.errors import InvalidRequest, RemoteProtocolError
 from slipstream.protocol.grammar import KINDS, Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import FEATURE_DTYPES, Sampling
+from slipstream.protocol.requests import LogprobsMode
 from slipstream.protocol.tree import Ints
 from slipstream.v1 import common_pb2
 
 Made = TypeVar("Made")
 
+LOGPROBS_MODES: dict[int, LogprobsMode] = {
+    common_pb2.LOGPROBS_MODE_RAW: "raw", common_pb2.LOGPROBS_MODE_UNSPECIFIED: "raw",
+    common_pb2.LOGPROBS_MODE_TEMPERED: "tempered", common_pb2.LOGPROBS_MODE_PROCESSED: "processed"}
+LOGPROBS_MODE_NUMBERS = {mode: common_pb2.LogprobsMode.ValueType(number) for number, mode in LOGPROBS_MODES.items()}
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 ONE_INT = struct.Struct("<i")
@@ -146,6 +151,23 @@ def decode_grammar(wire: common_pb2.Grammar) -> Grammar:
     if wire.kind not in GRAMMAR_KINDS:
         raise InvalidRequest("grammar", f"is of an unknown kind, {wire.kind}")
     return Grammar(GRAMMAR_KINDS[wire.kind], wire.source)
+
+
+def logprobs_mode_of(number: int) -> LogprobsMode:
+    """Raises InvalidRequest."""
+    if number not in LOGPROBS_MODES:
+        raise InvalidRequest("logprobs_mode", f"is unknown, {number}")
+    return LOGPROBS_MODES[number]
+
+
+def few_float_bytes(values: Sequence[float]) -> bytes:
+    """float64 little-endian."""
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def few_floats_of(field: str, data: bytes) -> tuple[float, ...]:
+    require(len(data) % 8 == 0, field, f"{len(data)} bytes are not whole float64 values")
+    return struct.unpack(f"<{len(data) // 8}d", data)
 
 
 def dtype_of(number: int) -> str:

@@ -26,19 +26,31 @@ from slipstream.protocol.chat import (
     MAX_BODY_BYTES,
     MAX_ITEMS,
     MAX_STOPS,
+    MAX_WORDS,
     Begun,
     ChatOptions,
     Delta,
     Message,
+    PromptToken,
     TextToken,
     Usage,
 )
+from slipstream.protocol.requests import MAX_ALLOWED
 from slipstream.v1 import inference_pb2
 from slipstream.wire.channel import INFERENCE_SERVICE
-from slipstream.wire.fields import decode_grammar, encode_grammar, made, parse, shared
+from slipstream.wire.fields import (
+    LOGPROBS_MODE_NUMBERS,
+    decode_grammar,
+    encode_grammar,
+    logprobs_mode_of,
+    made,
+    parse,
+    shared,
+)
 from slipstream.wire.status import Context, abort
 
-PARTS = ("logit_bias", "stop", "begun", "grammar")  # messages of their own, or repeated
+# Messages of their own, or repeated, or enumerated.
+PARTS = ("logit_bias", "stop", "begun", "grammar", "logprobs_mode", "allowed_token_ids", "bad_words")
 SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in PARTS)
 
 
@@ -85,7 +97,10 @@ def _at_most(field: str, items: Sized, most: int) -> None:
 
 
 def _options(options: ChatOptions) -> inference_pb2.Options:
-    wire = inference_pb2.Options(stop=options.stop)
+    wire = inference_pb2.Options(stop=options.stop, allowed_token_ids=options.allowed_token_ids,
+                                 bad_words=options.bad_words)
+    if options.logprobs_mode is not None:
+        wire.logprobs_mode = LOGPROBS_MODE_NUMBERS[options.logprobs_mode]
     for name in SCALARS:
         value = getattr(options, name)
         if value is not None:
@@ -114,7 +129,12 @@ def _options_of(wire: inference_pb2.Options) -> ChatOptions:
     _at_most("begun.tokens", wire.begun.tokens, MAX_BEGUN)
     begun = Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None
     grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
-    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop), begun=begun, grammar=grammar)
+    _at_most("allowed_token_ids", wire.allowed_token_ids, MAX_ALLOWED)
+    _at_most("bad_words", wire.bad_words, MAX_WORDS)
+    mode = logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None
+    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop), begun=begun, grammar=grammar,
+                       logprobs_mode=mode, allowed_token_ids=tuple(wire.allowed_token_ids),
+                       bad_words=tuple(wire.bad_words))
 
 
 def encode_delta(delta: Delta) -> bytes:
@@ -134,6 +154,10 @@ def encode_delta(delta: Delta) -> bytes:
         wire.finish_reason = delta.finish
     if delta.identity:
         wire.identity = delta.identity
+    for part in delta.prompt:
+        scored = wire.prompt.add(id=part.id, text=part.text, rank=part.rank, logprob=part.logprob)
+        for i, text, logprob in part.top:
+            scored.top.add(id=i, text=text, logprob=logprob)
     if delta.usage is not None:
         wire.usage.CopyFrom(inference_pb2.Usage(**shared(delta.usage)))
     return message.SerializeToString()
@@ -147,7 +171,10 @@ def decode_delta(data: bytes) -> Delta:
     tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None)
                    for token in wire.tokens)
     usage = made(Usage, wire.usage) if wire.HasField("usage") else None
-    return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity)
+    prompt = tuple(PromptToken(token.id, token.text, token.logprob if token.HasField("logprob") else None, token.rank,
+                               tuple((likely.id, likely.text, likely.logprob) for likely in token.top))
+                   for token in wire.prompt)
+    return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity, prompt)
 
 
 def encode_models(ids: list[str]) -> bytes:
