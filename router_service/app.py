@@ -42,7 +42,8 @@ from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Asked, Gateway, Run, told_apart
 from router_service.tenants import ApiKeys
-from router_service.text.markup import BARE, Markup, Named
+from router_service.text.marks import BARE
+from router_service.text.markup import Markup, Named
 from router_service.text.tokens import TextCodec, TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge

@@ -31,7 +31,7 @@ from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Opti
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
 from router_service.text.lanes import Lanes
-from router_service.text.markup import Style
+from router_service.text.marks import Style
 from router_service.text.template import ASSISTANT, Turn
 from router_service.text.tokens import Completion, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection

@@ -12,7 +12,8 @@ import pytest
 from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Blocks, Told
 from router_service.dialects.messages import MessagesReply
-from router_service.text.markup import THOUGHTS, Markup, Style
+from router_service.text.marks import THOUGHTS, Style
+from router_service.text.markup import Markup
 from router_service.text.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from router_service.text.markup import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Markup, Named, Style, marks
+from router_service.text.marks import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Style, marks
+from router_service.text.markup import Markup, Named
 
 CITY: dict[str, Any] = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = {"weather": CITY, "now": {}}

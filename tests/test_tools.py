@@ -12,7 +12,7 @@ import pytest
 from router_service.dialects.openai import Options
 from router_service.dialects.tools import MAX_CALLS, MAX_TOOLS, ToolUse, told, use_of
 from router_service.gateway import told_apart
-from router_service.text.markup import THOUGHTS, Style
+from router_service.text.marks import THOUGHTS, Style
 from router_service.text.template import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary

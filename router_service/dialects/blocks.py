@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router_service.text.markup import Call, Markup, Named, Said
+from router_service.text.calls import Call
+from router_service.text.markup import Markup, Named, Said
 from router_service.text.tokens import TextDelta
 
 Kind = Literal["reasoning", "text", "call"]

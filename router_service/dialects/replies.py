@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from router_service.text.markup import Call, Markup, Named
+from router_service.text.calls import Call
+from router_service.text.markup import Markup, Named
 from router_service.text.tokens import AnswerToken, TextCodec, TextDelta
 from slipstream.protocol.chat import Usage
 

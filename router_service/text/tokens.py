@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from router_service.text.files import literals, longest_token, stop_token_ids, template_source
-from router_service.text.markup import Style, marks
+from router_service.text.marks import Style, marks
 from router_service.text.template import ASSISTANT, ChatTemplate, Turn
 from router_service.text.words import Words
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable

@@ -1,0 +1,243 @@
+"""Calls of tools, as each family writes them: read piece by piece, and told as soon as they are known.
+
+Arguments come out as the model wrote them where it wrote JSON, else as JSON made of names and values, each typed by
+the tool's schema. Six forms are known: JSON in ``<tool_call>`` (Hermes, Qwen, SmolLM), ``<function=`` in it (Qwen's
+coders), ``<arg_key>`` in it (GLM), ``[TOOL_CALLS]`` (Mistral), sections of calls (DeepSeek, Kimi), bare JSON (Llama 3).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from router_service.text.marks import SECTIONS, Section
+from router_service.text.scanner import NoCall, Scanner, Step
+from router_service.text.words import Words
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(slots=True)
+class Call:
+    """A piece of one call; the first one of each has its ``name``."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+
+
+class Calls:
+    """The calls of one answer's ``text``. ``tools``: names of those that may be called -> their schemas; ``most``:
+    calls that are told; ``tell``: hears of each piece."""
+
+    def __init__(self, text: Scanner, tools: Mapping[str, Any], most: int | None, tell: Callable[[Call], None]) -> None:
+        self._text = text
+        self._tools = tools
+        self._most = most
+        self._tell = tell
+        self._latest: list[str] = []  # the arguments of the latest call that is told
+        self.count = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are calls, and the latest did not break off."""
+        return is_object(self._latest)
+
+    def read(self, opener: str) -> Step:
+        """What ``opener`` began. Raises NoCall."""
+        if opener == "[TOOL_CALLS]":
+            yield from self._mistral()
+        elif opener == "<function=":
+            yield from self._function()
+        elif section := next((section for section in SECTIONS if section.begin == opener), None):
+            yield from self._section(section)
+        else:
+            yield from self._tool_call()
+
+    def read_bare(self) -> Step:
+        """JSON that nothing began, of tools that there are. Raises NoCall."""
+        yield from self._objects(known=True)
+
+    def _tool_call(self) -> Step:
+        yield from self._text.skip()
+        if (yield from self._text.starts("<function=")):
+            self._text.eat(10)
+            yield from self._function()
+        elif self._text.rest[:1] in ("{", "["):
+            yield from self._objects()
+        else:
+            yield from self._pairs(Words(("<arg_key>", "</tool_call>")), "<arg_key>", "</arg_key>", "</arg_value>",
+                                   "</tool_call>")
+            return
+        yield from self._text.close("</tool_call>")
+
+    def _function(self) -> Step:
+        yield from self._pairs(Words((">", "</function>")), "<parameter=", ">", "</parameter>", "</function>", "\n")
+        yield from self._text.close("</tool_call>")
+
+    def _pairs(self, after_name: Words, key_mark: str, key_end: str, value_end: str, end: str,
+               around: str = "") -> Step:
+        """A name, and arguments between marks; ``around``: what stands around a value and is none of it."""
+        name, mark = yield from self._text.before(after_name)
+        name = name.strip()
+        if name not in self._tools:
+            raise NoCall
+        types = self._tools[name].get("properties") if isinstance(self._tools[name], dict) else None
+        index = self._begin(name, "{")
+        first = True
+        keys, ends = Words((key_mark, end)), Words((key_end,))
+        # Some forget to close a value.
+        value_ends = Words((value_end, around + end, *((around + key_mark,) if around else ())))
+        if mark == ">":
+            _, mark = yield from self._text.before(keys)
+        while mark == key_mark:
+            key, _ = yield from self._text.before(ends)
+            if key_mark == "<arg_key>":
+                yield from self._text.before(Words(("<arg_value>",)))
+            value, mark = yield from self._text.before(value_ends)
+            if not mark:
+                return
+            value = value.removeprefix(around).removesuffix(around)
+            text = ("" if first else ", ") + f"{json.dumps(key.strip(), ensure_ascii=False)}: "
+            self._more(index, text + _typed(value, types.get(key.strip()) if isinstance(types, dict) else None))
+            first = False
+            mark = mark.removeprefix(around)
+            if mark == value_end:
+                _, mark = yield from self._text.before(keys)
+        if mark:
+            self._more(index, "}")
+
+    def _mistral(self) -> Step:
+        yield from self._text.skip()
+        if self._text.rest[:1] in ("{", "[") and self._text.rest:
+            yield from self._objects()
+            return
+        name, mark = yield from self._text.before(Words(("[ARGS]", "[CALL_ID]", "{")))
+        if mark == "[CALL_ID]":
+            _, mark = yield from self._text.before(Words(("[ARGS]", "{")))
+        if mark == "{":
+            self._text.rest = "{" + self._text.rest
+        if not mark or not name.strip():
+            raise NoCall
+        yield from self._arguments(name.strip())
+
+    def _section(self, marks: Section) -> Step:
+        calls = Words((marks.call, marks.end))
+        while True:
+            _, mark = yield from self._text.before(calls)
+            if mark != marks.call:
+                return
+            head, mark = yield from self._text.before(Words((marks.arguments, marks.end_call)))
+            if not mark:
+                raise NoCall
+            between, mark = yield from self._text.before(Words(("{", marks.end_call)))
+            if mark != "{":
+                raise NoCall
+            self._text.rest = "{" + self._text.rest
+            name = between.partition("\n")[0] if "```" in between else head
+            yield from self._arguments(re.sub(r"^functions\.|:\d+\s*$", "", name.strip()).strip())
+            yield from self._text.before(Words((marks.end_call, marks.end)))
+            self._text.taken = []
+
+    def _objects(self, known: bool = False) -> Step:
+        """One call as JSON, or a list of them. ``known``: it has to be of a tool that there is."""
+        listed = self._text.rest[0] == "["
+        if listed:
+            self._text.eat(1)
+        while True:
+            yield from self._text.skip(",;" if listed or known else "")
+            if self._text.rest[:1] != "{":
+                if listed and self._text.rest[:1] == "]":
+                    self._text.eat(1)
+                    return
+                if known and self.count and not self._text.rest:
+                    return
+                raise NoCall
+            yield from self._object(known)
+            if not (listed or known):
+                return
+            self._text.taken = []
+
+    def _object(self, known: bool) -> Step:
+        name, arguments, index = "", "", -1
+        self._text.eat(1)
+        while True:
+            yield from self._text.skip(",")
+            if self._text.rest[:1] == "}":
+                self._text.eat(1)
+                break
+            key = loaded((yield from self._text.value()))
+            yield from self._text.skip()
+            if not isinstance(key, str) or self._text.rest[:1] != ":":
+                raise NoCall
+            self._text.eat(1)
+            yield from self._text.skip()
+            if key in ARGUMENTS and name and self._text.rest[:1] == "{" and index < 0:
+                index = self._begin(name, "")
+                yield from self._text.value(partial(self._more, index))
+                continue
+            raw = yield from self._text.value()
+            if key in ARGUMENTS:
+                arguments = raw
+            elif key == "name":
+                found = loaded(raw)
+                if not isinstance(found, str) or not found or (known and found not in self._tools):
+                    raise NoCall
+                name = found
+        if index < 0:
+            if not name:
+                raise NoCall
+            within = loaded(arguments)
+            self._begin(name, within if isinstance(within, str) and within.startswith("{") else arguments or "{}")
+
+    def _arguments(self, name: str) -> Step:
+        yield from self._text.skip()
+        if self._text.rest[:1] != "{":
+            raise NoCall
+        index = self._begin(name, "")
+        yield from self._text.value(partial(self._more, index))
+
+    def _begin(self, name: str, arguments: str) -> int:
+        self._text.taken = None
+        index = self.count
+        if self._most is not None and index >= self._most:
+            return -2  # one too many
+        self.count += 1
+        self._latest = [arguments]
+        self._tell(Call(index, name, arguments))
+        return index
+
+    def _more(self, index: int, arguments: str) -> None:
+        if index >= 0:
+            self._latest.append(arguments)
+            self._tell(Call(index, "", arguments))
+
+
+def _typed(value: str, schema: Any) -> str:
+    """A value as JSON: a text, unless the schema says otherwise and it is JSON."""
+    kinds = schema.get("type") if isinstance(schema, dict) else None
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if kinds != ["string"]:
+        found = loaded(value.strip())
+        if (found is not None and not isinstance(found, str)) or value.strip() == "null":
+            return value.strip()
+        if "boolean" in kinds and value.strip().lower() in ("true", "false"):
+            return value.strip().lower()
+    return json.dumps(value, ensure_ascii=False)
+
+
+def is_object(arguments: list[str]) -> bool:
+    """Whether the pieces are an object."""
+    return isinstance(loaded("".join(arguments)), dict)
+
+
+def loaded(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,68 @@
+"""The marks of families: what their models write around reasoning and calls of tools, read off chat templates.
+
+It knows nothing about answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LLAMA = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Marks of a family that writes calls in sections."""
+
+    begin: str
+    call: str
+    arguments: str
+    end_call: str
+    end: str
+
+
+SECTIONS = (
+    Section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>"),
+    Section("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+            "<|tool_calls_section_end|>"),
+)
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+OPENERS = ("<tool_call>", "[TOOL_CALLS]", LLAMA, *(section.begin for section in SECTIONS))
+MARKS = (*OPENERS, "</tool_call>", "[ARGS]", "[CALL_ID]", *(mark for pair in THOUGHTS for mark in pair),
+         *(mark for s in SECTIONS for mark in (s.call, s.arguments, s.end_call, s.end)))
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a model writes: the marks that begin calls, those around its reasoning, and whether its template is given
+    tools at all (else what it is told of them has to stand in a message)."""
+
+    openers: tuple[str, ...] = ("<tool_call>",)
+    thoughts: tuple[str, str] | None = None
+    takes_tools: bool = False
+
+    @staticmethod
+    def of(template: str) -> Style:
+        """Of a chat template's source."""
+        takes_tools = bool(re.search(r"\btools\b", template))
+        openers = tuple(mark for mark in OPENERS if mark in template)
+        if takes_tools and not openers:
+            openers = (LLAMA,)
+        thoughts = next((pair for pair in THOUGHTS if pair[1] in template), None)
+        return Style(openers if takes_tools else ("<tool_call>",), thoughts, takes_tools)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a text that begins with JSON may be a call."""
+        return LLAMA in self.openers
+
+
+BARE = Style((LLAMA,))
+
+
+def marks(specials: Mapping[int, str]) -> frozenset[int]:
+    """Which special tokens are marks."""
+    return frozenset(token for token, text in specials.items() if text in MARKS)
