@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import Drafter, create
+from slipstream.drafting.heads.block import BlockNetwork
+from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
@@ -21,6 +24,7 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Features, Open, Sampling
 from slipstream.protocol.requests import Piece, Request
+from tests.block_folder import block_tensors, speculators_block_config, write_block_folder
 from tests.eagle_folder import (
     eagle2_config,
     eagle2_tensors,
@@ -32,9 +36,10 @@ from tests.eagle_folder import (
 from tests.growth_rules import best_paths, scored_paths
 from tests.pair import drafting, grpc_link, local_link, target
 from tests.tiny import write_tiny_model
-from tests.written import WrittenEagle3
+from tests.written import WrittenBlock, WrittenEagle3
 
 LONG = 8192
+BLOCK = speculators_block_config(aux_hidden_state_layer_ids=[0, 1, 2])  # of a target with two layers
 INPUTS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}  # of a target with two layers
 Tensor = torch.Tensor
 
@@ -50,7 +55,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("crashes")
     config = eagle_config(eagle_config=INPUTS)
     return {"eagle3": write_eagle_folder(root / "eagle3", config, halves(eagle_tensors(config))),
-            "eagle2": write_eagle2_folder(root / "eagle2", None, halves(eagle2_tensors(eagle2_config())))}
+            "eagle2": write_eagle2_folder(root / "eagle2", None, halves(eagle2_tensors(eagle2_config()))),
+            "block": write_block_folder(root / "block", BLOCK, halves(block_tensors(BLOCK)))}
 
 
 def halves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -67,7 +73,7 @@ def tokens_of(pieces: list[Piece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "block"])
 @pytest.mark.parametrize(("target_dtype", "draft_dtype"), [
     ("bfloat16", "float32"), ("float32", "bfloat16"), ("float64", "float16")])
 async def test_a_head_of_another_dtype_drafts(long_target: Path, heads: dict[str, Path], kind: str, target_dtype: str,
@@ -92,7 +98,7 @@ def test_rows_of_another_dtype_keep_their_numbers(long_target: Path, heads: dict
     assert torch.allclose(rows.float(), wanted, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "block"])
 @pytest.mark.parametrize("length", [2040, 6000])
 async def test_a_context_beyond_the_heads_keeps_speculating(long_target: Path, heads: dict[str, Path], kind: str,
                                                             length: int) -> None:
@@ -159,6 +165,30 @@ def test_draft_ids_are_mapped_and_fed_back_as_the_targets(tmp_path: Path, long_t
                      for head in (naive, right))
     if reading == "fed back unmapped":
         wrong = {tuple(right.ids[list(path)].tolist()): score for path, score in wrong.items()}
+    found = scored_paths(of.grow([1], [6])[0])
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert found.keys() != wrong.keys(), "this text would not have told"
+
+
+@pytest.mark.parametrize("reading", ["differences as ids", "unmapped", "W2 by target ids"])
+def test_a_blocks_draft_ids_are_mapped_and_its_biases_too(tmp_path: Path, long_target: Path, reading: str) -> None:
+    """W1 has the target's tokens, W2 the draft's: a parent is looked up by one id, its children by others."""
+    tensors = block_tensors(BLOCK)
+    tokens = text(9, 3)[0]
+    states = torch.randn(8, 3 * 48, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    network = BlockNetwork(read_block_head(write_block_folder(tmp_path, BLOCK, tensors), long_target), "float64",
+                           torch.device("cpu"), 100)
+    of = NeuralDrafter("block", network, GrowthSection(num_steps=3, topk=2, num_draft_tokens=6), 8)
+    opened(of, 1, tokens, states)
+    embedding = load_file(long_target / "model.safetensors")["model.embed_tokens.weight"]
+    right, naive = (WrittenBlock(BLOCK, tensors, True, embedding) for _ in range(2))
+    if reading == "W2 by target ids":
+        w2 = naive.weight["markov_head.markov_w2.weight"]
+        naive.weight["markov_head.markov_w2.weight"] = w2[right.ids.clamp(max=len(w2) - 1)]
+    else:
+        naive.ids = tensors["d2t"] if reading == "differences as ids" else torch.arange(len(right.ids))
+    wrong, wanted = (best_paths(partial(head.children, tokens=tokens, states=states, topk=2), 2, 3, 6)
+                     for head in (naive, right))
     found = scored_paths(of.grow([1], [6])[0])
     assert found == pytest.approx(wanted, abs=1e-5)
     assert found.keys() != wrong.keys(), "this text would not have told"

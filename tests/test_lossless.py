@@ -26,14 +26,14 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.local import LocalLink
+from tests.block_folder import speculators_block_config, write_block_folder
 from tests.eagle_folder import eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.hostile import HostileDraft
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
 from tests.tiny import write_tiny_model
 
 MAX_TOKENS = 40
-DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "noisy",
-            "hostile")
+DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "block", "noisy", "hostile")
 SAMPLINGS = {
     "greedy": Sampling(),
     "T0.7": Sampling(temperature=0.7, top_p=0.9, seed=11),
@@ -55,6 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1),
             "eagle3": write_eagle_folder(root / "eagle3", eagle_config(eagle_config={
                 "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})),
+            "block": write_block_folder(root / "block", speculators_block_config(aux_hidden_state_layer_ids=[0, 1, 2])),
             "eagle2": write_eagle2_folder(root / "eagle2"), "map": write_map(root / "map.json")}
 
 
@@ -70,7 +71,7 @@ def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
     if kind == "ngram":
         return NgramDrafter(256, NgramShape(min_match=1))
     head = {"mapped": "eagle2"}.get(kind, kind)
-    name = head if head in ("eagle2", "eagle3") else "standalone"
+    name = head if head in ("eagle2", "eagle3", "block") else "standalone"
     return create(DraftSection(drafter=name, model=str(folders[head]),
                                token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64",
                                growth=growth), model, 2048)
@@ -143,7 +144,7 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
         await rig.check()
         if faulty is not None and fate in DELAYS_S:
             assert faulty.counts.delayed > 0
-        if faulty is not None and fate == "ahead" and kind in ("standalone", "eagle3", "noisy"):
+        if faulty is not None and fate == "ahead" and kind in ("standalone", "eagle3", "block", "noisy"):
             assert faulty.counts.further > 0, "nothing was grown ahead"
         if faulty is not None and fate == "lost" and kind != "hostile":
             assert faulty.counts.lost > 0

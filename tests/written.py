@@ -126,3 +126,101 @@ class WrittenEagle2:
         columns = torch.arange(len(logits)) if ids is None else ids
         scores, best = logits[columns].log_softmax(0).topk(topk)
         return columns[best].tolist(), scores.tolist()
+
+
+class WrittenBlock:
+    """A DFlash or DSpark head, by its published names, with the target's embedding and lm_head where it has none."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], from_anchor: bool,
+                 embedding: Tensor | None = None, lm_head: Tensor | None = None) -> None:
+        self.config = dict(config)
+        self.layer_config = {"rope_theta": 10000.0} | dict(config.get("transformer_layer_config", config))
+        self.weight = {name: t.double() for name, t in tensors.items() if t.is_floating_point()}
+        self.from_anchor, self.size = from_anchor, config["block_size"]
+        self.mask = config.get("mask_token_id", config.get("dflash_config", {}).get("mask_token_id"))
+        vocab = self.layer_config["vocab_size"]
+        self.ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(vocab))
+        self.embedding = self.weight.get("embed_tokens.weight", embedding).double()
+        self.lm_head = (self.weight["lm_head.weight"] if "lm_head.weight" in self.weight
+                        else lm_head.double()[self.ids])
+        self.norms = WrittenLayer(self.layer_config, tensors, "layers.0")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.norms.norm(x, self.weight[f"{name}.weight"])
+
+    def slots(self, anchor: int, states: Tensor, first: int = 0) -> list[Tensor]:
+        """What the slots of a block end as, behind the target's states [n, taps * H] of positions first ..."""
+        context = [self.norm(self.weight["fc.weight"] @ state, "hidden_norm") for state in states]
+        at = first + len(context)
+        xs = [self.embedding[token] for token in [anchor] + [self.mask] * (self.size - 1)]
+        for number in range(self.layer_config["num_hidden_layers"]):
+            xs = self.layer(f"layers.{number}", context, xs, first, at)
+        return [self.norm(x, "norm") for x in xs]
+
+    def layer(self, name: str, context: list[Tensor], xs: list[Tensor], first: int, at: int) -> list[Tensor]:
+        written = WrittenLayer(self.layer_config, self.weight, name)
+
+        def heads(part: str, x: Tensor, position: int) -> Tensor:
+            rows = written.projected(part, x).view(-1, written.size)
+            if part == "v":
+                return rows
+            return written.rotated(written.norm(rows, self.weight[f"{name}.self_attn.{part}_norm.weight"]), position)
+
+        inputs = [written.norm(x, written.of("input_layernorm")) for x in xs]
+        seen = [(c, first + i) for i, c in enumerate(context)] + [(x, at + i) for i, x in enumerate(inputs)]
+        keys, values = ([heads(part, x, position) for x, position in seen] for part in "kv")
+        outs = []
+        for place, (x, read) in enumerate(zip(xs, inputs, strict=True)):
+            mixed = []
+            for number, query in enumerate(heads("q", read, at + place)):
+                group = number // (written.heads // written.kv_heads)
+                shares = (torch.stack([query @ key[group] for key in keys]) / written.size**0.5).softmax(0)
+                mixed.append(sum(p * value[group] for p, value in zip(shares, values, strict=True)))
+            out = x + written.projected("o", torch.cat(mixed))
+            y = written.norm(out, written.of("post_attention_layernorm"))
+            outs.append(out + written.mlp("down", torch.nn.functional.silu(written.mlp("gate", y)) *
+                                          written.mlp("up", y)))
+        return outs
+
+    def bias(self, slots: list[Tensor], before: Sequence[int], place: int) -> Tensor | None:
+        """Of the prediction ``place``, where the tokens from the newest on are ``before``."""
+        if not self.config.get("markov_rank"):
+            return None
+        kind, w1 = self.config["markov_head_type"], self.weight["markov_head.markov_w1.weight"]
+        told = w1[before[place]]
+        if kind == "gated":
+            read = torch.cat((slots[place + (not self.from_anchor)], told))
+            gate = self.weight["markov_head.gate_proj.weight"] @ read + self.weight["markov_head.gate_proj.bias"]
+            told = gate.sigmoid() * told
+        if kind == "rnn":
+            carried, out = torch.zeros(len(told), dtype=torch.float64), told
+            steps = [(slots[k], before[k]) for k in range(place + 1)] if self.from_anchor else [
+                (slots[k], before[max(0, k - 1)]) for k in range(place + 2)]
+            for x, token in steps:
+                joint = self.weight["markov_head.joint_proj.weight"] @ torch.cat((carried, w1[token], x))
+                gate, new, out = (joint + self.weight["markov_head.joint_proj.bias"]).chunk(3)
+                carried = gate.sigmoid() * carried + (1 - gate.sigmoid()) * new.tanh()
+            told = out.tanh()
+        return self.weight["markov_head.markov_w2.weight"] @ told
+
+    def children(self, path: tuple[int, ...], tokens: Sequence[int], states: Tensor, topk: int = 1, first: int = 0,
+                 candidates: int = 64) -> tuple[list[int], list[float]]:
+        """tokens: all committed; the best children of a path of draft tokens, none below the last slot."""
+        place, anchor = len(path), tokens[-1]
+        if place >= self.size - (not self.from_anchor):
+            return [], []
+        slots = self.slots(anchor, states, first)
+        x = slots[place + (not self.from_anchor)]
+        shares, bias = (self.lm_head @ x).softmax(0), self.bias(slots, [anchor, *path], place)
+        best = shares.topk(min(candidates, len(shares))).indices
+        scores = shares[best].float().double().log() if bias is None else None
+        if scores is None:
+            raised = shares[best] * bias[best].exp()
+            scores = (raised / (raised.sum() + 1 - shares[best].sum())).log()
+        if self.config.get("enable_confidence_head"):
+            read = torch.cat((x, self.weight["markov_head.markov_w1.weight"][[anchor, *path][place]])) if self.config[
+                "confidence_head_with_markov"] else x
+            scores = scores + torch.nn.functional.logsigmoid(
+                self.weight["confidence_head.proj.weight"][0] @ read + self.weight["confidence_head.proj.bias"][0])
+        scores, order = scores.topk(topk)
+        return self.ids[best[order]].tolist(), scores.tolist()

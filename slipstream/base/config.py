@@ -95,15 +95,16 @@ class GrowthSection(Section):
 class DraftSection(Section):
     listen: Listen = "127.0.0.1:8052"
     metrics_listen: Listen = "127.0.0.1:9102"
-    drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp"] = Field(
+    drafter: Literal["auto", "ngram", "standalone", "eagle2", "eagle3", "mtp", "block"] = Field(
         "auto", description="auto: the head that is shipped for this model, else ngram")
     model: str = Field("", description="draft model or head: a name or a folder; not for ngram; empty for an MTP "
                        "head inside the target's own folder")
-    token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, ngram")
+    token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, "
+                           "block, ngram")
     compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
-        "auto", description="of the draft model or head, as in model, int8 not for eagle2 and mtp; auto: int8 for an "
-                            "EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
+        "auto", description="of the draft model or head, as in model, int8 not for eagle2, mtp, block; auto: int8 for "
+                            "an EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     max_sessions: int = Field(256, ge=1)

@@ -190,7 +190,7 @@ def tune(
     target: Annotated[str, typer.Option(metavar="NAME", help="A name or a folder; else `model.path`.")] = "",
     head: Annotated[str, typer.Option(metavar="NAME", help="Its draft head or model; else `draft.model`.")] = "",
     drafter: Annotated[str, typer.Option(
-        metavar="KIND", help="eagle3, eagle2, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
+        metavar="KIND", help="eagle3, eagle2, block, mtp or standalone; else `draft.drafter`, or eagle3.")] = "",
     prompts: Prompts = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the best setting goes.")] = Path("tuned.yaml"),
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48,

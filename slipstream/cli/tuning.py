@@ -46,8 +46,8 @@ def numbers(option: str, text: str, most: int) -> list[int]:
 
 def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
     """``config`` with what was given on the command line ("": nothing). Raises ConfigError when no head is named."""
-    if drafter and drafter not in ("eagle3", "eagle2", "mtp", "standalone"):
-        raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, mtp or standalone")
+    if drafter and drafter not in ("eagle3", "eagle2", "block", "mtp", "standalone"):
+        raise ConfigError(f"--drafter {drafter}: choose eagle3, eagle2, block, mtp or standalone")
     kind = drafter or (config.draft.drafter if config.draft.drafter not in ("auto", "ngram") else "eagle3")
     if not head and not config.draft.model and kind != "mtp":
         raise ConfigError(f"--head: which {kind} head or draft model? give its name or folder")

@@ -83,7 +83,8 @@ class Drafter(Protocol):
 
 
 NO_TOKEN_MAP = {"ngram": "an ngram drafter scores no vocabulary",
-                "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)"}
+                "eagle3": "an EAGLE-3 head has a vocabulary of its own (d2t in its checkpoint)",
+                "block": "a block head has a vocabulary of its own (d2t in its checkpoint)"}
 
 
 def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
@@ -102,5 +103,5 @@ def create(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Dr
     from slipstream.drafting import loading
 
     load = {"standalone": loading.load_standalone, "eagle2": loading.load_eagle2, "eagle3": loading.load_eagle,
-            "mtp": loading.load_mtp}[section.drafter]
+            "mtp": loading.load_mtp, "block": loading.load_block}[section.drafter]
     return load(section, model, num_slots)

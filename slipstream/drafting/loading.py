@@ -14,6 +14,8 @@ from slipstream.base.config import DraftSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import Drafter
 from slipstream.drafting.graph import GraphLevels, spare_slots
+from slipstream.drafting.heads.block import BlockNetwork
+from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import (
     OWN_EMBEDDING,
     OWN_LM_HEAD,
@@ -90,6 +92,21 @@ def load_eagle2(section: DraftSection, model: ModelSection, num_slots: int = 0) 
     device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
     network = _ready(section, model, lambda ops: EagleNetwork(
         head, section.dtype, device, num_slots, ops=ops), head.config)
+    _quantized(section, network.linears())
+    return _drafter(section, network)
+
+
+def load_block(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:
+    """A drafter over the DFlash or DSpark head in ``section.model`` for the target in ``model.path``. Raises
+    ModelError."""
+    if section.quantize == "int8":
+        raise ModelError("draft.quantize: int8 is for eagle3 and standalone; use none or fp8 with block")
+    if section.compile:
+        raise ModelError("draft.compile: it is not for block")
+    head = read_block_head(resolve(section.model), resolve(model.path))
+    device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
+    network = BlockNetwork(head, section.dtype, device, num_slots, True, operations_for(
+        _kernels(model), head.config, dtype_of(section.dtype), device))
     _quantized(section, network.linears())
     return _drafter(section, network)
 

@@ -20,7 +20,7 @@ It knows nothing about the network's kind, links or verification.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -30,6 +30,7 @@ import torch
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, ranked
+from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.tree import NO_SLOTS, ROOT, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
@@ -45,7 +46,8 @@ class Output:
     """The rows of a forward whose logits were wanted."""
 
     logits: torch.Tensor  # [R, V] float32, float64 for a float64 network; V of the draft vocabulary
-    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0
+    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0 and of blocks
+    block: BlockStates | None = None  # the rows began blocks; then logits are [R * reach, V]
 
 
 class Network(Protocol):
@@ -370,11 +372,16 @@ class NeuralDrafter:
         tree = context.tree
         if not tree.begun or not tree.frontier or tree.room <= 0:
             return False
+        if context.block is not None:
+            return any(_depth(tree, node) < context.block[0].reach for node in tree.frontier)
         # A frontier at depth d stands at base - 1 + d and must fit the window too.
         return context.base + tree.depth() - context.start <= self.max_context
 
     def _grow_level(self, contexts: Sequence[DraftContext]) -> bool:
         """Compute the frontier of each tree and give its nodes children. False when nothing could be computed."""
+        if any(context.block is not None for context in contexts):  # then all of them
+            self._grow_blocks(contexts)
+            return True
         builder, taken = BatchBuilder(), list[tuple[DraftContext, range, Indices]]()
         inputs: list[torch.Tensor] = []
         for context in contexts:
@@ -395,6 +402,9 @@ class NeuralDrafter:
         """Rank the children of the frontiers, each of whose outputs are rows, with their KV in slots."""
         if not taken:
             return
+        if output.block is not None:
+            self._begin_blocks(output, output.block, [(context, rows.start) for context, rows, _ in taken])
+            return
         choices = [_choice_rows(context, rows) for context, rows, _ in taken]
         found = ranked(output.logits, choices, self._growth.topk, self._network.vocabulary, self._network.race)
         for context, rows, slots in taken:
@@ -403,6 +413,36 @@ class NeuralDrafter:
                 context.states.update((node, (output.states, row))
                                       for node, row in zip(tree.frontier, rows, strict=True))
             tree.expand(children, slots)
+
+    def _begin_blocks(self, output: Output, block: BlockStates, taken: Sequence[tuple[DraftContext, int]]) -> None:
+        """Rank what slots say of sessions, each of which is a row of the output, and give their roots children."""
+        reach, rows = block.reach, [row for _, row in taken]
+        choices = [_slot_rows(context, range(row * reach, (row + 1) * reach)) for context, row in taken]
+        most = self._growth.topk if block.conditional is None else min(CANDIDATES, output.logits.shape[1])
+        found = ranked(output.logits, choices, most, self._network.vocabulary, self._network.race)
+        states = None if block.states is None else block.states[rows]
+        heat = [0.0 if context.sampling.greedy else context.sampling.temperature for context, _ in taken]
+        made = BlockPass(replace(block, states=states), found, heat, [context.tokens[-1] for context, _ in taken])
+        for place, (context, _) in enumerate(taken):
+            context.block = (made, place)
+        self._grow_blocks([context for context, _ in taken])
+
+    def _grow_blocks(self, contexts: Sequence[DraftContext]) -> None:
+        """Give the nodes of the frontiers children from what the sessions' passes said."""
+        passes = {id(context.block[0]): context.block[0] for context in contexts if context.block is not None}
+        for made in passes.values():
+            sharing = [context for context in contexts if context.block is not None and context.block[0] is made]
+            inside = [[node for node in context.tree.frontier if _depth(context.tree, node) < made.reach]
+                      for context in sharing]
+            asked = [_asked(context, node) for context, nodes in zip(sharing, inside, strict=True) for node in nodes]
+            children, carried = made.children(asked, self._growth.topk)
+            first = 0
+            for context, nodes in zip(sharing, inside, strict=True):
+                own = dict(zip(nodes, children[first : first + len(nodes)], strict=True))
+                if carried is not None:
+                    context.states.update((node, (carried, first + place)) for place, node in enumerate(nodes))
+                first += len(nodes)
+                context.tree.expand([own.get(node, ((), ())) for node in context.tree.frontier])
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor], taken: Sequence[Indices]) -> Output:
         """taken: slots of the rows, which are nobody's yet. Raises DeviceFull; they are free again then."""
@@ -425,6 +465,27 @@ def _choice_rows(context: DraftContext, rows: range) -> ChoiceRows:
     paths = [context.tree.path(node) for node in context.tree.frontier]
     return ChoiceRows(context.sampling, rows, [context.base + len(path) for path in paths],
                       [context.base - context.prompt_len + len(path) for path in paths], context.history, paths)
+
+
+def _slot_rows(context: DraftContext, rows: range) -> ChoiceRows:
+    """A block's slots, whatever stands between the newest token and them."""
+    base, count = context.base, len(rows)
+    return ChoiceRows(context.sampling, rows, range(base, base + count),
+                      range(base - context.prompt_len, base - context.prompt_len + count), context.history,
+                      [()] * count)
+
+
+def _depth(tree: GrowingTree, node: int) -> int:
+    return 0 if node == ROOT else tree.depths[node]
+
+
+def _asked(context: DraftContext, node: int) -> Asked:
+    assert context.block is not None
+    (made, row), tree = context.block, context.tree
+    if node == ROOT:
+        return Asked(row, 0, context.tokens[-1], None if made.begun is None else made.begun[row])
+    above = context.states.get(tree.parents[node])
+    return Asked(row, tree.depths[node], tree.tokens[node], None if above is None else above[0][above[1]])
 
 
 def _add_frontier(builder: BatchBuilder, context: DraftContext, slots: Indices) -> range:

@@ -47,6 +47,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import Children, TokenHistory
+from slipstream.drafting.block import BlockPass
 from slipstream.engine.native.draft import Seed
 from slipstream.protocol.messages import Growth, Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
@@ -290,6 +291,7 @@ class DraftContext:
     inputs: list[torch.Tensor] = field(default_factory=list)  # [_, W] states for the first pending rows; lag 1 only
     num_inputs: int = 0  # rows in them
     states: dict[int, State] = field(default_factory=dict)  # computed node -> its output state; lag 1 only
+    block: tuple[BlockPass, int] | None = None  # what its tree grows from, and its row there; see ``block``
 
     def __post_init__(self) -> None:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
@@ -371,10 +373,11 @@ class DraftContext:
 
     def commit(self, tokens: list[int]) -> Indices:
         """Append committed tokens. Returns slots to free."""
-        true, freed = self.tree.commit(tokens, lasting=not self.lag)
+        true, freed = self.tree.commit(tokens, lasting=not self.lag and self.block is None)
         if len(true):
             self.computed(true)
         self.states.clear()
+        self.block = None
         self.tokens.extend(tokens)
         if self.history is not None:
             self.history.append(tokens)
@@ -388,5 +391,6 @@ class DraftContext:
         """Give up all that was computed or waits to be. Returns every slot that the session holds."""
         freed = np.concatenate([self.slots, self.tree.forget()])
         self.states.clear()
+        self.block = None
         self.slots, self.inputs, self.num_inputs = NO_SLOTS, [], 0
         return freed

@@ -110,12 +110,13 @@ def read_published(folder: str | Path) -> Published:
     return Published(str(path), head | layer, kind)
 
 
-def layer_config(published: Published, target: ModelConfig) -> ModelConfig:
-    """The measures of the head's one layer, checked against the target's vocabulary. Raises ModelError."""
+def layer_config(published: Published, target: ModelConfig, most_layers: int = 1) -> ModelConfig:
+    """The measures of the head's layers, checked against the target's vocabulary. Raises ModelError."""
     raw, where = dict(published.raw), published.where
     config = parse_config({"model_type": "llama"} | raw, where)
-    if config.num_layers != 1:
-        raise ModelError(f"{where}: num_hidden_layers: expected 1, found {config.num_layers}")
+    if config.num_layers > most_layers:
+        expected = "1" if most_layers == 1 else f"1 to {most_layers}"
+        raise ModelError(f"{where}: num_hidden_layers: expected {expected}, found {config.num_layers}")
     published.must_fit("vocab_size", config.vocab_size, target.vocab_size, " tokens")
     if "qkv_bias" in raw:  # heads for Qwen2: a bias on q, k and v, none on o
         config = replace(config, qkv_bias=published.flag("qkv_bias", None))
@@ -136,7 +137,7 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     return {_plain(name): tensor for name, tensor in load_tensors(folder).items()}
 
 
-def layer_shapes(config: ModelConfig, in_features: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: ModelConfig, in_features: int, layer: str = LAYER) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what every head's layer has; in_features: the width that its attention reads."""
     hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * size, config.num_kv_heads * size
@@ -145,16 +146,16 @@ def layer_shapes(config: ModelConfig, in_features: int) -> dict[str, tuple[int, 
               "mlp.gate_proj": (config.mlp_bias, inner), "mlp.up_proj": (config.mlp_bias, inner),
               "mlp.down_proj": (config.mlp_bias, hidden)}
     norms = ("q_norm", "k_norm") if config.qk_norm else ()
-    return {f"{LAYER}.{name}.bias": (width,) for name, (there, width) in biases.items() if there} | {
-        f"{LAYER}.self_attn.{name}.weight": (size,) for name in norms} | {
-        f"{LAYER}.post_attention_layernorm.weight": (hidden,),
-        f"{LAYER}.self_attn.q_proj.weight": (queries, in_features),
-        f"{LAYER}.self_attn.k_proj.weight": (keys, in_features),
-        f"{LAYER}.self_attn.v_proj.weight": (keys, in_features),
-        f"{LAYER}.self_attn.o_proj.weight": (hidden, queries),
-        f"{LAYER}.mlp.gate_proj.weight": (inner, hidden),
-        f"{LAYER}.mlp.up_proj.weight": (inner, hidden),
-        f"{LAYER}.mlp.down_proj.weight": (hidden, inner),
+    return {f"{layer}.{name}.bias": (width,) for name, (there, width) in biases.items() if there} | {
+        f"{layer}.self_attn.{name}.weight": (size,) for name in norms} | {
+        f"{layer}.post_attention_layernorm.weight": (hidden,),
+        f"{layer}.self_attn.q_proj.weight": (queries, in_features),
+        f"{layer}.self_attn.k_proj.weight": (keys, in_features),
+        f"{layer}.self_attn.v_proj.weight": (keys, in_features),
+        f"{layer}.self_attn.o_proj.weight": (hidden, queries),
+        f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+        f"{layer}.mlp.up_proj.weight": (inner, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, inner),
     }
 
 
@@ -251,7 +252,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     draft_vocab = published.integer("draft_vocab_size", default_vocab)
     taps = _taps(published, target.num_layers)
     check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps) * hidden))
-    vocabulary = _vocabulary(tensors, draft_vocab, config.vocab_size)
+    vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
     if "embed_tokens.weight" not in tensors:
         tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
     if "lm_head.weight" not in tensors:
@@ -352,7 +353,8 @@ def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: M
     return shapes | {name: shape for name, shape in optional.items() if name in tensors}
 
 
-def _vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor:
+def draft_vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, vocab: int) -> torch.Tensor:
+    """int64 [draft_vocab] target ids (rule 9). Raises ModelError."""
     own = torch.arange(draft_vocab)
     if "d2t" not in tensors:
         return own

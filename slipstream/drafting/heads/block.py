@@ -1,0 +1,213 @@
+"""A block drafter (DFlash, DSpark) as a network: a few layers that predict a whole block of tokens in one pass.
+
+Rules:
+1. Context comes from the target's states alone: ``c_i = hidden_norm(fc · the taps of position i)``. Keys and values of
+   every layer follow straight from ``c_i``, at rotary position i, and are computed once a committed token. So nothing
+   of it goes stale, and a token whose state has not come is simply not there.
+2. A block is (newest committed token, mask, mask, …) from the newest token's position on. Its rows see the context
+   before the newest token and the whole block, not causally; their keys and values are gone after the pass.
+3. ``from_anchor``: slot k predicts the token after its place; else the token at its place, and slot 0 nothing.
+4. A markov head adds ``W2 · l`` to a slot's logits. x is a slot's state after the final norm, e = W1[token before].
+   vanilla: l = e. gated: l = σ(G · [x; e]) e. rnn, with a state s that is zero at first: [g, c, o] = J · [s; e; x],
+   s' = σ(g) s + (1 - σ(g)) tanh(c), l = tanh(o); without ``from_anchor`` slot 0 is a step of it too, as in training.
+5. A confidence head says how likely the target takes a child of a node at all: σ(w · [x; e]). It lowers their scores.
+6. ``fc`` runs on the target where rows get shorter by it, as EAGLE-3's does; the wire's dtype is cast here.
+
+It knows nothing about sessions, trees or files. Source: arXiv 2602.06036 (DFlash) and the code of DeepSpec (DSpark).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from slipstream.choosing.sampling import Race
+from slipstream.drafting.block import BlockStates
+from slipstream.drafting.heads.block_checkpoint import BlockHead
+from slipstream.drafting.heads.eagle import projection_of
+from slipstream.drafting.neural import Output, apart, wire_rows
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.flashinfer import attention_for
+from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.model import ModelConfig, Tensors, dtype_of
+from slipstream.engine.ops.layer import (
+    TORCH,
+    DecoderLayer,
+    LayerOps,
+    LayerWeights,
+    Linear,
+    Rope,
+    Step,
+    linear,
+    rms_norm,
+    rotate,
+)
+from slipstream.protocol.messages import Features, FeatureSpec
+
+AT_ONCE = 8  # blocks of one forward
+
+
+class BlockNetwork:
+    """A ``neural.Network`` over a block head."""
+
+    lag = 1
+    race: Race | None = None
+
+    def __init__(self, head: BlockHead, dtype: str, device: torch.device, num_slots: int, project: bool = False,
+                 ops: LayerOps = TORCH) -> None:
+        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get shorter
+        by it; ops: how layers run. Raises ModelError for an unknown dtype."""
+        kind, config = dtype_of(dtype), head.config
+        tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
+        self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
+        self.max_context = config.max_context
+        width = len(head.taps) * head.target_hidden_size
+        handed_over = project and config.hidden_size < width
+        self._fc = None if handed_over else Linear(tensors["fc.weight"])
+        self._spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
+                      if handed_over else FeatureSpec(head.taps, width, dtype))
+        self.features: FeatureSpec | None = self._spec
+        all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
+        self.vocabulary = None if all_tokens else head.vocabulary.to(device)
+        self.device, self._dtype, self._head = device, kind, head
+        self.slots = Slots(num_slots)
+        spare = AT_ONCE * head.block_size
+        self._scratch = np.arange(num_slots, num_slots + spare, dtype=np.int64).reshape(AT_ONCE, head.block_size)
+        self._pool = KVPool(config.num_layers, num_slots + spare, config.num_kv_heads, config.head_dim, kind, device)
+        self._embedding = tensors["embed_tokens.weight"]
+        self._hidden_norm, self._norm = tensors["hidden_norm.weight"], tensors["norm.weight"]
+        self._lm_head = Linear(tensors["lm_head.weight"])
+        self._rope = Rope(config, kind, device)
+        self._attention = attention_for(config, kind, device)
+        self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
+                        for i in range(config.num_layers)]
+        self._context = ContextKV(config, tensors)
+        self._markov = MarkovHead(head, tensors, self.vocabulary) if head.markov or head.confidence else None
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The products that may be replaced."""
+        return *(product for layer in self._layers for product in layer.linears()), self._lm_head
+
+    @torch.inference_mode()
+    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of the wire, already checked against ``features``, as ``c``: [M, H] for each."""
+        rows = wire_rows(features, self._spec, self.device, self._dtype)
+        if self._fc is not None:
+            rows = self._fc(rows)
+        return apart(rms_norm(rows, self._hidden_norm, self._head.config.norm_eps), features)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Output:
+        """``batch.features`` [T, H]: ``c`` of the row's position. For each row whose logits are wanted the block that
+        begins with its token: logits [R * reach, V]."""
+        assert batch.features is not None
+        self._context.write(batch.features, self._rope.rows(batch.positions), batch.slots, self._pool)
+        wanted = batch.host.logit_rows.tolist()
+        states = torch.cat([self._blocks(batch, wanted[first : first + AT_ONCE])
+                            for first in range(0, len(wanted), AT_ONCE)])
+        reach = self._head.reach
+        predicting = states[:, states.shape[1] - reach :].flatten(0, 1)
+        logits = self._lm_head(predicting).to(torch.promote_types(self._dtype, torch.float32))
+        return Output(logits, None, BlockStates(reach, states, self._markov))
+
+    def _blocks(self, batch: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
+        """[r, S, H]: states of the blocks' slots after the final norm."""
+        size, builder, entries = self._head.block_size, BatchBuilder(), batch.listed
+        ends = np.searchsorted(np.array(batch.q_indptr), rows, side="right")  # of the segments, counted from 1
+        for place, (row, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
+            seen = batch.kv_indptr[end] - (batch.q_indptr[end] - 1 - row)
+            position = int(batch.host.positions[row]) + 1
+            masks = [self._head.mask_token] * (size - 1)
+            builder.add([int(batch.host.tokens[row]), *masks], range(position, position + size),
+                        self._scratch[place].tolist(), entries[batch.kv_indptr[end - 1] : seen],
+                        [(1 << size) - 1] * size, size)
+        blocks = builder.build(self.device)
+        step, x = Step.of(blocks, self._rope, self._attention), F.embedding(blocks.tokens, self._embedding)
+        for number, layer in enumerate(self._layers):
+            x = layer(x, step, self._pool.kv[number])
+        return rms_norm(x, self._norm, self._head.config.norm_eps).view(len(rows), size, -1)
+
+
+class ContextKV:
+    """Keys and values of all layers from one product."""
+
+    __slots__ = ("_config", "_k_norms", "_product")
+
+    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
+        names = [f"layers.{i}.self_attn.{part}_proj" for i in range(config.num_layers) for part in "kv"]
+        bias = torch.cat([tensors[f"{name}.bias"] for name in names]) if config.qkv_bias else None
+        self._product = Linear(torch.cat([tensors[f"{name}.weight"] for name in names]), bias)
+        self._k_norms = [tensors[f"layers.{i}.self_attn.k_norm.weight"] for i in range(config.num_layers)
+                         ] if config.qk_norm else None
+        self._config = config
+
+    def write(self, c: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
+              pool: KVPool) -> None:
+        """c [T, H], cos and sin of the rows' positions, slots int64 [T]."""
+        config = self._config
+        rows = self._product(c).view(len(c), config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        for number, (keys, values) in enumerate(layer.unbind(1) for layer in rows.unbind(1)):
+            if self._k_norms is not None:
+                keys = rms_norm(keys, self._k_norms[number], config.norm_eps)
+            rotate(keys, *turn)
+            pool.kv[number].index_copy_(0, slots, torch.stack((keys, values), 1))
+
+
+class MarkovHead:
+    """A ``block.Conditional``: a markov head, a confidence head, or both."""
+
+    __slots__ = ("_confidence", "_from_anchor", "_gate", "_joint", "_kind", "_places", "_w1", "_w2", "_with_markov")
+
+    def __init__(self, head: BlockHead, tensors: Tensors, vocabulary: torch.Tensor | None) -> None:
+        """vocabulary: int64 [V'] target ids of the draft's tokens; None: themselves."""
+        def product(name: str) -> Linear:
+            return Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+        self._kind, self._from_anchor, self._with_markov = head.markov, head.from_anchor, head.confidence_with_markov
+        self._w1, self._w2 = (tensors.get(f"markov_head.markov_w{i}.weight") for i in (1, 2))
+        self._gate = product("markov_head.gate_proj") if head.markov == "gated" else None
+        self._joint = product("markov_head.joint_proj") if head.markov == "rnn" else None
+        self._confidence = product("confidence_head.proj") if head.confidence else None
+        self._places = None  # int64 [V] a token's row of W2
+        if vocabulary is not None:
+            self._places = torch.zeros(head.config.vocab_size, dtype=torch.int64, device=vocabulary.device)
+            self._places[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+
+    @torch.inference_mode()
+    def begin(self, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor | None:
+        """See ``block.Conditional``."""
+        if self._joint is None or self._w1 is None:
+            return None
+        before = F.embedding(anchors, self._w1)
+        carried = torch.zeros_like(before)
+        return carried if self._from_anchor else self._turned(before, states[:, 0], carried)[1]
+
+    def step(self, tokens: torch.Tensor, states: torch.Tensor,
+             carried: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """See ``block.Conditional``."""
+        before = None if self._w1 is None else F.embedding(tokens, self._w1)
+        chance = None
+        if self._confidence is not None:
+            read = torch.cat((states, before), -1) if self._with_markov and before is not None else states
+            chance = F.logsigmoid(self._confidence(read)[:, 0])
+        if before is None or self._kind == "vanilla":
+            return before, None, chance
+        if self._gate is not None:
+            return torch.sigmoid(self._gate(torch.cat((states, before), -1))) * before, None, chance
+        assert carried is not None
+        return *self._turned(before, states, carried), chance
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ``block.Conditional``."""
+        assert self._w2 is not None
+        return self._w2.index_select(0, tokens if self._places is None else self._places[tokens])
+
+    def _turned(self, before: torch.Tensor, states: torch.Tensor,
+                carried: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._joint is not None
+        gate, candidate, out = self._joint(torch.cat((carried, before, states), -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(out), gate * carried + (1 - gate) * torch.tanh(candidate)

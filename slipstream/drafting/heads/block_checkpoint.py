@@ -1,0 +1,220 @@
+"""A DFlash or DSpark head as it is published: ``config.json`` and safetensors, read and checked against its target.
+
+Rules (those of every head stand in ``checkpoint``):
+1. Two layouts: flat, as z-lab and DeepSpec write it (``architectures``; ids and mask at the top or in
+   ``dflash_config``), and vLLM's "speculators" (``speculators_model_type``, layers in ``transformer_layer_config``).
+2. Target states: ``target_layer_ids`` of the flat layout name layers by their *output*, so id i is what enters layer
+   i + 1; ``aux_hidden_state_layer_ids`` of speculators name what *enters* a layer.
+3. ``sample_from_anchor`` says what a slot predicts: true, slot k the token after its place, the first one included;
+   false, slot k the token at its place, and the first one nothing. Nothing but acceptance shows a wrong reading, so it
+   is taken from the field, else from what only one reading allows: DeepSpec's class is true, z-lab's without a markov
+   head and speculators' ``dflash`` are false, and a speculators folder that proposes ``block_size`` tokens is true, one
+   less false. What remains is refused by the field's name.
+4. Tensors, by plain names: ``fc.weight``, ``hidden_norm.weight``, ``layers.i.*`` with ``input_layernorm``,
+   ``norm.weight``; with ``markov_rank`` above 0 ``markov_head.markov_w1`` (rows of the target's vocabulary) and
+   ``markov_w2`` (of the draft's), ``gate_proj`` for gated and ``joint_proj`` for rnn heads; ``confidence_head.proj``;
+   ``d2t``, ``embed_tokens``, ``lm_head`` where they are there, else the target's.
+5. Layers that slide or that are causal are refused by their field: they would run, and draft badly.
+
+It knows nothing about sessions or forwards. Formats: arXiv 2602.06036, the checkpoints of z-lab/dflash and
+deepseek-ai/DeepSpec, and those of vLLM's speculators library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.base.errors import ModelError
+from slipstream.drafting.heads.checkpoint import (
+    MAX_LAYERS,
+    Published,
+    check_tensors,
+    draft_vocabulary,
+    layer_config,
+    layer_shapes,
+    lent_embedding,
+    lent_lm_head,
+    read_published,
+    read_tensors,
+)
+from slipstream.engine.model import ModelConfig
+from slipstream.protocol.tree import MAX_NODES
+
+FLAT = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
+DEEPSPEC = "Qwen3DSparkModel"
+SPECULATORS = ("dflash", "dspark")
+MARKOV = ("vanilla", "gated", "rnn")
+MAX_TAPS = 64  # as on the wire
+NEUTRAL = {"projector_type": ("dflash", "dspark"), "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
+           "logit_scale": (1, 1.0), "use_swa": (False,), "causal": (False,), "is_causal": (False,),
+           "attention_sink_bias": (False,), "shift_label": (False,), "attention_mode": ("gqa", "mha"),
+           "fc_norm": (False,)}  # fields of further kinds of head, and what they say where they change nothing
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """A checked head, on the CPU and in its stored dtypes."""
+
+    config: ModelConfig  # the layers' measures; vocab_size is the target's
+    target_hidden_size: int
+    taps: tuple[int, ...]  # as FeatureSpec.layers
+    block_size: int  # slots
+    mask_token: int
+    from_anchor: bool
+    markov: str  # one of MARKOV; empty: none
+    markov_rank: int
+    confidence: bool
+    confidence_with_markov: bool
+    tensors: Mapping[str, torch.Tensor]  # names of rule 4
+    vocabulary: torch.Tensor  # int64 [V'] target ids of the draft's
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+
+def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
+    """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
+    published, target = _published(folder), ModelConfig.from_folder(target_folder)
+    config = layer_config(published, target, MAX_LAYERS)
+    _check_layers(published)
+    hidden = published.integer("target_hidden_size", target.hidden_size)
+    published.must_fit("target_hidden_size", hidden, target.hidden_size)
+    if not published.speculators:
+        layers = published.integer("num_target_layers", target.num_layers)
+        published.must_fit("num_target_layers", layers, target.num_layers, " layers")
+    markov, rank = _markov(published)
+    confidence = published.flag("enable_confidence_head", False)
+    with_markov = confidence and published.flag("confidence_head_with_markov", False)
+    if with_markov and not markov:
+        raise ModelError(f"{published.where}: confidence_head_with_markov: it needs a markov_rank above 0")
+    from_anchor = _from_anchor(published, bool(markov))
+    head = BlockHead(config, hidden, _taps(published, target.num_layers),
+                     published.integer("block_size", low=1 if from_anchor else 2, high=MAX_NODES),
+                     published.integer("mask_token_id", low=0, high=config.vocab_size - 1), from_anchor, markov, rank,
+                     confidence, with_markov, {}, torch.zeros(0, dtype=torch.int64))
+    return _with_tensors(head, published, Path(folder), target, target_folder)
+
+
+def _with_tensors(head: BlockHead, published: Published, folder: Path, target: ModelConfig,
+                  target_folder: str | Path) -> BlockHead:
+    tensors, config = read_tensors(folder), head.config
+    default = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
+    draft_vocab = published.integer("draft_vocab_size", default)
+    check_tensors(folder, tensors, _shapes(head, tensors, draft_vocab))
+    vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
+    own_embedding = "embed_tokens.weight" in tensors
+    if not own_embedding:
+        tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
+    if "lm_head.weight" not in tensors:
+        if own_embedding and config.tied_embeddings:
+            tensors["lm_head.weight"] = tensors["embed_tokens.weight"].index_select(0, vocabulary)
+        elif config.hidden_size == target.hidden_size:
+            tensors["lm_head.weight"] = lent_lm_head(target_folder, target, vocabulary)
+        else:
+            raise ModelError(f"tensor lm_head.weight is missing, and the target's does not fit: the head's states have "
+                             f"{config.hidden_size} numbers (hidden_size), the target's {target.hidden_size}")
+    return replace(head, tensors=tensors, vocabulary=vocabulary)
+
+
+def _published(folder: str | Path) -> Published:
+    published = read_published(folder)
+    where, raw = published.where, published.raw
+    if published.speculators:
+        if published.speculators not in SPECULATORS:
+            raise ModelError(f"{where}: speculators_model_type: expected {' or '.join(SPECULATORS)}, found "
+                             f"{published.speculators!r}")
+    elif raw.get("architectures") not in [[name] for name in FLAT]:
+        raise ModelError(f"{where}: architectures: expected {' or '.join(FLAT)}, found {raw.get('architectures')!r}")
+    nested = raw.get("dflash_config", {})
+    if not isinstance(nested, dict):
+        raise ModelError(f"{where}: dflash_config: expected an object, found {type(nested).__name__}")
+    flat = replace(published, raw=raw | nested)
+    for name, allowed in NEUTRAL.items():
+        if flat.raw.get(name) is not None and flat.raw[name] not in allowed:
+            raise ModelError(f"{where}: {name}: heads with {flat.raw[name]!r} are not supported")
+    return flat
+
+
+def _check_layers(published: Published) -> None:
+    kinds = published.raw.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ModelError(f"{published.where}: layer_types: layers that slide are not supported; use a head whose "
+                         "layers are all full_attention")
+
+
+def _markov(published: Published) -> tuple[str, int]:
+    rank = published.integer("markov_rank", 0, low=0, high=1 << 14)
+    kind = published.raw.get("markov_head_type") or "vanilla"
+    if rank and kind not in MARKOV:
+        raise ModelError(f"{published.where}: markov_head_type: expected {', '.join(MARKOV)}, found {kind!r}")
+    return (kind, rank) if rank else ("", 0)
+
+
+def _taps(published: Published, num_layers: int) -> tuple[int, ...]:
+    name, added = ("aux_hidden_state_layer_ids", 0) if published.speculators else ("target_layer_ids", 1)
+    ids: Any = published.raw.get(name)
+    if (not isinstance(ids, list) or not 1 <= len(ids) <= MAX_TAPS
+            or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
+        raise ModelError(f"{published.where}: {name}: expected 1 to {MAX_TAPS} layer numbers, found {ids!r}")
+    if any(not 0 <= i + added <= num_layers for i in ids):
+        raise ModelError(f"{published.where}: {name}: {ids} does not fit a target with {num_layers} layers")
+    return tuple(i + added for i in ids)
+
+
+def _from_anchor(published: Published, markov: bool) -> bool:
+    """Rule 3."""
+    if published.raw.get("sample_from_anchor") is not None:
+        return published.flag("sample_from_anchor")
+    if published.speculators:
+        proposed, block = _proposed(published), published.integer("block_size", high=MAX_NODES)
+        if published.speculators == "dflash" or proposed == block - 1:
+            return False
+        if proposed == block:
+            return True
+    elif published.raw["architectures"] == [DEEPSPEC]:
+        return True
+    elif not markov:
+        return False
+    raise ModelError(f"{published.where}: sample_from_anchor: it is missing, and nothing else says whether the first "
+                     "slot of a block predicts (true, as DeepSpec trains) or not (false, as z-lab does); add it")
+
+
+def _proposed(published: Published) -> int | None:
+    section = published.raw.get("speculators_config")
+    methods = section.get("proposal_methods") if isinstance(section, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    found = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _shapes(head: BlockHead, tensors: Mapping[str, torch.Tensor], draft_vocab: int) -> dict[str, tuple[int, ...]]:
+    config, rank = head.config, head.markov_rank
+    hidden, vocab = config.hidden_size, config.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(head.taps) * head.target_hidden_size),
+                                          "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    for layer in range(config.num_layers):
+        shapes |= layer_shapes(config, hidden, f"layers.{layer}")
+        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
+    if head.markov:
+        shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (draft_vocab, rank)}
+    if head.markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, hidden + rank), "markov_head.gate_proj.bias": (rank,)}
+    if head.markov == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + hidden),
+                   "markov_head.joint_proj.bias": (3 * rank,)}
+    if head.confidence:
+        shapes["confidence_head.proj.weight"] = (1, hidden + (rank if head.confidence_with_markov else 0))
+    if draft_vocab != vocab:
+        shapes["d2t"] = (draft_vocab,)
+    optional = {"embed_tokens.weight": (vocab, hidden), "lm_head.weight": (draft_vocab, hidden), "t2d": (vocab,),
+                "d2t": (draft_vocab,)}
+    if head.confidence:
+        optional["confidence_head.proj.bias"] = (1,)
+    return shapes | {name: shape for name, shape in optional.items() if name in tensors}
