@@ -94,6 +94,9 @@ def speculators_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, torc
     if config["norm_before_fc"]:
         generator = torch.Generator().manual_seed(seed + 1)
         tensors["input_norm.weight"] = 1 + 0.2 * torch.randn(3 * 48, generator=generator)
+    if config.get("fc_norm"):
+        generator = torch.Generator().manual_seed(seed + 2)
+        tensors |= {f"fc_norm.{i}.weight": 1 + 0.2 * torch.randn(48, generator=generator) for i in range(3)}
     return tensors
 
 

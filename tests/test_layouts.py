@@ -145,8 +145,14 @@ def speculators_norms(_target: Path) -> Case:
     return Case(config, speculators_tensors(config), taps=(1, 3, 8), prefix="layers.0")
 
 
+def eagle31(_target: Path) -> Case:
+    """A norm of its own for each state before ``fc``, and what is handed on has been through the final norm."""
+    config = speculators_config(fc_norm=True, norm_output=True)
+    return Case(config, speculators_tensors(config), prefix="layers.0")
+
+
 EAGLE3 = (authors_eagle3, specforge, two_states, nested_names, tied_lm_head, absent_lm_head, whole_vocabulary,
-          biases_everywhere, speculators, speculators_norms)
+          biases_everywhere, speculators, speculators_norms, eagle31)
 
 
 def authors_eagle1(_target: Path) -> Case:
@@ -275,7 +281,9 @@ SPECULATORS_REFUSED = [
     ({"transformer_layer_config": None}, "transformer_layer_config: expected an object"),
     ({"norm_before_residual": None}, "norm_before_residual: expected true or false"),
     ({"norm_before_fc": True}, "tensor input_norm.weight is missing"),
-    ({"fc_norm": True}, "fc_norm: .*not supported"),
+    ({"fc_norm": True}, "tensor fc_norm.0.weight is missing"),
+    ({"fc_norm": True, "norm_before_fc": True}, "fc_norm: norm_before_fc is set, too"),
+    ({"norm_output": "yes"}, "norm_output: expected true or false"),
     ({"target_hidden_size": 64}, "target_hidden_size: the head was made for 64, the target has 48"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "eagle_aux_hidden_state_layer_ids: .*8 layers"),
     ({"eagle_aux_hidden_state_layer_ids": "2"}, "eagle_aux_hidden_state_layer_ids: expected layer numbers"),
@@ -295,6 +303,7 @@ LEFT_OVER = [
     ("midlayer.self_attn.q_proj.bias", "layers.0.self_attn.q_proj.bias is no part of the head.*attention_bias"),
     ("midlayer.self_attn.q_norm.weight", "layers.0.self_attn.q_norm.weight is no part"),
     ("input_norm.weight", "norm_before_fc"),
+    ("fc_norm.0.weight", "fc_norm: it is not set"),
     ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight is no part"),
 ]
 

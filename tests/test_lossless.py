@@ -33,7 +33,7 @@ from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, 
 from tests.tiny import write_tiny_model
 
 MAX_TOKENS = 40
-DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "block", "noisy", "hostile")
+DRAFTERS = ("ngram", "standalone", "eagle2", "mapped", "eagle3", "block", "pard", "noisy", "hostile")
 SAMPLINGS = {
     "greedy": Sampling(),
     "T0.7": Sampling(temperature=0.7, top_p=0.9, seed=11),
@@ -52,6 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("lossless")
     tiny = write_tiny_model(root / "target")
     return {"target": tiny, "noisy": write_tiny_model(root / "noisy", noise=0.05),
+            "pard": write_tiny_model(root / "pard", noise=0.05, pard_token=258),
             "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1),
             "eagle3": write_eagle_folder(root / "eagle3", eagle_config(eagle_config={
                 "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})),
@@ -144,7 +145,7 @@ async def test_answers_equal_plain_decoding(kind: str, fate: str, folders: dict[
         await rig.check()
         if faulty is not None and fate in DELAYS_S:
             assert faulty.counts.delayed > 0
-        if faulty is not None and fate == "ahead" and kind in ("standalone", "eagle3", "block", "noisy"):
+        if faulty is not None and fate == "ahead" and kind in ("standalone", "eagle3", "block", "pard", "noisy"):
             assert faulty.counts.further > 0, "nothing was grown ahead"
         if faulty is not None and fate == "lost" and kind != "hostile":
             assert faulty.counts.lost > 0

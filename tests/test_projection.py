@@ -53,6 +53,7 @@ from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, 
 from tests.pair import Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run
 from tests.tiny import VOCAB, write_tiny_model
+from tests.written import WrittenEagle3, WrittenLayer
 
 TAPS = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
 REQUEST = Request("1", tuple(b"the cat sat on the mat. the cat sat"), Sampling(), 24)
@@ -100,11 +101,25 @@ def test_every_dtype_is_projected(folder: Path, tiny_folder: Path, dtype: str) -
     assert torch.allclose(read.float(), wanted, rtol=0.02, atol=0.05)
 
 
-def test_a_head_with_a_norm_before_fc_takes_the_states_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("field", "width"), [("norm_before_fc", 144), ("fc_norm", 48)])
+def test_norms_before_fc_are_handed_over_with_it(tmp_path: Path, field: str, width: int) -> None:
     tall = write_tiny_model(tmp_path / "target", num_hidden_layers=8)
-    config = speculators_config(norm_before_fc=True)
-    head = write_eagle_folder(tmp_path / "head", config, speculators_tensors(config))
-    assert spec_of(network(head, tall, project=True)) == FeatureSpec((2, 4, 5), 144, "float64")
+    config = speculators_config(**{field: True})
+    folder = write_eagle_folder(tmp_path / "head", config, speculators_tensors(config))
+    states, read = torch.randn(7, 144, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3, []
+    for project in (False, True):
+        of = network(folder, tall, project)
+        rows = FeatureRows(spec_of(of))(states)
+        assert len(rows) == 7 * 8 * (48 if project else 144)
+        read += of.read([Features(1, 0, rows, 7, "float64")])
+    assert torch.equal(read[0], read[1])
+    written = WrittenEagle3(config | config["transformer_layer_config"], speculators_tensors(config), "layers.0")
+    layer = WrittenLayer(written.config, written.tensors, "layers.0")
+    wanted = torch.stack([written.projected(layer, state) for state in states])
+    assert torch.allclose(read[1], wanted, rtol=0, atol=1e-9)
+    projection = spec_of(of).projection
+    assert projection is not None and (projection.norm_width, projection.norm_eps) == (width, 1e-5)
+    assert len(projection.weights) == projection.size == 49 * 144 * 8
 
 
 def drafter(folder: Path, target_folder: Path, project: bool) -> Drafter:
@@ -180,6 +195,8 @@ def test_settings_choose(folder: Path, tiny_folder: Path) -> None:
 
 WEIGHTS = torch.arange(6 * 24, dtype=torch.float32).numpy().tobytes()
 WHOLE = Projection(6, 24, "float32", hashlib.sha256(WEIGHTS).digest(), WEIGHTS)
+NORMED = replace(WHOLE, digest=hashlib.sha256(WEIGHTS + WEIGHTS[:96]).digest(), weights=WEIGHTS + WEIGHTS[:96],
+                 norm_width=12, norm_eps=1e-5)
 HELLO = TargetHello(1, 5, "tiny", VOCAB, "abc", 12, 4, 4096)
 DRAFT = DraftHello(1, 5, "eagle3", VOCAB, "", FeatureSpec((1, 2), 6, "float64", WHOLE), 12, 256, 63, 16)
 
@@ -190,16 +207,18 @@ def chunk(index: int, weights: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("limit", [ROOM + 1, ROOM + 100, 1 << 20])
-def test_weights_travel_below_the_message_limit(limit: int) -> None:
-    hello = decode_draft_hello(encode_draft_hello(DRAFT))
+@pytest.mark.parametrize("whole", [WHOLE, NORMED])
+def test_weights_travel_below_the_message_limit(limit: int, whole: Projection) -> None:
+    draft = replace(DRAFT, features=FeatureSpec((1, 2), 6, "float64", whole))
+    hello = decode_draft_hello(encode_draft_hello(draft))
     check_pair(HELLO, hello)
     assert hello.features is not None and hello.features.projection is not None
-    assert hello == DRAFT and hello.features.projection.weights == b"", "they come later"
+    assert hello == draft and hello.features.projection.weights == b"", "they come later"
     reader = ProjectionReader(hello.features.projection)
-    for message in encode_projection(WHOLE, limit):
+    for message in encode_projection(whole, limit):
         assert len(message) <= limit and not reader.complete
         reader.add(message)
-    assert reader.complete and reader.finish().weights == WEIGHTS
+    assert reader.complete and reader.finish().weights == whole.weights
 
 
 HOSTILE = {
@@ -237,6 +256,10 @@ def test_too_few_weights_are_never_a_projection() -> None:
     ({"rows": 0}, "features.projection.rows"),
     ({"columns": 1 << 30}, "features.projection.columns"),
     ({"digest": b"123"}, "features.projection.digest"),
+    ({"norm_width": 7, "norm_eps": 1e-5}, "features.projection.norm_width: it divides no columns"),
+    ({"norm_width": 48, "norm_eps": 1e-5}, "features.projection.norm_width"),
+    ({"norm_width": 12, "norm_eps": 0.0}, "features.projection.norm_eps"),
+    ({"norm_width": 12, "norm_eps": float("nan")}, "features.projection.norm_eps"),
 ])
 def test_a_declaration_is_bounded_before_anything_is_read(change: dict[str, object], match: str) -> None:
     spec = FeatureSpec((1, 2), 6, "float64", replace(WHOLE, **change))
@@ -246,6 +269,7 @@ def test_a_declaration_is_bounded_before_anything_is_read(change: dict[str, obje
 
 @pytest.mark.parametrize(("change", "field"), [
     ({"projection": replace(WHOLE, columns=36)}, "features.projection"),
+    ({"projection": replace(WHOLE, norm_width=6, norm_eps=1e-5)}, "features.projection.norm_width"),
     ({"width": 24}, "features.width"),
     ({"projection": None}, "features.width"),
 ])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
-from slipstream.base.config import GrowthSection, ModelSection
-from slipstream.base.errors import ConfigError
+from slipstream.base.config import DraftSection, GrowthSection, ModelSection
+from slipstream.base.errors import ConfigError, ModelError
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, rank
+from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
 from slipstream.engine.batch import BatchBuilder
@@ -20,7 +23,8 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Commit, Growth, Open, Sampling
 from tests.growth_rules import GrowthLedger, assert_same, best_paths, scored_paths
-from tests.tiny import VOCAB
+from tests.tiny import VOCAB, write_tiny_model
+from tests.written import WrittenPard
 
 CHAIN = {"num_steps": 4, "topk": 1, "num_draft_tokens": 4}  # where a test says nothing else
 
@@ -233,3 +237,50 @@ def test_the_noise_is_shared_with_a_target_that_samples(tiny_draft_folder: Path)
     for depth, token in enumerate(chain):
         assert plain.children(tuple(chain[:depth]), tokens, 1, sampling)[0] == [token]
     assert len(set(chain)) > 1
+
+
+@pytest.mark.parametrize(("topk", "steps", "nodes"), [(1, 4, 4), (3, 3, 20)])
+def test_masks_are_filled_in_one_pass(tmp_path: Path, topk: int, steps: int, nodes: int) -> None:
+    """PARD: what a commit leaves is computed with its own tokens, never with masks."""
+    folder = write_tiny_model(tmp_path, pard_token=258)
+    config = json.loads((folder / "config.json").read_text())
+    straight = WrittenPard(config, load_file(folder / "model.safetensors"), steps - 1)
+    of = created(folder, topk, steps, nodes)
+    tokens, rng = list(range(30, 37)), random.Random(2)
+    of.open([opening(1, tokens)])
+    for turn in range(3):
+        (growth,) = of.grow([1], [63])
+        wanted = best_paths(partial(straight.children, tokens=tokens, topk=topk), topk, steps, nodes)
+        assert_same(growth, wanted, turn)
+        (more,) = of.grow([1], [9], steps=1)  # ahead, as far as the masks reach
+        assert len(more.ids) <= 9
+        new = [*max(scored_paths(growth), key=len)[: turn + 1], rng.randrange(VOCAB)]
+        of.commit([commit(1, len(tokens), new)])
+        tokens += new
+    of.close([1])
+    of.slots.check([])
+
+
+def created(folder: Path, topk: int, steps: int, nodes: int) -> NeuralDrafter:
+    section = DraftSection(drafter="standalone", model=str(folder), dtype="float64", growth=GrowthSection(
+        num_steps=steps, topk=topk, num_draft_tokens=nodes))
+    of = create(section, ModelSection(path=str(folder)), 600)
+    assert isinstance(of, NeuralDrafter)
+    return of
+
+
+def test_many_sessions_with_masks_draft_as_each_alone(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, pard_token=258)
+    together, texts = created(folder, 2, 3, 6), {n: list(range(n, 2 * n + 3)) for n in range(1, 12)}
+    together.open([opening(n, text) for n, text in texts.items()])
+    for growth, (n, text) in zip(together.grow(list(texts), [6] * len(texts)), texts.items(), strict=True):
+        alone = created(folder, 2, 3, 6)
+        alone.open([opening(n, text)])
+        (expected,) = alone.grow([n], [6])
+        assert growth.tokens.tolist() == expected.tokens.tolist() and len(growth.ids) == 6
+        assert growth.scores.tolist() == pytest.approx(expected.scores.tolist(), abs=1e-6)
+
+
+def test_a_mask_outside_the_vocabulary_is_refused_by_its_field(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="pard_token: expected a number from 0 to 259, found 260"):
+        created(write_tiny_model(tmp_path, pard_token=VOCAB), 2, 3, 6)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from slipstream_vllm.adapter_0_32 import batch_of, rows_of
-from slipstream_vllm.features import States, Taps
+from slipstream_vllm.features import Rows, States, Taps
 from slipstream_vllm.remote import Chains, Options
 
 from slipstream.base.errors import ConfigError, PairingError
@@ -36,6 +36,16 @@ PROMPT = list(b"one two three one two three")
 WEIGHTS = np.arange(1, 13, dtype="<f4").reshape(2, 6)
 PLAIN = FeatureSpec(LAYERS, 6, "float32")
 PROJECTED = FeatureSpec(LAYERS, 2, "float32", Projection(2, 6, "float32", b"d" * 32, WEIGHTS.tobytes()))
+NORMS = np.arange(1, 7, dtype="<f4")
+NORMED = FeatureSpec(LAYERS, 2, "float32", Projection(2, 6, "float32", b"n" * 32, WEIGHTS.tobytes() + NORMS.tobytes(),
+                                                      norm_width=HIDDEN, norm_eps=1e-5))
+
+
+def test_states_are_normed_one_by_one_before_a_projection() -> None:
+    states = torch.tensor([[3.0, 4.0, 0.0, 2.0, -1.0, 1.0]])
+    wanted = [part / (part.pow(2).mean() + 1e-5).sqrt() for part in states[0].split(2)]
+    found = Rows(NORMED, torch.device("cpu"))(states)[0]
+    assert torch.allclose(found, torch.from_numpy(WEIGHTS) @ (torch.cat(wanted) * torch.from_numpy(NORMS)))
 
 
 def state(tokens: Sequence[int], layer: int) -> list[float]:

@@ -15,6 +15,7 @@ from slipstream.choosing.sampling import ChoiceRows, rank
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import Levels, NeuralDrafter
+from slipstream.engine.batch import rows_batch
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.draft import CHILD, Grown, Seed
 from slipstream.engine.native.program import BatchFrame, Frame, Program, Team
@@ -110,7 +111,8 @@ def test_sessions_that_want_few_levels_share_the_call(head: EagleHead) -> None:
 def test_a_population_of_sessions_notices_nothing(head: EagleHead, change: dict[str, int], residual: bool,
                                                   whole: bool) -> None:
     rng = random.Random(len(str(change)) + residual)
-    changed = replace(head, config=replace(head.config, **change), norm_before_residual=residual)
+    changed = replace(head, config=replace(head.config, **change), norm_before_residual=residual,
+                      norm_output=residual)
     both = WholeTrees(changed, 3, 4, whole=whole)
     for _ in range(40):
         if rng.random() < 0.4 or not both.bases:
@@ -123,6 +125,19 @@ def test_a_population_of_sessions_notices_nothing(head: EagleHead, change: dict[
                 both.commit(growth.session, [*path, rng.randrange(VOCAB)])
     assert len(both.watched.calls) > 10, "nothing was tested"
     both.close()
+
+
+def test_states_behind_the_norm_are_torchs(head: EagleHead) -> None:
+    """EAGLE-3.1: what the kernels hand on is the state after the final norm."""
+    generator, found = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
+    states = torch.randn(5, head.config.hidden_size, generator=generator).bfloat16()
+    for kind in ("native", "torch"):
+        network = EagleNetwork(replace(head, norm_output=True), "bfloat16", CPU, 8, kernels=kind)
+        out = network.forward(rows_batch(network.slots.alloc(5), CPU, states))
+        assert out.states is not None
+        found[kind] = out.states.float()
+    assert torch.allclose(found["native"], found["torch"], rtol=0.05, atol=0.05)
+    assert 0.5 < float(found["native"].pow(2).mean()) < 2, "not normed"
 
 
 @pytest.mark.parametrize("sessions", [1, 6])

@@ -77,17 +77,22 @@ class WrittenEagle3:
         tokens. The logits and the output of the last row."""
         layer = WrittenLayer(self.config, self.tensors, self.prefix)
         weight, text = layer.weight, [*tokens, *path]
-        out = torch.zeros(HIDDEN, dtype=torch.float64)
+        out = final = torch.zeros(HIDDEN, dtype=torch.float64)
         for row, position in enumerate(range(first, len(text))):
             state = self.projected(layer, states[row]) if row < len(states) else out
             token = layer.norm(weight["embed_tokens.weight"][text[position]], layer.of("input_layernorm"))
             normed = layer.norm(state, layer.of("hidden_norm"))
             out = layer.row(normed if self.norm_before_residual else state, torch.cat((token, normed)), position - 1)
-        return weight["lm_head.weight"] @ layer.norm(out, weight["norm.weight"]), out
+            final = layer.norm(out, weight["norm.weight"])
+            out = final if self.config.get("norm_output") else out
+        return weight["lm_head.weight"] @ final, out
 
     def projected(self, layer: WrittenLayer, state: Tensor) -> Tensor:
         if "input_norm.weight" in layer.weight:
             state = layer.norm(state, layer.weight["input_norm.weight"])
+        if "fc_norm.0.weight" in layer.weight:
+            state = torch.cat([layer.norm(part, layer.weight[f"fc_norm.{i}.weight"])
+                               for i, part in enumerate(state.chunk(len(state) // 48))])
         out = layer.weight["fc.weight"] @ state
         return out + layer.weight["fc.bias"] if "fc.bias" in layer.weight else out
 
@@ -224,3 +229,26 @@ class WrittenBlock:
                 self.weight["confidence_head.proj.weight"][0] @ read + self.weight["confidence_head.proj.bias"][0])
         scores, order = scores.topk(topk)
         return self.ids[best[order]].tolist(), scores.tolist()
+
+
+class WrittenPard:
+    """A Llama that fills in masks behind the newest token, by its tensor names."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], count: int) -> None:
+        self.config, self.tensors = config, {name: t.double() for name, t in tensors.items()}
+        self.mask, self.count = config["pard_token"], count
+
+    def children(self, path: tuple[int, ...], tokens: Sequence[int], topk: int = 1,
+                 seen: int = 0) -> tuple[list[int], list[float]]:
+        """What the mask as many places below the newest token as ``path`` is long says; seen: newest tokens that the
+        model sees, 0 for all."""
+        if len(path) > self.count:
+            return [], []
+        xs = [self.tensors["model.embed_tokens.weight"][token]
+              for token in [*tokens[-seen:], *[self.mask] * self.count]]
+        for number in range(self.config["num_hidden_layers"]):
+            layer = WrittenLayer(self.config, self.tensors, f"model.layers.{number}")
+            xs = [layer.row(x, layer.norm(x, layer.of("input_layernorm")), at) for at, x in enumerate(xs)]
+        final = layer.norm(xs[len(xs) - 1 - self.count + len(path)], self.tensors["model.norm.weight"])
+        scores, best = (self.tensors["lm_head.weight"] @ final).log_softmax(0).topk(topk)
+        return best.tolist(), scores.tolist()

@@ -6,6 +6,7 @@ It knows nothing about how a network works.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -28,14 +29,14 @@ from slipstream.drafting.heads.checkpoint import (
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
 from slipstream.drafting.neural import Levels, Network, NeuralDrafter, run_network
-from slipstream.drafting.standalone import StandaloneNetwork
+from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.fp8 import check_fp8, into_fp8
 from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import ModelConfig, device_of, dtype_of, tell_unread
+from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, read_json, tell_unread
 from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_names
@@ -60,8 +61,19 @@ def load_standalone(section: DraftSection, target: ModelSection, num_slots: int 
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
-    runner = ModelRunner(model, num_slots or _num_slots(section, config))
-    return _drafter(section, StandaloneNetwork(runner, vocabulary))
+    num_slots = num_slots or _num_slots(section, config)
+    masks = _masks(folder, config, section.growth.num_steps - 1, num_slots)
+    runner = ModelRunner(model, num_slots, 0 if masks is None else AT_ONCE * masks.count)
+    return _drafter(section, StandaloneNetwork(runner, vocabulary, masks))
+
+
+def _masks(folder: Path, config: ModelConfig, count: int, num_slots: int) -> Masks | None:
+    """So many, of a draft model that fills them in. Raises ModelError."""
+    fields = Fields(str(folder / "config.json"), read_json(folder / "config.json"))
+    if fields.raw.get("pard_token") is None:
+        return None
+    token = fields.integer("pard_token", low=0, high=config.vocab_size - 1)
+    return Masks(token, count, num_slots) if count else None
 
 
 def load_eagle(section: DraftSection, model: ModelSection, num_slots: int = 0) -> Drafter:

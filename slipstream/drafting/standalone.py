@@ -3,22 +3,29 @@
 Rules:
 1. It reads tokens alone, so drafted KV is as good as committed KV and is kept when the draft was right.
 2. The same ``ModelRunner`` as the target's runs it; it never learns that it drafts.
+3. A model that was trained to fill in masks (PARD: ``pard_token`` in its ``config.json``) reads some of them behind the
+   newest token, and says as many tokens more in the same pass. Masks see what is before them and one another, causally;
+   their keys and values are gone after the pass.
 
-It knows nothing about sessions, trees or the target.
+It knows nothing about sessions, trees or the target. Source of PARD: arXiv 2504.18583.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from slipstream.choosing.sampling import Race
+from slipstream.drafting.block import BlockStates
 from slipstream.drafting.neural import Output
-from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import Slots
 from slipstream.engine.runner import ModelRunner
 from slipstream.protocol.messages import Features, FeatureSpec
+
+AT_ONCE = 8  # blocks of one forward
 
 
 class StandaloneNetwork:
@@ -28,9 +35,10 @@ class StandaloneNetwork:
     hidden_size = 0
     features: FeatureSpec | None = None
 
-    def __init__(self, runner: ModelRunner, vocabulary: torch.Tensor | None = None) -> None:
-        """vocabulary: int64 [K] token ids of the logits' columns, where ``runner``'s model has a token map."""
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, vocabulary: torch.Tensor | None = None, masks: Masks | None = None) -> None:
+        """vocabulary: int64 [K] token ids of the logits' columns, where ``runner``'s model has a token map; masks: of a
+        model that fills them in."""
+        self._runner, self._masks = runner, masks
         self.vocabulary = vocabulary
         self.vocab_size = runner.config.vocab_size
         self.max_context = runner.config.max_context
@@ -43,5 +51,37 @@ class StandaloneNetwork:
         return []
 
     def forward(self, batch: ForwardBatch) -> Output:
-        """Logits of the wanted rows."""
-        return Output(self._runner.forward(batch), None)
+        """Logits of the wanted rows. With masks every segment wants its last row, and gets that row's block."""
+        if self._masks is None:
+            return Output(self._runner.forward(batch), None)
+        segments = range(len(batch.mask_lens))
+        parts = [self._runner.forward(self._masks.behind(batch, segments[first : first + AT_ONCE]))
+                 for first in range(0, len(segments), AT_ONCE)]
+        # The next forward of a model of ours may write where this one's logits are.
+        logits = parts[0] if len(parts) == 1 else torch.cat([part.clone() for part in parts])
+        return Output(logits, None, BlockStates(1 + self._masks.count))
+
+
+class Masks:
+    """What stands behind the newest token."""
+
+    __slots__ = ("_scratch", "_token", "count")
+
+    def __init__(self, token: int, count: int, num_slots: int) -> None:
+        """count: of a block; num_slots: of the pool, behind which there are ``AT_ONCE * count`` for masks."""
+        self._token, self.count = token, count
+        self._scratch = np.arange(num_slots, num_slots + AT_ONCE * count).reshape(AT_ONCE, count)
+
+    def behind(self, batch: ForwardBatch, segments: range) -> ForwardBatch:
+        """Some segments of ``batch`` with masks behind each; logits of its last row and of the masks."""
+        builder, host, entries = BatchBuilder(), batch.host, batch.listed
+        for place, segment in enumerate(segments):
+            rows = slice(batch.q_indptr[segment], batch.q_indptr[segment + 1])
+            before = batch.kv_indptr[segment + 1] - (rows.stop - rows.start)
+            last = int(host.positions[rows.stop - 1])
+            added = builder.add([*host.tokens[rows].tolist(), *[self._token] * self.count],
+                                [*host.positions[rows].tolist(), *range(last + 1, last + 1 + self.count)],
+                                [*host.slots[rows].tolist(), *self._scratch[place].tolist()],
+                                entries[batch.kv_indptr[segment] : before], logits="none")
+            builder.logit_rows += added[-1 - self.count :]
+        return builder.build(batch.device)

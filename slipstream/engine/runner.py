@@ -34,7 +34,7 @@ from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtype_of
-from slipstream.engine.ops.layer import Linear
+from slipstream.engine.ops.layer import Linear, norm_parts
 from slipstream.engine.table import SlotTable
 from slipstream.protocol.messages import FeatureSpec, Projection
 
@@ -136,28 +136,34 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 class FeatureRows:
     """What one spec makes of target states."""
 
-    __slots__ = ("_dtype", "_inner", "_project")
+    __slots__ = ("_dtype", "_inner", "_norm", "_project", "_spec")
 
     def __init__(self, spec: FeatureSpec, linear: Callable[[torch.Tensor], Product] = Linear) -> None:
         """linear: makes x -> x W^T of W, where the states are."""
         self._dtype = dtype_of(spec.dtype)
         self._inner = self._dtype if spec.projection is None else dtype_of(spec.projection.dtype)
-        self._project = None if spec.projection is None else linear(weights_of(spec.projection))
+        self._project = None if spec.projection is None else linear(weights_of(spec.projection)[0])
+        self._spec, self._norm = spec.light(), None if spec.projection is None else weights_of(spec.projection)[1]
 
     @torch.inference_mode()
     def __call__(self, rows: torch.Tensor) -> bytes:
         """rows: [M, taps * H], any float dtype. Returns M * width numbers, row-major and little-endian."""
         if self._project is not None:
-            rows = self._project(rows.to(self._inner))
+            rows, projection = rows.to(self._inner), self._spec.projection
+            if self._norm is not None and projection is not None:
+                self._norm = self._norm.to(rows.device)
+                rows = norm_parts(rows, self._norm, projection.norm_width, projection.norm_eps)
+            rows = self._project(rows)
         cast = rows.to(device="cpu", dtype=self._dtype).contiguous()
         # numpy has no bfloat16: the bytes are taken without asking what they mean.
         return ctypes.string_at(cast.data_ptr(), cast.nbytes)
 
 
-def weights_of(projection: Projection) -> torch.Tensor:
-    """[rows, columns] in the dtype of the weights."""
+def weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[rows, columns] in the dtype of the weights, and of norms [columns] if there are any."""
     flat = torch.frombuffer(bytearray(projection.weights), dtype=dtype_of(projection.dtype))
-    return flat.view(projection.rows, projection.columns)
+    whole = flat.view(-1, projection.columns)
+    return whole[: projection.rows], whole[projection.rows] if projection.norm_width else None
 
 
 PROFILE_CONTEXT = 128

@@ -83,18 +83,23 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A matrix that the target multiplies its states with before it sends them. Two are equal by their digests."""
+    """A matrix that the target multiplies its states with before it sends them, and what stands before it: with
+    ``norm_width`` above 0 so many numbers at a time are brought to a root mean square of one (over which ``norm_eps``
+    stands) and multiplied with a weight each. Two are equal by their digests."""
 
     rows: int  # numbers of a row that is sent
     columns: int  # numbers of the taps side by side
     dtype: str  # of the weights, a key of FEATURE_DTYPES
     digest: bytes  # SHA-256 of the weights
-    weights: bytes = field(default=b"", repr=False, compare=False)  # [rows, columns] row-major, little-endian
+    # [rows, columns] row-major, little-endian, and the norms' [columns] behind it
+    weights: bytes = field(default=b"", repr=False, compare=False)
+    norm_width: int = 0  # divides ``columns``
+    norm_eps: float = 0.0
 
     @property
     def size(self) -> int:
         """Bytes of the weights."""
-        return self.rows * self.columns * FEATURE_DTYPES[self.dtype]
+        return (self.rows + (self.norm_width > 0)) * self.columns * FEATURE_DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,9 @@ def _check_features(target: TargetHello, spec: FeatureSpec | None) -> None:
     if spec.projection is not None:
         if spec.projection.columns != states:
             raise PairingError("features.projection", f"draft {spec.projection.columns} columns, target {states}")
+        if spec.projection.norm_width not in (0, target.hidden_size, states):
+            raise PairingError("features.projection.norm_width", f"{spec.projection.norm_width} is neither one state "
+                                                                 "of the target nor all that are read")
         states = spec.projection.rows
     if width != states:
         raise PairingError("features.width", f"draft {width}, target {states}")

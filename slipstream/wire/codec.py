@@ -369,7 +369,7 @@ def _wire_spec(spec: FeatureSpec) -> draft_pb2.FeatureSpec:
         layers=spec.layers, width=spec.width, dtype=DTYPE_NUMBERS[spec.dtype],
         projection=None if projection is None else draft_pb2.Projection(
             rows=projection.rows, columns=projection.columns, dtype=DTYPE_NUMBERS[projection.dtype],
-            digest=projection.digest))
+            digest=projection.digest, norm_width=projection.norm_width, norm_eps=projection.norm_eps))
 
 
 def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
@@ -381,7 +381,12 @@ def _spec(wire: draft_pb2.FeatureSpec) -> FeatureSpec:
 def _declared(wire: draft_pb2.Projection) -> Projection:
     """What a hello says of its projection, without weights. Raises RemoteProtocolError."""
     projection = Projection(within(f"{FIELD}.rows", wire.rows, 1, 1 << 20),
-                            within(f"{FIELD}.columns", wire.columns, 1, 1 << 24), dtype_of(wire.dtype), wire.digest)
+                            within(f"{FIELD}.columns", wire.columns, 1, 1 << 24), dtype_of(wire.dtype), wire.digest,
+                            norm_width=within(f"{FIELD}.norm_width", wire.norm_width, 0, wire.columns),
+                            norm_eps=wire.norm_eps)
+    if projection.norm_width:
+        require(projection.columns % projection.norm_width == 0, f"{FIELD}.norm_width", "it divides no columns")
+        require(0 < projection.norm_eps < 1, f"{FIELD}.norm_eps", f"{projection.norm_eps} is not between 0 and 1")
     require(projection.rows <= projection.columns, FIELD, "it makes rows longer")
     require(len(projection.digest) == 32, f"{FIELD}.digest", f"{len(projection.digest)} bytes are no SHA-256")
     within(FIELD, projection.size, 1, MAX_PROJECTION_BYTES)

@@ -207,13 +207,20 @@ class Rows:
         self._weight: torch.Tensor | None = None
         if (projection := spec.projection) is not None:
             flat = torch.frombuffer(bytearray(projection.weights), dtype=DTYPES[projection.dtype])
-            self._weight = flat.view(projection.rows, projection.columns).to(device)
+            whole = flat.view(-1, projection.columns).to(device)
+            self._weight, self._norms = whole[: projection.rows], whole[projection.rows :]
+            self._norm_width, self._norm_eps = projection.norm_width, projection.norm_eps
 
     @torch.inference_mode()
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[M, taps * H] -> [M, width] in the dtype of the wire."""
         if self._weight is not None:
-            states = F.linear(states.to(self._weight.dtype), self._weight)
+            states = states.to(self._weight.dtype)
+            if self._norm_width:
+                count = states.shape[1] // self._norm_width
+                parts = zip(states.chunk(count, 1), self._norms[0].chunk(count), strict=True)
+                states = torch.cat([F.rms_norm(part, own.shape, own, self._norm_eps) for part, own in parts], 1)
+            states = F.linear(states, self._weight)
         return states.to(self._dtype)
 
 

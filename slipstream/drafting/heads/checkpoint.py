@@ -19,7 +19,9 @@ Rules of EAGLE:
 Rules of EAGLE-3 (``read_head``):
 8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.0.*``, ``norm.weight``, ``d2t``, ``t2d``,
    ``embed_tokens.weight`` or else the target's, ``lm_head.weight`` or else the head's own embedding where the config
-   ties them, or else the target's rows; ``input_norm.weight`` where ``norm_before_fc`` says so.
+   ties them, or else the target's rows; ``input_norm.weight`` over all taps where ``norm_before_fc`` says so, or
+   ``fc_norm.i.weight`` over each where ``fc_norm`` does (EAGLE-3.1, where ``norm_output``: what a row hands on has been
+   through the final norm).
 9. ``d2t`` holds differences: draft id i means target id ``i + d2t[i]``. ``t2d`` is a mask and only checked.
 10. Target states: without ``eagle_aux_hidden_state_layer_ids`` those that *enter* layers 2, n // 2 and n - 3 of a
    target with n layers. Explicit ids name, in the authors' layout, layers by their *output*, so id i is what enters
@@ -220,7 +222,7 @@ class Kind:
     others: str
 
 
-EAGLE3 = Kind("eagle3", (ARCHITECTURE,), ("fc_norm", "norm_output"),
+EAGLE3 = Kind("eagle3", (ARCHITECTURE,), (),
               "EAGLE-1 and EAGLE-2 heads are for draft.drafter: eagle2")
 EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle"), ("layernorms",),
               "EAGLE-3 heads are for draft.drafter: eagle3")
@@ -237,6 +239,7 @@ class EagleHead:
     tensors: Mapping[str, torch.Tensor]  # names of rule 1
     vocabulary: torch.Tensor | None  # int64 [draft_vocab_size] target ids; None: all of them
     norm_before_residual: bool = False
+    norm_output: bool = False  # EAGLE-3.1: what is handed on has been through the final norm
     joint: bool = False  # EAGLE-1 and EAGLE-2: ``fc`` joins token and state, and there are no norms around the layer
 
 
@@ -251,14 +254,15 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     default_vocab = len(tensors["d2t"]) if "d2t" in tensors and tensors["d2t"].ndim == 1 else config.vocab_size
     draft_vocab = published.integer("draft_vocab_size", default_vocab)
     taps = _taps(published, target.num_layers)
-    check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps) * hidden))
+    check_tensors(folder, tensors, _shapes(published, tensors, config, draft_vocab, len(taps), hidden))
     vocabulary = draft_vocabulary(tensors, draft_vocab, config.vocab_size)
     if "embed_tokens.weight" not in tensors:
         tensors["embed_tokens.weight"] = lent_embedding(target_folder, config.vocab_size, config.hidden_size)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = _lm_head(tensors, config, target, target_folder, vocabulary)
     return EagleHead(config, hidden, draft_vocab, taps, tensors, vocabulary,
-                     published.flag("norm_before_residual", None if published.speculators else False))
+                     published.flag("norm_before_residual", None if published.speculators else False),
+                     published.flag("norm_output", False))
 
 
 def read_eagle2_head(folder: str | Path, target_folder: str | Path,
@@ -332,8 +336,8 @@ def _lm_head(tensors: Mapping[str, torch.Tensor], config: ModelConfig, target: M
 
 
 def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: ModelConfig, draft_vocab: int,
-            width: int) -> dict[str, tuple[int, ...]]:
-    hidden = config.hidden_size
+            num_taps: int, hidden_in: int) -> dict[str, tuple[int, ...]]:
+    hidden, width = config.hidden_size, num_taps * hidden_in
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, width),
         "norm.weight": (hidden,),
@@ -346,6 +350,12 @@ def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: M
         shapes["input_norm.weight"] = (width,)
     elif "input_norm.weight" in tensors:
         raise ModelError(f"{published.where}: norm_before_fc: it is not set, but tensor input_norm.weight is there")
+    if published.flag("fc_norm", False):
+        if "input_norm.weight" in shapes:
+            raise ModelError(f"{published.where}: fc_norm: norm_before_fc is set, too; a head has one of them")
+        shapes |= {f"fc_norm.{i}.weight": (hidden_in,) for i in range(num_taps)}
+    elif "fc_norm.0.weight" in tensors:
+        raise ModelError(f"{published.where}: fc_norm: it is not set, but tensor fc_norm.0.weight is there")
     optional = {"embed_tokens.weight": (config.vocab_size, hidden), "lm_head.weight": (draft_vocab, hidden),
                 "t2d": (config.vocab_size,)}
     if draft_vocab != config.vocab_size or "d2t" in tensors:

@@ -3,9 +3,9 @@
 Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
    Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
-2. EAGLE-3: target states are projected once, by ``fc``: when they arrive (behind a norm, if the head has one there), or
+2. EAGLE-3: target states are projected once, by ``fc`` (behind norms, if the head has some there): when they arrive, or
    by the target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest
-   token the layer's own output, before the final norm, takes their place; ``fc`` is not applied to it.
+   token the layer's own output, before the final norm (EAGLE-3.1: after it), takes their place, without ``fc``.
 3. EAGLE-1 and EAGLE-2: ``fc`` joins token and state in each row. The layer has no input norm and is followed by none:
    its output is a guess of the target's state after the final norm, and takes that one's place below the newest token.
 4. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
@@ -42,6 +42,7 @@ from slipstream.engine.ops.layer import (
     Rope,
     Step,
     linear,
+    norm_parts,
     rms_norm,
 )
 from slipstream.protocol.messages import Features, FeatureSpec, Projection
@@ -58,8 +59,8 @@ class EagleNetwork:
     def __init__(self, head: EagleHead, dtype: str, device: torch.device, num_slots: int,
                  project: bool = False, ops: LayerOps = TORCH, kernels: str = "torch", spare_slots: int = 0,
                  whole: bool = False) -> None:
-        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where no norm comes
-        before it and rows get shorter by it; ops: how the layer runs; kernels: see ``native.native_or``, of an
+        """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get
+        shorter by it; ops: how the layer runs; kernels: see ``native.native_or``, of an
         EAGLE-3 head; spare_slots: further slots of the pool (see ``graph``); whole: with kernels "native", matrices of
         whole numbers (see ``int8``). Raises ModelError for an unknown dtype."""
         kind = dtype_of(dtype)
@@ -69,34 +70,33 @@ class EagleNetwork:
         self.hidden_size = head.target_hidden_size
         self.max_context = config.max_context
         width, joint = len(head.taps) * head.target_hidden_size, head.joint
-        self._input_norm = tensors.get("input_norm.weight")
+        self._norm, self._norm_width = _norms(tensors, width, len(head.taps))
         self._fc_bias = None if joint else tensors.get("fc.bias")
-        handed_over = project and not joint and self._input_norm is None and config.hidden_size < width
+        handed_over = project and not joint and config.hidden_size < width
         self._fc = None if joint or handed_over else Linear(tensors["fc.weight"])
-        spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
-                if handed_over else FeatureSpec(head.taps, width, dtype))
-        self.features: FeatureSpec | None = spec
+        projection = projection_of(tensors["fc.weight"], dtype, self._norm, self._norm_width,
+                                   config.norm_eps) if handed_over else None
+        self._spec = FeatureSpec(head.taps, config.hidden_size if handed_over else width, dtype, projection)
+        self.features: FeatureSpec | None = self._spec
         some = head.vocabulary
         all_tokens = some is None or torch.equal(some, torch.arange(config.vocab_size))
         self.vocabulary = None if some is None or all_tokens else some.to(device)
         self.device = device
         self.slots = Slots(num_slots)
         self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
-        self._config = config
-        self._spec = spec
-        self._dtype = kind
-
+        self._config, self._dtype = config, kind
         self.native: NativeTrees | None = None  # kernels of our own compute
         self.race: Race | None = None
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
-            body = NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary, whole)
+            body = NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary, whole,
+                               head.norm_output)
             self.native, self.race = NativeTrees(body, self._pool), NativeRace(team, self.vocabulary)
             return body.forward
 
         def on_torch() -> Forward:
-            self.torch = TorchBody(config, tensors, joint, head.norm_before_residual, ops)
+            self.torch = TorchBody(config, tensors, joint, head.norm_before_residual, ops, head.norm_output)
             return self.torch.forward
 
         self._forward = native_or("torch" if joint else kernels, kind, device, "head", native, on_torch)
@@ -108,15 +108,15 @@ class EagleNetwork:
     def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
         """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
         rows = wire_rows(features, self._spec, self.device, self._dtype)
-        if self._input_norm is not None or self._fc is not None or self._fc_bias is not None:
+        if self._fc is not None or self._fc_bias is not None:
             rows = self._projected(rows)
         return apart(rows, features)
 
     @torch.inference_mode()
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._input_norm is not None:
-            rows = rms_norm(rows, self._input_norm, self._config.norm_eps)
         if self._fc is not None:
+            if self._norm is not None:
+                rows = norm_parts(rows, self._norm, self._norm_width, self._config.norm_eps)
             rows = self._fc(rows)
         return rows if self._fc_bias is None else rows + self._fc_bias
 
@@ -164,12 +164,12 @@ class TorchBody:
     """What a row reads, the layer of a head, the final norm if it has one, and the head's ``lm_head``."""
 
     def __init__(self, config: ModelConfig, tensors: Tensors, joint: bool, norm_before_residual: bool,
-                 ops: LayerOps) -> None:
-        """joint, norm_before_residual: see ``EagleHead``; ops: as in ``EagleNetwork``."""
+                 ops: LayerOps, norm_output: bool = False) -> None:
+        """joint, norm_before_residual, norm_output: see ``EagleHead``; ops: as in ``EagleNetwork``."""
         self._embedding = tensors["embed_tokens.weight"]
         self._join = Linear(tensors["fc.weight"], tensors.get("fc.bias")) if joint else None
         self._norms = None if joint else [tensors[name] for name in NORMS]
-        self._norm_before_residual = norm_before_residual
+        self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
         self._dtype, self._eps, device = self._embedding.dtype, config.norm_eps, self._embedding.device
         weights = LayerWeights.read(config, tensors, LAYER, linear, (1 if joint else 2) * config.hidden_size,
                                     input_norm=False)
@@ -198,8 +198,9 @@ class TorchBody:
         residual, read = self._inputs(tokens, states)
         out = self._layer(residual, step, pool.kv[0], read)
         out = out if wanted is None else out.index_select(0, wanted)
-        logits = self._lm_head(out if self._norms is None else rms_norm(out, self._norms[2], self._eps))
-        return out, logits.to(torch.promote_types(self._dtype, torch.float32))
+        normed = out if self._norms is None else rms_norm(out, self._norms[2], self._eps)
+        logits = self._lm_head(normed)
+        return normed if self._norm_output else out, logits.to(torch.promote_types(self._dtype, torch.float32))
 
     def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads where that is another thing."""
@@ -213,7 +214,20 @@ class TorchBody:
         return normed if self._norm_before_residual else state, read
 
 
-def projection_of(weight: torch.Tensor, dtype: str) -> Projection:
-    """weight [H, F] in ``dtype``, as it is handed to a target."""
-    content = weight.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content)
+def _norms(tensors: Tensors, width: int, num_taps: int) -> tuple[torch.Tensor | None, int]:
+    """The weights of what stands before ``fc`` [width], and how many numbers are normed together; None and 0: nothing
+    does."""
+    if "input_norm.weight" in tensors:
+        return tensors["input_norm.weight"], width
+    if "fc_norm.0.weight" in tensors:
+        return torch.cat([tensors[f"fc_norm.{i}.weight"] for i in range(num_taps)]), width // num_taps
+    return None, 0
+
+
+def projection_of(weight: torch.Tensor, dtype: str, norm: torch.Tensor | None = None, norm_width: int = 0,
+                  norm_eps: float = 0.0) -> Projection:
+    """weight [H, F] and norm [F] in ``dtype``, as they are handed to a target."""
+    whole = weight if norm is None else torch.cat((weight, norm[None]))
+    content = whole.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return Projection(weight.shape[0], weight.shape[1], dtype, hashlib.sha256(content).digest(), content, norm_width,
+                      norm_eps if norm_width else 0.0)

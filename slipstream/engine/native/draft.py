@@ -131,19 +131,20 @@ class NativeDraft:
     """One head's weights, and the lists of its forward."""
 
     __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layer", "_norm_before_residual",
-                 "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary")
+                 "_norm_output", "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
-                 norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False) -> None:
+                 norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
+                 norm_output: bool = False) -> None:
         """tensors: by name, on the CPU; prefix: of the layer; norms: names of the weights of the norms of tokens, of
         states and of the head; vocabulary: int64 [V] tokens of the logits' columns, None: themselves; whole: as
-        in ``NativeLayer``. Raises ModelError."""
+        in ``NativeLayer``; norm_output: states are handed on behind the norm of the head. Raises ModelError."""
         check_sizes(config)
         self._team, self._config = team, config
         embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._norms = [take(tensors, name, config.hidden_size) for name in norms]
-        self._norm_before_residual = norm_before_residual
+        self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
         self._layer = NativeLayer(team, config, tensors, prefix, 2 * config.hidden_size, False, whole)
         lm_head = tensors["lm_head.weight"]
         self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
@@ -216,7 +217,10 @@ class NativeDraft:
         if self._norm_before_residual:
             program.widen(state, buffers.stream)
         self._layer.write(program, buffers, 0)
-        program.rounded(buffers.stream, self._states)
+        if self._norm_output:
+            program.norm(buffers.stream, of_head, eps, self._states)
+        else:
+            program.rounded(buffers.stream, self._states)
         program.norm(buffers.stream, of_head, eps, buffers.normed)
         self._ranking = None
         self._calls.clear()

@@ -302,6 +302,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def norm_parts(x: torch.Tensor, weight: torch.Tensor, width: int, eps: float) -> torch.Tensor:
+    """``rms_norm`` of ``width`` numbers of x [T, W] at a time, with weight [W]."""
+    count = len(weight) // width
+    parts = zip(x.chunk(count, 1), weight.chunk(count), strict=True)
+    return torch.cat([rms_norm(part, own, eps) for part, own in parts], 1)
+
+
 def add_norm(x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor,
              eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     x = x + added
