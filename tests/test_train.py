@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
+import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream.drafting.heads.block import BlockNetwork
+from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import ModelConfig, load_tensors
 from slipstream.models.folder import made_for, weights_hash
 from slipstream.protocol.messages import Features
+from slipstream.train.anchors import blocks_of, learn
+from slipstream.train.anchors import states_of as block_states
+from slipstream.train.block_head import warm_block_head
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.dialogue import plan_of
 from slipstream.train.distil import Distilled, Lesson
@@ -33,7 +41,7 @@ from slipstream.train.recipe import Recipe
 from slipstream.train.shards import ANSWER, GIVEN, Conversation, Shards, Totals
 from slipstream.train.stages import Job, make_head
 from slipstream.train.unroll import Rows, rows_of, states_of
-from tests.tiny import write_tiny_model
+from tests.tiny import VOCAB, write_tiny_model
 
 DRAFT_VOCAB = 120
 DIRECT = torch.device("cpu")
@@ -94,6 +102,66 @@ def drafted(network: EagleNetwork, head: Head, talk: Conversation, root: int, st
             builder.add([int(talk.tokens[at + 1])], [at], [int(slots[at])], slots[:at])
     network.slots.free(slots)
     return found
+
+
+def test_trained_blocks_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path) -> None:
+    """Where no states are hidden; where some are, it is something else."""
+    config = ModelConfig.from_folder(tiny_folder)
+    vocabulary = torch.arange(3, 3 + DRAFT_VOCAB)
+    head = warm_block_head(config, load_tensors(tiny_folder), vocabulary, 259, 0, DIRECT)
+    with torch.no_grad():
+        head.tensors["markov_head.markov_w2.weight"].normal_(generator=torch.Generator().manual_seed(1))
+    export(head, tmp_path / "head", torch.float32)
+    network = BlockNetwork(read_block_head(tmp_path / "head", tiny_folder), "float32", DIRECT, 64)
+    talks = [conversation(config, length, seed) for seed, length in enumerate((17, 9, 23))]
+    blocks = blocks_of(talks, head, 20, (ANSWER,), random.Random(1))
+    assert (blocks.seen < blocks.places).any(), "no state was hidden"
+    whole = replace(blocks, seen=blocks.places)
+    with torch.no_grad():
+        trained, hidden = block_states(head, whole), block_states(head, blocks)
+    for number, talk in enumerate(talks):
+        for anchor in range(*blocks.owners[number : number + 2]):
+            place = int(blocks.places[anchor])
+            wide = torch.from_numpy(talk.states[:place].copy()).view(torch.bfloat16).float()
+            (rows,) = network.read([Features(1, 0, wide.contiguous().numpy().tobytes(), place, "float32")])
+            slots, builder = network.slots.alloc(place), BatchBuilder()
+            builder.add(talk.tokens[1 : place + 1].tolist(), range(place), slots.tolist(), np.zeros(0, np.int64),
+                        logits="last")
+            block = network.forward(builder.build(features=rows)).block
+            assert block is not None and block.states is not None
+            assert torch.allclose(block.states[0], trained[anchor], atol=1e-4), (number, place)
+            assert torch.equal(hidden[anchor], trained[anchor]) == bool(blocks.seen[anchor] == place)
+            network.slots.free(slots)
+
+
+def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
+    config = ModelConfig.from_folder(tiny_folder)
+    head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB), 259, 0, DIRECT)
+    dice = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in ("markov_head.markov_w2.weight", "confidence_head.proj.weight"):
+            head.tensors[name].normal_(std=0.3, generator=dice)
+    talk = conversation(config, 30, 5)
+    blocks = blocks_of([talk], head, 40, (ANSWER,), random.Random(3))
+    found = learn(head, blocks)
+    weight, states = head.tensors, block_states(head, blocks)
+    finals = torch.from_numpy(talk.states.copy()).view(torch.bfloat16)[:, -config.hidden_size :].float()
+    total, count = torch.zeros(()), 0.0
+    for anchor, place in enumerate(blocks.places.tolist()):
+        for k in range(6):
+            if place + k >= 29:
+                continue
+            told = weight["markov_head.markov_w1.weight"][talk.tokens[place + k]]
+            logits = weight["lm_head.weight"] @ states[anchor, k] + weight["markov_head.markov_w2.weight"] @ told
+            mine, theirs = logits.softmax(0), (head.teacher @ finals[place + k]).softmax(0)
+            distance = (mine - theirs).abs().sum()
+            sure = torch.sigmoid(weight["confidence_head.proj.weight"][0] @ torch.cat((states[anchor, k], told)))
+            wanted = 1 - distance.detach() / 2
+            unsure = -(wanted * sure.log() + (1 - wanted) * (1 - sure).log())
+            share = math.exp(-k / 4)
+            total += share * (0.9 * distance - 0.1 * mine[talk.tokens[place + k + 1]].log() + unsure)
+            count += share
+    assert found.loss.item() == pytest.approx(total.item() / count, rel=1e-4)
 
 
 def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
@@ -159,6 +227,24 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
     assert (job.out / "training.svg").read_text().count("<polyline") == 7
     assert made_for(job.out) == weights_hash(simple_folder) and not made_for(tmp_path / "untrained")
     assert f"| {chain.shape} | {chain.length:.2f} |" in (job.out / "README.md").read_text()
+
+
+def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(minutes=0, tokens=8000, steps=100, batch=48, limits=Limits(max_question=24, max_answer=64),
+                    draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32", kind="dspark")
+    watcher = Silent()
+    job = Job(simple_folder, "simple", tmp_path / "head", tmp_path / "work", (), recipe)
+    chain, tree = make_head(job, watcher)
+    assert watcher.losses[-1] < 0.8 * watcher.losses[0]
+    assert chain.length > 1.4 and tree.length > chain.length, (chain, tree)
+    head = read_block_head(job.out, simple_folder)
+    assert (head.from_anchor, head.reach, head.markov, head.confidence) == (True, 6, "vanilla", True)
+    assert made_for(job.out) == weights_hash(simple_folder)
+    text = (job.out / "README.md").read_text()
+    assert "# A DSpark head for simple" in text and f"| {tree.shape} | {tree.length:.2f} |" in text
+    again = Silent()
+    make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)
+    assert len(again.losses) == 4, "it goes on where it was"
 
 
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:

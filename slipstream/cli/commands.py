@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -226,7 +226,7 @@ def tune(
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
 Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % talking, 35 % training. 0: no "
                                                     "limit but --tokens and --steps.")]
-Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-eagle3 here.")]
+Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-KIND here.")]
 Work = Annotated[Path | None, typer.Option(
     metavar="FOLDER", help="What is made on the way, to go on from; else in the user's cache folder.")]
 Data = Annotated[list[Path] | None, typer.Option(
@@ -246,6 +246,7 @@ Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
 SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
+HeadKind = Annotated[Literal["eagle3", "dspark"], typer.Option("--kind", help="Of head: `dspark` drafts blocks.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
 
 
@@ -256,9 +257,9 @@ def train_head(
     train: Train = True, batch: Batch = 0, max_prompt: MaxPrompt = 1024, max_answer: MaxAnswer = 256,
     draft_vocab: DraftVocab = 8192, unroll: Unroll = 3, learning_rate: LearningRate = 1.5e-3,
     questions: Questions = True, dtype: Kind = "bfloat16", device: Device = "", threads: Threads = 0,
-    save_every: SaveEvery = 60.0, seed: Seed = 0,
+    save_every: SaveEvery = 60.0, seed: Seed = 0, kind: HeadKind = "eagle3",
 ) -> None:
-    """Train an EAGLE-3 draft head for a model, from nothing but the model.
+    """Train a draft head for a model, from nothing but the model.
 
     The target talks to itself (or answers given prompts) and its states are kept; a head of one layer learns from them
     what the target will say next; then it drafts for conversations that were held out, and the folder it goes into says
@@ -271,6 +272,8 @@ def train_head(
 
     `slipstream train-head --target path/to/model --minutes 120 --prompts prompts.jsonl --out my-head`
 
+    `slipstream train-head --kind dspark --no-generate --minutes 180`
+
     `slipstream train-head --no-train --minutes 60 --work talk`, then
     `slipstream train-head --no-generate --data talk --minutes 30`
     """
@@ -281,7 +284,7 @@ def train_head(
     limits = Limits(max_prompt=max_prompt, max_answer=max_answer)
     recipe = Recipe(minutes, tokens, steps, generate, train, prompts, batch, limits, draft_vocab, unroll,
                     learning_rate, learn_questions=questions, dtype=dtype, device=device, save_every_s=save_every,
-                    seed=seed)
+                    seed=seed, kind=kind)
     run(target, out, work, tuple(data or ()), recipe, threads, Console())
 
 

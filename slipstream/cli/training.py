@@ -20,7 +20,7 @@ from slipstream.models.folder import default_root, resolve
 from slipstream.train.fit import Progress as Training
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Totals
-from slipstream.train.stages import Job, make_head
+from slipstream.train.stages import DRAFTERS, Job, make_head
 
 LINE_EVERY_S = 20.0
 MOST_PROCESSES = 4  # a step has about 2,000 rows; a part below 500 would be mostly overhead
@@ -34,15 +34,15 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     device = recipe.device or ("cuda" if torch.cuda.is_available() else "cpu")
     processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
     name, recipe = Path(target).name, replace(recipe, device=device, processes=processes)
-    job = Job(resolve(target), name, out or Path(f"{name}-eagle3"), work or default_root().parent / "train" / name,
-              data, recipe)
+    work = work or default_root().parent / "train" / name
+    job = Job(resolve(target), name, out or Path(f"{name}-{recipe.kind}"), work, data, recipe)
     with _shown(console) as watcher:
         found = make_head(job, watcher)
     if found:
         rows = [(a.shape, f"{a.length:.2f}", " / ".join(f"{share:.2f}" for share in a.by_depth)) for a in found]
         console.print(plain_table(("draft", "tokens a target step", "acceptance by depth"), rows))
     if recipe.train:
-        console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter=eagle3 "
+        console.print(f"the head: {job.out}\nserve it:  slipstream run --set draft.drafter={DRAFTERS[recipe.kind]} "
                       f"--set draft.model={job.out} --set model.path={target}", markup=False, soft_wrap=True)
 
 

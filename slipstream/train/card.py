@@ -18,17 +18,25 @@ from slipstream.train.shards import Shards
 def card(target: str, head: Head, recipe: Recipe, shards: Shards, coverage: float, progress: Progress,
          found: Sequence[Worth], num_prompts: int) -> str:
     """The text of ``README.md``. target: a known model's name, or how its folder is called."""
-    return "\n".join((*_matter(target), *_top(target, head), *_data(recipe, shards, head, coverage),
+    return "\n".join((*_matter(target, recipe.kind), *_top(target, head), *_data(recipe, shards, head, coverage),
                       *_recipe(recipe, progress), *_worth(progress, found, num_prompts), *_limits(target)))
 
 
-def _matter(target: str) -> tuple[str, ...]:
+def _matter(target: str, kind: str) -> tuple[str, ...]:
     if target not in KNOWN:
         return ()
-    return "---", f"license: {KNOWN[target].license.lower()}", "tags: [speculative-decoding, eagle3]", "---", ""
+    return "---", f"license: {KNOWN[target].license.lower()}", f"tags: [speculative-decoding, {kind}]", "---", ""
 
 
 def _top(target: str, head: Head) -> tuple[str, ...]:
+    if head.block is not None:
+        return (
+            f"# A DSpark head for {target}", "",
+            f"It drafts for {target} and for no other model: blocks of {head.block.size} tokens in one pass. "
+            f"{head.num_parameters / 1e6:.1f} million parameters; it reads what enters the target's layers "
+            f"{', '.join(map(str, head.taps[:-1]))} and the final state. The layout is that of vLLM's speculators "
+            "(`dspark`, `sample_from_anchor` true). The embedding is the target's.", "",
+            "    slipstream run --set draft.drafter=block --set draft.model=THIS_FOLDER", "")
     return (
         f"# An EAGLE-3 head for {target}", "",
         f"It drafts for {target} and for no other model. {head.num_parameters / 1e6:.1f} million parameters; it reads "
@@ -55,12 +63,16 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
 
 def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
     learnt = "questions and answers" if recipe.learn_questions else "answers"
+    how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
+           "the draft vocabulary" if recipe.kind == "eagle3" else
+           "Blocks at random anchors, half of them without the newest 1 to 3 states; 0.1 of cross-entropy, 0.9 of the "
+           "distance to the target's distribution over the draft vocabulary, and the confidence head")
+    began = "last layer" if recipe.kind == "eagle3" else "last layers"
     return (
         "## Recipe", "",
-        f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
-        f"the draft vocabulary, on {learnt}. It began from the target's last layer and `lm_head`. Muon for the "
-        f"layer's matrices, AdamW for the rest, peak learning rate {recipe.learning_rate:g}, cosine, about "
-        f"{recipe.rows_per_step} tokens a step.",
+        f"{how}, on {learnt}. It began from the target's {began} and `lm_head`. Muon for the layers' matrices, AdamW "
+        f"for the rest, peak learning rate {recipe.learning_rate:g}, cosine, about {recipe.rows_per_step} tokens a "
+        "step.",
         f"{progress.step:,} steps, {progress.rows:,} tokens, {progress.epoch + 1} epochs begun, "
         f"{progress.seconds / 60:.0f} minutes on `{recipe.device}`. `training.svg` shows the curves.", "")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -50,17 +51,18 @@ def prompts_of(conversations: Sequence[Conversation], most: int) -> list[list[in
 
 
 def evaluate(target: Path, head: Path, prompts: Sequence[Sequence[int]], max_tokens: int = 96,
-             dtype: Dtype = "bfloat16", device: str = "cpu", temperature: float = 0.0) -> list[Worth]:
+             dtype: Dtype = "bfloat16", device: str = "cpu", temperature: float = 0.0,
+             drafter: Literal["eagle3", "block"] = "eagle3") -> list[Worth]:
     """What the head in folder ``head`` is worth on ``prompts`` in each of SHAPES. Raises ModelError."""
     slots = slots_needed(prompts, max_tokens)
     runner = ModelRunner(load_model(target, ModelSection(dtype=dtype, device=device)), slots)
     model = ModelSection(path=str(target), dtype=dtype, device=device)
     worth = []
     for shape, growth in SHAPES.items():
-        section = DraftSection(drafter="eagle3", model=str(head), dtype=dtype, device=device, growth=growth)
+        section = DraftSection(drafter=drafter, model=str(head), dtype=dtype, device=device, growth=growth)
         tally = Tally()
-        drafter = create(section, model, max(SLOTS, slots))
-        Rounds(runner, drafter, max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
+        made = create(section, model, max(SLOTS, slots))
+        Rounds(runner, made, max_tokens, temperature).answer(prompts, growth.num_draft_tokens, tally)
         found = tally.acceptance
         worth.append(Worth(shape, found.length, tuple(found.by_depth), found.rounds))
     return worth

@@ -2,7 +2,7 @@
 
 Rules:
 1. ``midlayer.*``, ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as differences (target id - draft id),
-   ``t2d`` as a mask. The embedding is the target's and is not written.
+   ``t2d`` as a mask. The embedding is the target's and is not written. DSpark heads: see ``block_head``.
 2. Layers whose inputs are read are named where they are not the published default; ids then name layers by their
    output (see ``slipstream.drafting.heads.checkpoint``, rule 3).
 3. The folder is written beside its place and renamed file by file, ``config.json`` last: what is there loads.
@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from slipstream.drafting.heads.checkpoint import ARCHITECTURE, LAYER
 from slipstream.engine.model import ModelConfig, RopeScaling
 from slipstream.models.folder import MADE_FOR
+from slipstream.train.block_head import block_config
 from slipstream.train.head import Head
 
 WEIGHTS = "model.safetensors"
@@ -51,7 +52,8 @@ def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str
 def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The head's tensors by their published names."""
     vocabulary = head.vocabulary.cpu()
-    tensors = {name.replace(f"{LAYER}.", "midlayer."): tensor.detach().to("cpu", dtype).contiguous()
+    published = LAYER if head.block is not None else "midlayer"
+    tensors = {name.replace(f"{LAYER}.", f"{published}."): tensor.detach().to("cpu", dtype).contiguous()
                for name, tensor in head.tensors.items()}
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
     tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, vocabulary, True)
@@ -61,6 +63,8 @@ def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]
 def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     """The content of ``config.json``."""
     config = head.config
+    if head.block is not None:
+        return block_config(head, _rope(config), dtype)
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     eagle["eagle_aux_hidden_state_layer_ids"] = layer_ids(head.taps, head.target_layers)
     return {

@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from slipstream.train.anchors import Blocks, blocks_of, learn
 from slipstream.train.checkpoint import Checkpoint
 from slipstream.train.crew import Crew, Part
 from slipstream.train.head import Head
 from slipstream.train.optimizer import Optimizer
 from slipstream.train.recipe import Recipe
-from slipstream.train.shards import Conversation
-from slipstream.train.unroll import rows_of, unroll
+from slipstream.train.shards import ANSWER, Conversation
+from slipstream.train.unroll import Rows, Unrolled, rows_of, unroll
 
 WARMUP_STEPS = 30
 FLOOR = 0.02  # of the learning rate, at the end
@@ -68,7 +69,8 @@ class Training:
                  save: Callable[[int, Checkpoint], None]) -> None:
         self.head, self.recipe, self.progress = head, recipe, Progress()
         self._training, self._save = training, save
-        self._held_out = rows_of(held_out[:VALIDATION], head, recipe.max_rows) if held_out else None
+        self._dice = random.Random(recipe.seed)
+        self._held_out = self._rows(held_out[:VALIDATION], (ANSWER,)) if held_out else None
         self._optimizer = Optimizer(head.tensors, recipe.learning_rate)
         self._device = head.embedding.device
         half = half_is_faster(self._device, head.config.hidden_size)
@@ -160,19 +162,28 @@ class Training:
             tensor.grad = None
         if not batch:
             return Part(0, 0, 0.0, ())
-        rows = rows_of([self._training[index] for index in batch], self.head, self.recipe.max_rows,
-                       self.recipe.learnt_roles)
-        if len(rows.wanted) == 0:
-            return Part(len(rows.tokens), 0, 0.0, ())
-        unrolled = unroll(self.head, rows, self.recipe.unroll, self._dtype)
+        rows = self._rows([self._training[index] for index in batch], self.recipe.learnt_roles)
+        if rows.num_wanted == 0:
+            return Part(rows.num_rows, 0, 0.0, ())
+        unrolled = self._learn(rows)
         unrolled.loss.backward()  # type: ignore[no-untyped-call]
-        return Part(len(rows.tokens), len(rows.wanted), float(unrolled.loss.detach()), tuple(unrolled.agreement))
+        return Part(rows.num_rows, rows.num_wanted, float(unrolled.loss.detach()), tuple(unrolled.agreement))
+
+    def _rows(self, conversations: Sequence[Conversation], roles: Sequence[int]) -> Rows | Blocks:
+        if self.head.block is not None:
+            return blocks_of(conversations, self.head, self.recipe.max_rows, roles, self._dice)
+        return rows_of(conversations, self.head, self.recipe.max_rows, roles)
+
+    def _learn(self, rows: Rows | Blocks) -> Unrolled:
+        if isinstance(rows, Blocks):
+            return learn(self.head, rows, self._dtype)
+        return unroll(self.head, rows, self.recipe.unroll, self._dtype)
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, ...]:
         if self._held_out is None:
             return ()
-        return unroll(self.head, self._held_out, self.recipe.unroll, self._dtype).agreement
+        return self._learn(self._held_out).agreement
 
 
 def rate(step: int, share: float) -> float:

@@ -33,11 +33,19 @@ Tensors = dict[str, torch.Tensor]
 Counts = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Of a head that drafts blocks."""
+
+    size: int  # slots
+    mask_token: int
+
+
 @dataclass(slots=True)
 class Head:
     """A head in training, on its device."""
 
-    config: ModelConfig  # of the one layer; vocab_size is the target's
+    config: ModelConfig  # of the layers; vocab_size is the target's
     taps: tuple[int, ...]
     tensors: Tensors  # float32, trained
     vocabulary: torch.Tensor  # int64 [V'] target ids, ascending
@@ -45,6 +53,7 @@ class Head:
     teacher: torch.Tensor  # [V', H] the target's lm_head over the draft vocabulary
     target_layers: int
     target_hidden: int
+    block: BlockPlan | None = None  # a DSpark head (see ``block_head``); None: an EAGLE-3 head, as here
 
     @property
     def num_parameters(self) -> int:

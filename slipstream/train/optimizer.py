@@ -4,6 +4,7 @@ Rules:
 1. Muon steps what maps hidden states to hidden states (``fc`` and the layer's matrices); ``lm_head`` and norms, whose
    rows mean tokens and channels, go to AdamW. Both take the same learning rate: Muon's steps are scaled to the size
    that AdamW's would have (``match_rms_adamw``, arXiv 2502.16982).
+   So do a markov head, whose rows mean tokens too, and a confidence head.
 2. ``moments`` are all that a checkpoint needs, by ``NAME/KIND``. Matrices that were trained by AdamW go on with its
    first moment as their momentum.
 
@@ -25,7 +26,8 @@ class Optimizer:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], learning_rate: float) -> None:
         self._tensors, self._learning_rate = tensors, learning_rate
-        self._others = sorted(name for name, tensor in tensors.items() if tensor.dim() != 2 or name == "lm_head.weight")
+        self._others = sorted(name for name, tensor in tensors.items()
+                              if tensor.dim() != 2 or name.startswith(("lm_head", "markov_head", "confidence_head")))
         self._matrices = sorted(set(tensors) - set(self._others))
         self._muon = torch.optim.Muon([tensors[name] for name in self._matrices], lr=learning_rate, momentum=0.95,
                                       weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")

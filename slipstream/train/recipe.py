@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.base.config import Dtype
 from slipstream.base.errors import ConfigError
@@ -45,6 +45,7 @@ class Recipe:
     processes: int = 1  # that train together, one thread each; more than one on a CPU only
     save_every_s: float = 60.0
     seed: int = 0
+    kind: Literal["eagle3", "dspark"] = "eagle3"
 
     def __post_init__(self) -> None:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
@@ -63,8 +64,8 @@ class Recipe:
 
     def identity(self) -> dict[str, Any]:
         """What a training that goes on must have in common with what it began as."""
-        return {name: getattr(self, name) for name in ("draft_vocab", "unroll", "learning_rate", "rows_per_step",
-                                                       "max_rows", "learn_questions", "seed")}
+        names = ["draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions", "seed"]
+        return {name: getattr(self, name) for name in (*names, "unroll" if self.kind == "eagle3" else "kind")}
 
     def generate_seconds(self) -> float:
         """For generation; infinite without a time limit."""

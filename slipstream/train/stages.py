@@ -12,17 +12,18 @@ It knows nothing about progress bars; ``Watcher`` is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from slipstream.base.errors import ConfigError
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.models.folder import weights_hash
+from slipstream.train.block_head import mask_token, warm_block_head
 from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
@@ -34,7 +35,8 @@ from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, Totals
 
-VOCABULARY = "vocabulary"  # among a checkpoint's tensors
+VOCABULARY, MASK = "vocabulary", "mask"  # among a checkpoint's tensors
+DRAFTERS: Mapping[str, Literal["eagle3", "block"]] = {"eagle3": "eagle3", "dspark": "block"}  # of a kind of head
 SHORTEST = 3  # tokens of a conversation with a row in it
 EVALUATED = 16  # held-out conversations that are drafted for
 
@@ -80,7 +82,8 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     export(head, job.out, dtype, weights=weights)
     watcher.say("drafting for held-out prompts")
     prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
-    found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device) if prompts else []
+    found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
+                     drafter=DRAFTERS[recipe.kind]) if prompts else []
     now = training.progress
     export(head, job.out, dtype, {
         "training.svg": curves(now.history),
@@ -94,16 +97,22 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
                       for kept in (False, True))
     if not ours:
         raise ConfigError("every conversation so far is held out: generate more (--minutes, --tokens)")
-    folder = job.work / "checkpoints"
+    folder = job.work / ("checkpoints" if recipe.kind == "eagle3" else f"checkpoints-{recipe.kind}")
     identity = {**recipe.identity(), **identity_of(job.target, config)}
     begun = newest(folder, identity)
     counts = answer_counts(ours, config.vocab_size)
     vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if begun is None else begun.tensors[VOCABULARY]
     covered = coverage(counts, vocabulary)
     watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
-    head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
+    if recipe.kind == "dspark":
+        mask = mask_token(counts) if begun is None else int(begun.tensors[MASK])
+        head = warm_block_head(config, load_tensors(job.target), vocabulary, mask, recipe.seed, device)
+    else:
+        head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
+    fixed = {VOCABULARY: vocabulary} if head.block is None else {
+        VOCABULARY: vocabulary, MASK: torch.tensor(head.block.mask_token)}
     with _threads(1 if recipe.processes > 1 else 0):
-        training = Training(head, recipe, ours, held_out, _saver(folder, vocabulary, identity))
+        training = Training(head, recipe, ours, held_out, _saver(folder, fixed, identity))
         if begun is not None:
             training.resume(begun)
             watcher.say(f"going on at step {training.progress.step}")
@@ -122,10 +131,10 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _saver(folder: Path, vocabulary: torch.Tensor, identity: dict[str, Any]) -> Callable[[int, Checkpoint], None]:
+def _saver(folder: Path, fixed: dict[str, torch.Tensor],
+           identity: dict[str, Any]) -> Callable[[int, Checkpoint], None]:
     def write(step: int, checkpoint: Checkpoint) -> None:
-        tensors = checkpoint.tensors | {VOCABULARY: vocabulary}
-        save(folder, step, Checkpoint(tensors, checkpoint.optimizer, checkpoint.state), identity)
+        save(folder, step, Checkpoint(checkpoint.tensors | fixed, checkpoint.optimizer, checkpoint.state), identity)
 
     return write
 

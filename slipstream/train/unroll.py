@@ -45,6 +45,14 @@ class Rows:
     finals: torch.Tensor  # bfloat16 [M, H] the target's final states after token r + 1
     num_spoken: int  # rows that predict what the target said, those without a loss included
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self.wanted)
+
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
@@ -91,7 +99,7 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
     with torch.autocast(rows.tokens.device.type, dtype, enabled=dtype is not head.embedding.dtype):
         outs = states_of(head, rows, steps)
     config = head.config
-    normed = torch.stack([_norm(out[rows.wanted], head.tensors["norm.weight"], config.norm_eps) for out in outs])
+    normed = torch.stack([norm(out[rows.wanted], head.tensors["norm.weight"], config.norm_eps) for out in outs])
     counted = torch.stack([rows.positions[rows.wanted] >= k for k in range(steps)])
     shares = counted.to(normed.dtype) / counted.sum(1, keepdim=True).clamp(min=1)
     decay = DECAY ** torch.arange(steps, dtype=normed.dtype, device=normed.device)[:, None]
@@ -105,7 +113,7 @@ def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
     weight, config = head.tensors, head.config
     kind = head.embedding.dtype
     cos, sin = Rope(config, kind, rows.tokens.device).rows(rows.positions)
-    token = _norm(F.embedding(rows.tokens, head.embedding), weight[f"{LAYER}.input_layernorm.weight"], config.norm_eps)
+    token = norm(F.embedding(rows.tokens, head.embedding), weight[f"{LAYER}.input_layernorm.weight"], config.norm_eps)
     state = F.linear(rows.states.to(kind), weight["fc.weight"]).to(kind)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -127,14 +135,14 @@ def _layer(head: Head, state: torch.Tensor, token: torch.Tensor, rope: tuple[tor
            bounds: tuple[int, ...], keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
     """One step of all rows [R, H]; its keys and values join those of the steps before."""
     weight, config = head.tensors, head.config
-    x = torch.cat((token, _norm(state, weight[f"{LAYER}.hidden_norm.weight"], config.norm_eps)), -1)
+    x = torch.cat((token, norm(state, weight[f"{LAYER}.hidden_norm.weight"], config.norm_eps)), -1)
     q, k, v = (F.linear(x, weight[f"{LAYER}.self_attn.{name}_proj.weight"]).to(state.dtype)
                .view(len(x), -1, config.head_dim) for name in "qkv")
-    keys.append(_rotated(k, *rope))
+    keys.append(rotated(k, *rope))
     values.append(v)
-    mixed = _attend(_rotated(q, *rope) * config.head_dim**-0.5, keys, values, bounds)
+    mixed = _attend(rotated(q, *rope) * config.head_dim**-0.5, keys, values, bounds)
     out = state + F.linear(mixed, weight[f"{LAYER}.self_attn.o_proj.weight"]).to(state.dtype)
-    y = _norm(out, weight[f"{LAYER}.post_attention_layernorm.weight"], config.norm_eps)
+    y = norm(out, weight[f"{LAYER}.post_attention_layernorm.weight"], config.norm_eps)
     inner = F.silu(F.linear(y, weight[f"{LAYER}.mlp.gate_proj.weight"]))
     inner = inner * F.linear(y, weight[f"{LAYER}.mlp.up_proj.weight"])
     return out + F.linear(inner, weight[f"{LAYER}.mlp.down_proj.weight"]).to(state.dtype)
@@ -165,10 +173,12 @@ def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torc
     return torch.cat(mixed).reshape(len(q), -1)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the engine's, of which autograd takes the slope."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Heads x [T, heads, D] by ``Rope.rows``."""
     # Not ``layer.rotate``: that one works in place, which a gradient does not survive.
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

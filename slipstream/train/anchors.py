@@ -1,0 +1,189 @@
+"""Blocks at random anchors: how a DSpark head learns.
+
+Rules:
+1. An anchor is a token of a conversation. Its block is (anchor, mask, …) at the anchor's position and on; slot k learns
+   what the target says after token anchor + k, given the true tokens between.
+2. A block sees the target's states before its anchor, and itself, not causally. From half of the anchors the newest
+   1 to ``HIDDEN`` states are hidden, so that a head can draft before the newest states have come.
+3. A slot's loss is 0.1 · cross-entropy with the token that followed + 0.9 · the L1 distance to the target's
+   distribution over the draft vocabulary + the binary cross-entropy of its confidence with 1 - L1 / 2, weighted with
+   e^(-k / 4). Slots whose token is outside the draft vocabulary are left out of the cross-entropy; in the agreement
+   they are misses.
+4. Each process draws anchors of its own, anew for each step.
+
+It knows nothing about files or optimisers. Shapes: R rows of all conversations of a step, A anchors, S slots of
+a block.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from slipstream.engine.ops.layer import Rope
+from slipstream.train.head import Head, Tensors
+from slipstream.train.shards import Conversation
+from slipstream.train.unroll import Unrolled, norm, rotated
+
+ROWS_OF_AN_ANCHOR = 8  # tokens of a conversation for each of its anchors
+HIDDEN = 3
+DECAY = 4.0
+CE, L1, CONFIDENCE = 0.1, 0.9, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Anchors of some conversations, whose rows stand side by side."""
+
+    states: torch.Tensor  # bfloat16 [R, taps * H] target states
+    positions: torch.Tensor  # int64 [R]
+    bounds: tuple[int, ...]  # rows of conversation i: bounds[i] : bounds[i + 1]
+    owners: tuple[int, ...]  # anchors of conversation i: owners[i] : owners[i + 1]
+    places: torch.Tensor  # int64 [A] anchors' positions
+    seen: torch.Tensor  # int64 [A] states that a block sees: those of positions below
+    before: torch.Tensor  # int64 [A, S] tokens from the anchor on
+    after: torch.Tensor  # int64 [A, S] the draft id of the token after each; -1: none
+    best: torch.Tensor  # int64 [A, S] the target's likeliest token there, as a draft id; -1: none
+    finals: torch.Tensor  # bfloat16 [A, S, H] the target's final states from which those tokens came
+    counted: torch.Tensor  # bool [A, S] slots that learn
+
+    @property
+    def num_rows(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def num_wanted(self) -> int:
+        return int(self.counted.sum())
+
+
+def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, roles: Sequence[int],
+              dice: random.Random) -> Blocks:
+    """Random anchors of ``conversations``, each cut after ``max_rows``. roles: of the tokens that are learnt."""
+    assert head.block is not None
+    size, hidden, device = head.block.size, head.config.hidden_size, head.vocabulary.device
+    draft_ids = np.full(head.config.vocab_size + 1, -1, np.int64)  # the last one: of no token
+    draft_ids[head.vocabulary.cpu().numpy()] = np.arange(len(head.vocabulary))
+    found: dict[str, list[np.ndarray]] = {name: [] for name in ("places", "seen", "before", "after", "best", "counted")}
+    states, finals, positions, bounds, owners = [], [], list[np.ndarray](), [0], [0]
+    for c in conversations:
+        count = min(len(c.tokens) - 1, max_rows)
+        learnt = np.flatnonzero(np.isin(c.roles[2 : count + 1], roles)) + 1  # the token after these is learnt
+        if not len(learnt):
+            continue
+        anchors = sorted(dice.sample(learnt.tolist(), min(len(learnt), 1 + count // ROWS_OF_AN_ANCHOR)))
+        places = np.array(anchors)
+        slots = places[:, None] + np.arange(size)  # [a, S]
+        inside = np.minimum(slots, count - 1)
+        missing = [dice.randrange(1, HIDDEN + 1) if dice.random() < 0.5 else 0 for _ in anchors]
+        bits = torch.from_numpy(np.array(c.states[:count])).view(torch.bfloat16)
+        found["places"].append(places)
+        found["seen"].append(np.maximum(places - missing, 0))
+        found["before"].append(np.asarray(c.tokens[inside], np.int64))
+        found["after"].append(draft_ids[c.tokens[inside + 1]])
+        found["best"].append(draft_ids[c.greedy[inside]])
+        found["counted"].append((slots < count) & np.isin(c.roles[inside + 1], roles) & (c.greedy[inside] >= 0))
+        states.append(bits)
+        finals.append(bits[torch.from_numpy(inside)][..., -hidden:])
+        positions.append(np.arange(count))
+        bounds.append(bounds[-1] + count)
+        owners.append(owners[-1] + len(anchors))
+
+    def placed(arrays: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros((0, size), np.int64)).to(device)
+
+    none = torch.zeros(0, len(head.taps) * hidden, dtype=torch.bfloat16)
+    return Blocks(torch.cat(states or [none]).to(device), placed(positions), tuple(bounds), tuple(owners),
+                  placed(found["places"]), placed(found["seen"]), placed(found["before"]), placed(found["after"]),
+                  placed(found["best"]), torch.cat(finals or [none[:, None, :hidden]]).to(device),
+                  placed(found["counted"]).bool())
+
+
+def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32) -> Unrolled:
+    """The loss of all slots, and by slot the share whose best draft token is the target's. dtype: of the products."""
+    weight, kind = head.tensors, head.embedding.dtype
+    with torch.autocast(blocks.states.device.type, dtype, enabled=dtype is not kind):
+        states = states_of(head, blocks)
+        told = F.embedding(blocks.before, weight["markov_head.markov_w1.weight"])
+        logits = F.linear(states, weight["lm_head.weight"]) + F.linear(told, weight["markov_head.markov_w2.weight"])
+        sure = F.linear(torch.cat((states, told), -1), weight["confidence_head.proj.weight"],
+                        weight["confidence_head.proj.bias"])[..., 0].to(kind)
+        truth = F.linear(blocks.finals.to(kind), head.teacher).to(kind).softmax(-1)
+    logs = logits.to(kind).log_softmax(-1)
+    slots = torch.arange(logs.shape[1], device=logs.device)
+    counted = blocks.counted.to(kind)
+    shares = torch.exp(-slots / DECAY) * counted
+    shares = shares / shares.sum().clamp(min=1e-9)
+    entropy = -logs.gather(-1, blocks.after.clamp(min=0)[..., None])[..., 0] * (blocks.after >= 0)
+    distance = (logs.exp() - truth).abs().sum(-1)
+    unsure = F.binary_cross_entropy_with_logits(sure, 1 - distance.detach() / 2, reduction="none")
+    loss = (shares * (CE * entropy + L1 * distance + CONFIDENCE * unsure)).sum()
+    agreed = (logs.argmax(-1) == blocks.best) & blocks.counted
+    return Unrolled(loss, tuple((agreed.sum(0) / blocks.counted.sum(0).clamp(min=1)).tolist()))
+
+
+def states_of(head: Head, blocks: Blocks) -> torch.Tensor:
+    """[A, S, H]: slots after the final norm."""
+    assert head.block is not None
+    weight, config, kind = head.tensors, head.config, head.embedding.dtype
+    rope = Rope(config, kind, blocks.states.device)
+    c = norm(F.linear(blocks.states.to(kind), weight["fc.weight"]).to(kind), weight["hidden_norm.weight"],
+             config.norm_eps)
+    tokens = torch.full_like(blocks.before, head.block.mask_token)
+    tokens[:, 0] = blocks.before[:, 0]
+    x = F.embedding(tokens, head.embedding).flatten(0, 1)  # [A * S, H]
+    places = (blocks.places[:, None] + torch.arange(head.block.size, device=x.device)).flatten()
+    turns = rope.rows(places), rope.rows(blocks.positions)
+    for layer in range(config.num_layers):
+        own = {name.removeprefix(f"layers.{layer}."): w for name, w in weight.items() if name.startswith(
+            f"layers.{layer}.")}
+        x = _layer(head, own, x, c, turns, blocks)
+    return norm(x, weight["norm.weight"], config.norm_eps).view(*blocks.before.shape, -1)
+
+
+Turn = tuple[torch.Tensor, torch.Tensor]
+
+
+def _layer(head: Head, weight: Tensors, x: torch.Tensor, c: torch.Tensor, turns: tuple[Turn, Turn],
+           blocks: Blocks) -> torch.Tensor:
+    config, kind = head.config, x.dtype
+
+    def heads(name: str, rows: torch.Tensor, turn: Turn) -> torch.Tensor:
+        out = F.linear(rows, weight[f"self_attn.{name}_proj.weight"]).to(kind).view(len(rows), -1, config.head_dim)
+        if name == "v":
+            return out
+        return rotated(norm(out, weight[f"self_attn.{name}_norm.weight"], config.norm_eps), *turn)
+
+    of_blocks, of_context = turns
+    read = norm(x, weight["input_layernorm.weight"], config.norm_eps)
+    q, k, v = (heads(name, read, of_blocks) for name in "qkv")
+    mixed = _attend(q * config.head_dim**-0.5, (k, v), (heads("k", c, of_context), heads("v", c, of_context)), blocks)
+    x = x + F.linear(mixed, weight["self_attn.o_proj.weight"]).to(kind)
+    y = norm(x, weight["post_attention_layernorm.weight"], config.norm_eps)
+    inner = F.silu(F.linear(y, weight["mlp.gate_proj.weight"])) * F.linear(y, weight["mlp.up_proj.weight"])
+    return x + F.linear(inner, weight["mlp.down_proj.weight"]).to(kind)
+
+
+def _attend(q: torch.Tensor, own: Turn, context: Turn, blocks: Blocks) -> torch.Tensor:
+    """q [A * S, Q, D], own keys and values [A * S, G, D], those of the context [R, G, D] -> [A * S, Q * D]."""
+    anchors, size = blocks.before.shape
+    groups, width = own[0].shape[1:]
+    q = q.view(anchors, size, groups, -1, width)
+    keys, values = (part.view(anchors, size, groups, width) for part in own)
+    mine = torch.einsum("asghd,atgd->asght", q, keys)  # [A, S, G, Q/G, S]
+    mixed = []
+    for number in range(len(blocks.bounds) - 1):
+        rows = slice(blocks.bounds[number], blocks.bounds[number + 1])
+        some = slice(blocks.owners[number], blocks.owners[number + 1])
+        theirs = torch.einsum("asghd,tgd->asght", q[some], context[0][rows]).float()
+        unseen = torch.arange(theirs.shape[-1], device=q.device) >= blocks.seen[some, None]  # [a, T]
+        theirs = theirs.masked_fill(unseen[:, None, None, None], float("-inf"))
+        shares = torch.cat((theirs, mine[some].float()), -1).softmax(-1)
+        cut = theirs.shape[-1]
+        mixed.append(torch.einsum("asght,tgd->asghd", shares[..., :cut], context[1][rows].float())
+                     + torch.einsum("asght,atgd->asghd", shares[..., cut:], values[some].float()))
+    return torch.cat(mixed).reshape(anchors * size, -1).to(q.dtype)

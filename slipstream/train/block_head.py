@@ -1,0 +1,98 @@
+"""A DSpark head in training: how it begins, and how it is published.
+
+Rules:
+1. Tensors by the names of the published layout (``layers.i.*``, ``fc``, ``hidden_norm``, ``norm``, ``lm_head``,
+   ``markov_head``, ``confidence_head``), in float32; exporting is writing them down, in the layout of speculators'
+   ``dspark`` (DeepSpec's own has no draft vocabulary), with ``sample_from_anchor`` true.
+2. It reads all states that shards hold: those that enter layers 2, n // 2 and n - 3, and the final one.
+3. Warm start: the layers are the target's last ones, ``lm_head`` and ``norm`` the target's; ``fc`` passes the state
+   that enters layer n - 3 through and adds a little of the others. ``W2`` and the confidence head begin at zero.
+4. The mask is a token of the target that its answers do not use: the last one of those.
+
+It knows nothing about data or optimisers. Format: see ``slipstream.drafting.heads.block_checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.engine.model import ModelConfig, take
+from slipstream.train.head import FAINT, SMALL, BlockPlan, Counts, Head, Tensors, taps_of
+
+LAYERS, BLOCK, RANK = 2, 6, 128
+
+
+def mask_token(counts: Counts) -> int:
+    """The last of the tokens that answers use least, [V]."""
+    return int(np.flatnonzero(counts == counts.min())[-1])
+
+
+def warm_block_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, mask: int,
+                    seed: int, device: torch.device) -> Head:
+    """A head that begins where the target ends. tensors: the target's checkpoint."""
+    layers = min(LAYERS, target.num_layers)
+    config = replace(target, model_type="qwen3", num_layers=layers, tied_embeddings=False, qkv_bias=False,
+                     o_bias=False, mlp_bias=False, qk_norm=True, sliding_window=0)
+    taps, hidden = (*taps_of(target.num_layers), target.num_layers), config.hidden_size
+    dice = torch.Generator().manual_seed(seed)
+
+    def own(name: str, *shape: int) -> torch.Tensor:
+        return take(tensors, name, *shape).float().clone()
+
+    fc = FAINT * torch.randn(hidden, len(taps) * hidden, generator=dice)
+    fc[:, -2 * hidden : -hidden] += torch.eye(hidden)
+    lm_head = own("model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight", target.vocab_size,
+                  hidden)[vocabulary]
+    last = f"model.layers.{target.num_layers - 1}"
+    made: Tensors = {
+        "fc.weight": fc, "hidden_norm.weight": own(f"{last}.input_layernorm.weight", hidden),
+        "norm.weight": own("model.norm.weight", hidden), "lm_head.weight": lm_head,
+        "markov_head.markov_w1.weight": SMALL * torch.randn(target.vocab_size, RANK, generator=dice),
+        "markov_head.markov_w2.weight": torch.zeros(len(vocabulary), RANK),
+        "confidence_head.proj.weight": torch.zeros(1, hidden + RANK), "confidence_head.proj.bias": torch.zeros(1)}
+    for layer in range(layers):
+        made |= _layer(config, own, f"model.layers.{target.num_layers - layers + layer}", f"layers.{layer}")
+    trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
+    embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
+    return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True),
+                target.num_layers, hidden, BlockPlan(BLOCK, mask))
+
+
+def _layer(config: ModelConfig, own: Any, theirs: str, ours: str) -> Tensors:
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_heads * size, config.num_kv_heads * size
+    shapes = {"self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+              "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+              "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+              "input_layernorm": (hidden,),
+              "post_attention_layernorm": (hidden,)}
+    return {f"{ours}.{name}.weight": own(f"{theirs}.{name}.weight", *shape) for name, shape in shapes.items()} | {
+        f"{ours}.self_attn.{name}_norm.weight": torch.ones(size) for name in "qk"}
+
+
+def block_config(head: Head, rope: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The content of ``config.json``. rope: the fields of its rotary positions."""
+    config, plan = head.config, head.block
+    assert plan is not None
+    return {
+        "architectures": ["DSparkDraftModel"], "model_type": "speculator_model", "speculators_model_type": "dspark",
+        "aux_hidden_state_layer_ids": list(head.taps), "block_size": plan.size, "mask_token_id": plan.mask_token,
+        "sample_from_anchor": True, "draft_vocab_size": len(head.vocabulary), "markov_rank": RANK,
+        "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        "target_hidden_size": head.target_hidden, "tie_word_embeddings": False, "dtype": str(dtype).split(".")[-1],
+        "speculators_config": {
+            "algorithm": "dspark", "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": plan.size}]},
+        "transformer_layer_config": {
+            "model_type": "qwen3", "hidden_act": "silu", "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+            "head_dim": config.head_dim, "max_position_embeddings": config.max_context,
+            "rms_norm_eps": config.norm_eps, "attention_bias": False, "tie_word_embeddings": False,
+            "layer_types": ["full_attention"] * config.num_layers, "use_sliding_window": False,
+            "vocab_size": config.vocab_size, **rope}}
