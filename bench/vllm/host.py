@@ -2,8 +2,14 @@
 
 A runner with the fields that the adapter reads, whose forward takes a set time and follows the law of the timed
 devices; a draft service with a timed device, over gRPC on loopback. ``host_us`` is the processor time of the engine's
-thread in the proposer: reading the batch, committing, deciding, sending, taking chains. ``propose_ms`` is the whole
-time there, waiting for the draft included.
+thread in the proposer, ``beside_us`` that of all other threads of the process in that time; ``propose_ms`` is the
+whole time there, waiting for the draft included. ``drafted`` is the share of requests that got a chain.
+
+Then as many steps are taken again with each part timed, which costs some time itself: reading the batch, learning from
+it and deciding, sending, waiting for growth and joining it, and the rest, chains among it.
+
+In the proposer the policy's clock goes at a hundredth of its speed. So every draft pays, and the same work is measured
+on any machine, however busy. As vLLM does, the process freezes its heap once all is loaded.
 
 It needs no vLLM.
 """
@@ -12,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import queue
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +35,9 @@ from slipstream_vllm.remote import Chains
 
 from bench.report import Row, finished, write
 from bench.timed import deployed, text
+from slipstream.base.config import LogSection
+from slipstream.following.inbox import Event, Inbox
+from slipstream.observe.log import configure
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.simulate.timed import MAX_CONTEXT, VOCAB, Law, Timing
@@ -34,6 +45,8 @@ from slipstream.simulate.timed import MAX_CONTEXT, VOCAB, Law, Timing
 BATCHES = (1, 8, 64)
 CHAIN = 4
 JOINED_S = 30.0
+PACE = 0.01  # of the policy's clock in the proposer
+PARTS = ("read_us", "learn_us", "send_us", "growth_us", "rest_us")
 GOAL_US, GOAL_EACH_US = 500.0, 20.0
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", 1, 1, MAX_CONTEXT)
 
@@ -88,42 +101,111 @@ class SleepingRunner:
         return new
 
 
-async def measured(count: int, timing: Timing, steps: int) -> Row:
-    """One batch size. Raises Unavailable."""
+class SlowClock:
+    """Seconds of the policy, and the queue that waits by them."""
+
+    def __init__(self) -> None:
+        self._since = 0.0, time.monotonic(), 1.0  # seconds, real ones, pace: at once, as links read it
+        self._events = queue.SimpleQueue[Event | None]()
+        self.put = self._events.put
+
+    def __call__(self) -> float:
+        seconds, real_s, pace = self._since
+        return seconds + pace * (time.monotonic() - real_s)
+
+    def turn(self, pace: float) -> None:
+        """It goes at ``pace`` from now on."""
+        self._since = self(), time.monotonic(), pace
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Event | None:
+        return self._events.get(block, timeout and timeout / self._since[2])
+
+
+class Proposer:
+    """What proposes beside ``runner``."""
+
+    def __init__(self, runner: SleepingRunner, options: Options) -> None:
+        """Raises ConfigError."""
+        self._runner, self._clock, self._timed = runner, SlowClock(), False
+        metrics = TargetMetrics("bench")
+        self._chains = Chains(options, CHAIN, metrics, self._clock, inbox=Inbox(self._clock, self._clock))
+        Links(options.drafts, HELLO, self._chains.following, metrics)
+        self._proposed: Sequence[Sequence[int]] = [[]] * runner.count
+        self._us = dict[str, float]()  # of the step that is taken
+
+    def step(self) -> dict[str, float]:
+        """One more, and what was seen of it."""
+        runner, chains, us = self._runner, self._chains, self._us
+        output, sampled = runner.step(self._proposed)
+        self._clock.turn(PACE)
+        us.clear()
+        began_s, all_ns, own_ns = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
+        rows = rows_of(runner, output, sampled)
+        if self._timed:
+            us["read_us"] = (time.thread_time_ns() - own_ns) / 1e3
+        self._proposed = chains.step(rows, output.finished_req_ids, output.total_num_scheduled_tokens)
+        own_us, all_us = (time.thread_time_ns() - own_ns) / 1e3, (time.process_time_ns() - all_ns) / 1e3
+        spent_ms = 1e3 * (time.perf_counter() - began_s)
+        self._clock.turn(1.0)
+        return {**us, "rest_us": own_us - sum(us.values()), "host_us": own_us, "beside_us": all_us - own_us,
+                "propose_ms": spent_ms, "drafted": sum(map(bool, self._proposed)) / runner.count,
+                "tokens_a_step": sum(map(len, sampled)) / runner.count}
+
+    def time_parts(self) -> None:
+        """From now on."""
+        self._timed, following = True, self._chains.following
+        for name, verb in (("learn_us", "committed"), ("send_us", "flush"), ("growth_us", "wait")):
+            setattr(following, verb, self._part(name, getattr(following, verb)))
+
+    def _part(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: object) -> Any:
+            began_ns = time.thread_time_ns()
+            try:
+                return verb(*args)
+            finally:
+                self._us[name] = (time.thread_time_ns() - began_ns) / 1e3
+
+        return timed
+
+
+async def measured(count: int, timing: Timing, steps: int) -> tuple[Row, Row]:
+    """One batch size, and its parts. Raises Unavailable."""
     async with deployed(timing, targets=0) as rig:
         options = Options((rig.drafts[0].address,), prompt_lookup=False)
         return await asyncio.to_thread(_steps, count, timing, steps, options)
 
 
-def _steps(count: int, timing: Timing, steps: int, options: Options) -> Row:
-    metrics = TargetMetrics("bench")
-    chains = Chains(options, CHAIN, metrics)
-    Links(options.drafts, HELLO, chains.following, metrics)
-    runner = SleepingRunner(count, timing)
-    proposed: list[list[int]] = [[]] * count
-    warm = steps // 10
-    host_us, spent_ms, tokens = list[float](), list[float](), 0
+def _steps(count: int, timing: Timing, steps: int, options: Options) -> tuple[Row, Row]:
+    proposer = Proposer(SleepingRunner(count, timing), options)
     deadline_s = time.monotonic() + JOINED_S
-    while len(spent_ms) < warm + steps:
-        output, sampled = runner.step(proposed)
-        tokens += sum(map(len, sampled)) if len(spent_ms) >= warm else 0
-        began_s, began_ns = time.perf_counter(), time.thread_time_ns()
-        proposed = chains.step(rows_of(runner, output, sampled), output.finished_req_ids,
-                               output.total_num_scheduled_tokens)
-        if any(proposed) or spent_ms or time.monotonic() > deadline_s:  # it counts from the first draft on
-            host_us.append((time.thread_time_ns() - began_ns) / 1e3)
-            spent_ms.append(1e3 * (time.perf_counter() - began_s))
-    host = statistics.median(host_us[warm:])
-    goal = GOAL_US + GOAL_EACH_US * count
-    return {"requests": count, "host_us": host, "goal_us": goal, "reached": host <= goal,
-            "propose_ms": statistics.median(spent_ms[warm:]), "longest_ms": max(spent_ms[warm:]),
-            "tokens_a_step": tokens / steps / count}
+    while not proposer.step()["drafted"] and time.monotonic() < deadline_s:
+        pass  # it counts from the first draft on
+    for _ in range(steps // 10):
+        proposer.step()
+    gc.collect()
+    gc.freeze()
+    whole = [proposer.step() for _ in range(steps)]
+    proposer.time_parts()
+    parts = [proposer.step() for _ in range(steps)]
+    gc.unfreeze()
+    host, goal = _median(whole, "host_us"), GOAL_US + GOAL_EACH_US * count
+    row: Row = {"requests": count, "host_us": host, "goal_us": goal, "reached": host <= goal,
+                "beside_us": _median(whole, "beside_us"), "propose_ms": _median(whole, "propose_ms"),
+                "longest_ms": max(step["propose_ms"] for step in whole),
+                "drafted": statistics.mean(step["drafted"] for step in whole),
+                "tokens_a_step": statistics.mean(step["tokens_a_step"] for step in whole)}
+    return row, {"requests": count, **{name: _median(parts, name) for name in PARTS}}
+
+
+def _median(steps: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.median(step[name] for step in steps)
 
 
 async def run(steps: int, timing: Timing) -> None:
     """Raises Unavailable."""
     rows = [await measured(count, timing, steps) for count in BATCHES]
-    write("vllm-host", rows, f"bench.vllm.host: a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}")
+    write("vllm-host", [row for row, _ in rows], f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}")
+    write("vllm-host-parts", [parts for _, parts in rows], "its parts, microseconds")
 
 
 def main() -> None:
@@ -132,6 +214,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--draft-ms", type=float, default=2.0)
     arguments = parser.parse_args()
+    configure(LogSection(level="warning"))
     timing = Timing(step_s=arguments.step_ms / 1e3, draft_s=arguments.draft_ms / 1e3)
     finished(run(arguments.steps, timing))
 
