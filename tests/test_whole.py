@@ -48,6 +48,10 @@ class Watched:
     def most_rows(self) -> int:
         return self.levels.most_rows
 
+    @property
+    def samples(self) -> bool:
+        return self.levels.samples
+
     def takes(self, levels: int, topk: int) -> bool:
         return self.levels.takes(levels, topk)
 
@@ -83,6 +87,42 @@ def test_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, st
     both.grow([2, 4])
     both.grow([2, 4])  # deeper, from what is there
     assert both.watched.calls == [5, 2]
+    both.close()
+
+
+SAMPLED = (Sampling(temperature=1.0, seed=5), Sampling(temperature=0.7, top_p=0.9, seed=1 << 63),
+           Sampling(temperature=1.5, top_k=6, seed=7), Sampling(temperature=0.3, min_p=0.1, seed=8))
+
+
+@pytest.mark.parametrize(("topk", "steps"), SHAPES)
+def test_sampled_trees_are_those_that_grow_level_by_level(head: EagleHead, topk: int, steps: int) -> None:
+    """Beside greedy ones, in the same call, again and again further on in the text."""
+    both = WholeTrees(head, topk, steps)
+    for session, sampling in enumerate((SAMPLED[0], Sampling(), *SAMPLED[1:]), start=1):
+        both.open(session, 7 + session, sampling)
+    for turn in range(4):
+        for growth in both.grow([1, 2, 3, 4, 5], [12, 12, 12, 2, 12]):
+            both.commit(growth.session, [*growth.tokens[: turn % 3].tolist(), turn])
+    assert both.watched.calls == [5] * 4
+    both.close()
+
+
+@pytest.mark.parametrize("certain", [(0, 0), (1, 0), (0, 2), (3, 1)])
+def test_levels_that_are_not_certain_are_grown_one_by_one(head: EagleHead, certain: tuple[int, int]) -> None:
+    def change(grown: Grown) -> Grown:
+        """The first two sessions' deeper levels are nonsense."""
+        known, tokens = grown.known.copy(), grown.tokens.copy()
+        for place, levels in enumerate(certain[: len(known)]):
+            known[place], tokens[place, 1 + (levels - 1) * 3 if levels else 0 :] = levels, 1
+        return replace(grown, known=known, tokens=tokens)
+
+    both = WholeTrees(head, 3, 4, change=change)
+    for session, sampling in enumerate((*SAMPLED, Sampling()), start=1):
+        both.open(session, 9 + session, sampling)
+    growths = both.grow([1, 2, 3, 4, 5])
+    assert both.watched.calls == [5] and all(len(growth.tokens) == 12 for growth in growths if growth.session != 4)
+    both.commit(1, [*growths[0].tokens[:2].tolist(), 7])
+    both.grow([1, 2])
     both.close()
 
 

@@ -88,6 +88,7 @@ class GraphLevels:
     """A ``neural.Levels`` of one shape of trees, with loops for a few numbers of sessions."""
 
     most_rows = FEW_ROWS
+    samples = False
 
     def __init__(self, network: LevelNetwork, attention: PagedAttention, topk: int, levels: int,
                  capture: Capture) -> None:
@@ -119,11 +120,12 @@ class GraphLevels:
         tokens, scores = (np.stack([part.numpy() for part in parts])[:, None]
                           for parts in (([root.tokens for root in roots]), [root.scores for root in roots]))
         states = torch.stack([root.state for root in roots])[:, None]
+        known = np.array([1 + seed.levels for seed in seeds])
         if found is None:
-            return Grown(tokens, scores, np.zeros((len(roots), 0, topk), np.int64), states)
+            return Grown(tokens, scores, np.zeros((len(roots), 0, topk), np.int64), states, known)
         first = np.broadcast_to(np.arange(topk), (len(roots), 1, topk))
         return Grown(np.concatenate((tokens, found.tokens), 1), np.concatenate((scores, found.scores), 1),
-                     np.concatenate((first, found.picks), 1), torch.cat((states, found.states), 1))
+                     np.concatenate((first, found.picks), 1), torch.cat((states, found.states), 1), known)
 
     @torch.inference_mode()
     def _roots(self, seeds: Sequence[Seed], topk: int) -> list[Root]:
@@ -194,7 +196,7 @@ class LevelLoop:
         by_session = states.view(levels, self._shape.sessions, k, -1)[:, :count].transpose(0, 1).flatten(1, 2)
         scores = np.ascontiguousarray(found[1]).view(np.float64)
         return Grown(found[0].reshape(count, levels * k, k), scores.reshape(count, levels * k, k),
-                     found[2, :, : levels - 1, :k], by_session)
+                     found[2, :, : levels - 1, :k], by_session, np.full(count, 1 + levels))
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """All that is written before a replay or by it, for tests that spoil it."""

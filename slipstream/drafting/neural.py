@@ -5,7 +5,8 @@ Rules:
    shortest first; a session that is still behind afterwards grows nothing this time and goes on the next.
 2. Then trees grow one level at a time, ONE forward a level for all sessions (see ``tree.GrowingTree``). That is the
    specification. ``Levels`` (CPU kernels of our own in one call, a captured graph on a GPU) grow a whole tree, for
-   sessions that begin one and rank its tokens as they are, with few pending rows: nothing is different but time.
+   sessions that begin one and rank its logits as they are, under noise or not, with few pending rows: nothing is
+   different but time.
 3. The host chooses each level's rows again from the numbers that came back: its rules (``tree.GrowingTree``) stay the
    only ones. Where others were chosen, the tree ends there, and goes on level by level.
 4. A session for which there are no slots, or no target states, grows nothing: late is never an error.
@@ -105,11 +106,16 @@ MOST_SESSIONS = 8  # of a call
 
 
 class Levels(Protocol):
-    """Grows greedy trees of one network, all their levels at once."""
+    """Grows trees of one network, all their levels at once."""
 
     @property
     def most_rows(self) -> int:
         """Pending rows of one session."""
+        ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether it ranks under noise, too."""
         ...
 
     def takes(self, levels: int, topk: int) -> bool:
@@ -142,7 +148,8 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
         left = {context.session: seed.slots for context, seed in taken}
         try:
             found = backend.trees([seed for _, seed in taken], topk)
-            counts = adopted([context.tree for context, _ in taken], found, [seed.levels for _, seed in taken], topk)
+            taken, found = _known(taken, found)
+            counts = adopted([context.tree for context, _ in taken], found, (found.known - 1).tolist(), topk)
             for (context, seed), states, count in zip(taken, found.states.unbind(), counts, strict=True):
                 _keep(context, seed, states, (count - 1) * topk)
                 done[context.session] = count
@@ -154,10 +161,22 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
     return done
 
 
+def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[tuple[DraftContext, Seed]], Grown]:
+    """Those of which anything is certain. The others' rows are pending again."""
+    if found.known.all():
+        return taken, found
+    for (context, seed), known in zip(taken, found.known.tolist(), strict=True):
+        if not known:
+            context.unseed(seed)
+    places: list[int] = found.known.nonzero()[0].tolist()
+    return [taken[place] for place in places], found.of(places)
+
+
 def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
     rows, done = context.num_pending, context.done
     return (levels > 0 and topk * (levels - 1) <= MOST_BITS and backend.takes(levels - 1, topk)
-            and context.plain and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
+            and context.plain and (backend.samples or context.sampling.greedy)
+            and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
             and 0 < rows <= backend.most_rows and done + rows == len(context.tokens))
 
 

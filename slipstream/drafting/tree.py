@@ -284,7 +284,7 @@ class DraftContext:
     history: TokenHistory | None
     window: int
     lag: int
-    plain: bool = False  # its tokens are ranked as they are
+    plain: bool = False  # its logits are ranked, under noise or not, as they are
     start: int = 0  # position of the oldest row
     origin: int = 0  # taken from positions before they are rotated
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
@@ -297,7 +297,7 @@ class DraftContext:
         # The token at 0 has no state before it, so a head's first row is the token at 1.
         self.start = self.origin = self.lag
         sampling = self.sampling
-        self.plain = sampling.greedy and not sampling.logit_bias and not sampling.path_dependent
+        self.plain = not sampling.logit_bias and not sampling.path_dependent
 
     @property
     def base(self) -> int:
@@ -365,7 +365,12 @@ class DraftContext:
         tokens = self.tokens[row:]
         states = self.pull(len(tokens))
         assert states is not None
-        return Seed(tokens, states, row - self.origin, self.slots, slots, levels)
+        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, self.base, self.sampling)
+
+    def unseed(self, seed: Seed) -> None:
+        """Its rows are pending again."""
+        self.inputs.insert(0, seed.states)
+        self.num_inputs += len(seed.states)
 
     def computed(self, slots: Indices) -> None:
         """The next ``len(slots)`` pending rows have their KV in ``slots``."""

@@ -32,7 +32,6 @@ from slipstream.engine.model import ModelConfig, Tensors, dtype_of
 from slipstream.engine.native import native_or
 from slipstream.engine.native.draft import Grown, NativeDraft, Seed
 from slipstream.engine.native.program import Team
-from slipstream.engine.native.races import NativeRace
 from slipstream.engine.ops.layer import (
     TORCH,
     DecoderLayer,
@@ -92,7 +91,7 @@ class EagleNetwork:
         def native(team: Team) -> Forward:
             body = NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary, whole,
                                head.norm_output)
-            self.native, self.race = NativeTrees(body, self._pool), NativeRace(team, self.vocabulary)
+            self.native, self.race = NativeTrees(body, self._pool), body.race
             return body.forward
 
         def on_torch() -> Forward:
@@ -150,6 +149,11 @@ class NativeTrees:
 
     def __init__(self, body: NativeDraft, pool: KVPool) -> None:
         self._body, self._pool = body, pool
+
+    @property
+    def samples(self) -> bool:
+        """See ``neural.Levels``."""
+        return self._body.samples
 
     def takes(self, levels: int, topk: int) -> bool:
         """Any tree."""

@@ -1,4 +1,4 @@
-"""A draft head of one layer on the CPU kernels, and its greedy trees: all levels in one call (see ``trees.h``).
+"""A draft head of one layer on the CPU kernels, and its trees: all levels in one call (see ``trees.h``).
 
 Rules:
 1. What a row reads is made here too: its token's embedding beside a state, each behind a norm of its own.
@@ -11,6 +11,7 @@ It knows nothing about sessions, slots' owners or files. Dimension key: see ``sl
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.choosing.sampling import RUNNERS_UP
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.int8 import as_whole
 from slipstream.engine.kv import KVPool
@@ -35,6 +37,8 @@ from slipstream.engine.native.program import (
     Team,
     check_sizes,
 )
+from slipstream.engine.native.races import NativeRace, asked_plainly
+from slipstream.protocol.messages import Sampling
 
 Indices = NDArray[np.int64]
 CHILD = np.dtype([("token", np.int64), ("score", np.float64)])
@@ -51,6 +55,8 @@ class Seed:
     context: Indices  # [C] slots of the KV before them
     slots: Indices  # [M + levels * K] for the pending rows and the tree's, level by level
     levels: int  # beyond the root's children
+    base: int  # position of the root's children in the text, the prompt's first token being 0
+    sampling: Sampling  # nothing of it changes logits before they are filtered and drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +68,39 @@ class Grown:
     scores: NDArray[np.float64]  # [B, R, K] the logarithms of their shares
     picks: Indices  # [B, L, K] which candidates of the level above are a level's rows
     states: torch.Tensor  # [B, R, W]
+    known: Indices  # [B] levels that are certain, the root's children the first of them; the others say nothing
+
+    def of(self, places: list[int]) -> Grown:
+        """What became of some seeds."""
+        if places == list(range(len(self.known))):
+            return self
+        return Grown(self.tokens[places], self.scores[places], self.picks[places], self.states[places],
+                     self.known[places])
 
 
 class Trees(ctypes.Structure):
     """What a call says; ``trees.h`` says what each field is."""
 
     _fields_ = [*((name, kind) for names, kind in (
-        ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head", ctypes.c_void_p),
-        ("head_count", ctypes.c_int64), ("normed states best", ctypes.c_void_p),
+        ("body", ctypes.c_void_p), ("body_count", ctypes.c_int64), ("head logits", ctypes.c_void_p),
+        ("logits_stride columns", ctypes.c_int64), ("normed states best", ctypes.c_void_p),
         ("sessions topk most_levels width window", ctypes.c_int64),
-        ("cos sin seeds tokens read kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
-        ("children picks found", ctypes.c_void_p)) for name in names.split())]
+        ("cos sin seeds vocabulary asked", ctypes.c_void_p), ("spare", ctypes.c_int64),
+        ("tokens read kv_slots kv", ctypes.c_void_p), ("layer_stride", ctypes.c_int64),
+        ("children picks known found", ctypes.c_void_p)) for name in names.split())]
 
 
 class Ranking:
     """The head's product and the best of each row, for at most C rows and one number of children."""
 
-    __slots__ = ("best", "program", "topk")
+    __slots__ = ("best", "logits", "program", "topk")
 
     def __init__(self, team: Team, normed: torch.Tensor, head: Packed, vocabulary: torch.Tensor | None,
                  topk: int) -> None:
         rows, self.topk = len(normed), topk
         self.best = torch.empty(rows, 2 * topk, dtype=torch.int64)  # [C, K] of CHILD
         # Vectors read beyond the last column.
-        logits = torch.full((rows, -(-head.outer // LANES) * LANES), -torch.inf)[:, : head.outer]
+        self.logits = logits = torch.full((rows, -(-head.outer // LANES) * LANES), -torch.inf)[:, : head.outer]
         self.program = Program(team)
         self.program.product(normed, head, logits)
         self.program.rank(logits, vocabulary, self.best)
@@ -95,7 +110,7 @@ class Call:
     """What calls for trees of one shape say and bring back. Its memory is used again: where caches are cold, making and
     describing arrays takes longer than to fill them."""
 
-    __slots__ = ("_children", "_picks", "_seeds", "_trees", "pool")
+    __slots__ = ("_children", "_known", "_picks", "_seeds", "_trees", "pool")
 
     def __init__(self, pool: KVPool, trees: Trees) -> None:
         """trees: with all that stays the same. It holds addresses: its owner keeps what stands there, and this object
@@ -104,19 +119,28 @@ class Call:
         self.pool, self._trees = pool, trees
         self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)
         self._picks = np.zeros((sessions, levels, topk), np.int64)
-        self._seeds = (ctypes.c_int64 * (5 * sessions))()
-        trees.children, trees.picks = (made.__array_interface__["data"][0] for made in (self._children, self._picks))
+        self._known = np.zeros(sessions, np.int64)
+        self._seeds = (ctypes.c_int64 * (7 * sessions))()
+        trees.children, trees.picks, trees.known = (
+            made.__array_interface__["data"][0] for made in (self._children, self._picks, self._known))
         trees.seeds = ctypes.addressof(self._seeds)
 
     def __call__(self, team: Team, seeds: Sequence[Seed], states: torch.Tensor, table: Table) -> Grown:
         """seeds: those with most levels first; states: bfloat16 [M, W] of all pending rows; table: that reaches."""
         trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
+        asked = list[bytes]()
         for seed in seeds:
-            records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels)
+            greedy = seed.sampling.greedy
+            records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
+                        -1 if greedy else len(asked))
+            if not greedy:
+                asked.append(asked_plainly(seed.sampling))
             tokens += seed.tokens
             slots += (seed.context, seed.slots)
             begin += len(seed.context) + len(seed.slots)
         self._seeds[:] = records
+        sampled = array("B", b"".join(asked))
+        trees.asked = sampled.buffer_info()[0]
         pending, entries = (ctypes.c_int64 * len(tokens))(*tokens), np.concatenate(slots)
         rows = 1 + trees.most_levels * trees.topk
         found = torch.empty(len(seeds), rows, trees.width, dtype=torch.bfloat16)
@@ -124,14 +148,15 @@ class Call:
         trees.read, trees.found = states.data_ptr(), found.data_ptr()
         trees.cos, trees.sin = table.cos.data_ptr(), table.sin.data_ptr()
         team.grow(trees)
-        return Grown(self._children["token"].copy(), self._children["score"].copy(), self._picks.copy(), found)
+        return Grown(self._children["token"].copy(), self._children["score"].copy(), self._picks.copy(), found,
+                     self._known.copy())
 
 
 class NativeDraft:
     """One head's weights, and the lists of its forward."""
 
     __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layer", "_norm_before_residual",
-                 "_norm_output", "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary")
+                 "_norm_output", "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary", "race")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
                  norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
@@ -149,6 +174,7 @@ class NativeDraft:
         lm_head = tensors["lm_head.weight"]
         self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary
+        self.race = NativeRace(team, vocabulary)  # of its logits
         self._table = Table(config)
         self._ranking: Ranking | None = None
         self._calls: dict[tuple[int, int, int], Call] = {}  # by sessions, levels and topk
@@ -180,17 +206,24 @@ class NativeDraft:
         if call is None or call.pool is not pool:
             call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk, pool)
         grown = call(self._team, seeds, states, self._table)
-        if order == list(range(len(order))):
-            return grown
-        return Grown(grown.tokens[order], grown.scores[order], grown.picks[order], grown.states[order])
+        return grown.of(order)
+
+    @property
+    def samples(self) -> bool:
+        """Whether it grows trees under noise."""
+        return self.race.words(self._head.packed.outer) is not None
 
     def _call(self, sessions: int, levels: int, topk: int, pool: KVPool) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
             self._ranking = Ranking(self._team, self._buffers.normed, self._head.packed, self._vocabulary, topk)
             self._calls.clear()
         body, head, config = self._body.listed(), self._ranking.program.listed(), self._config
+        logits = self._ranking.logits
+        words = self.race.words(logits.shape[1])
         return Call(pool, Trees(
-            body=ctypes.addressof(body), body_count=len(body), head=ctypes.addressof(head), head_count=len(head),
+            body=ctypes.addressof(body), body_count=len(body), head=ctypes.addressof(head), logits=logits.data_ptr(),
+            logits_stride=logits.stride(0), columns=logits.shape[1],
+            vocabulary=None if words is None else ctypes.addressof(words), spare=RUNNERS_UP,
             normed=self._buffers.normed.data_ptr(), states=self._states.data_ptr(), best=self._ranking.best.data_ptr(),
             sessions=sessions, topk=topk, most_levels=levels, width=config.hidden_size, window=config.sliding_window,
             kv=pool.kv.data_ptr(), layer_stride=pool.kv.stride(0)))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from slipstream.choosing.noise import BLOCK
 from slipstream.choosing.sampling import ChoiceRows, Winners
 from slipstream.engine.native.program import LANES, RACE, Frame, Op, Team
+from slipstream.protocol.messages import Sampling
 
 ASKED = struct.Struct("=QdddqdddQQqQQqQqqqqQq")
 NONE = array("q")
@@ -47,6 +48,12 @@ class NativeRace:
             self._words = self._described(vocabulary.numpy().astype(np.int64))
         self._ops = (Op * 1)(Op(kind=RACE))
 
+    def words(self, width: int) -> Vocabulary | None:
+        """What so many columns are; None: such as no race takes."""
+        if self._words is not None and not self._kept:
+            self._words.tiles = -(-width // BLOCK)
+        return self._words
+
     def _described(self, ids: NDArray[np.int64]) -> Vocabulary | None:
         if ids[0] < 0 or (np.diff(ids) <= 0).any():
             return None  # the columns of a tile are a run
@@ -59,13 +66,11 @@ class NativeRace:
 
     def __call__(self, logits: torch.Tensor, sessions: Sequence[ChoiceRows], most: int) -> Winners | None:
         """See ``sampling.Race``."""
-        words, width = self._words, logits.shape[1]
+        width = logits.shape[1]
+        words = self.words(width)
         if words is None or logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
             return None
-        if self._kept:
-            assert width == len(self._kept[0]) - LANES
-        else:
-            words.tiles = -(-width // BLOCK)
+        assert not self._kept or width == len(self._kept[0]) - LANES
         records, kept = list[bytes](), list[object]()
         of, positions, outputs, paths, ends = (array("q") for _ in range(5))
         for place, session in enumerate(sessions):
@@ -116,6 +121,11 @@ def _record(session: ChoiceRows, first: int, num_ids: int, kept: list[object]) -
         sampling.top_k, sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
         _at(seen), _at(counts), len(seen), _at(biased), _at(amounts), len(biased), _at(stops), len(stops),
         sampling.min_tokens, first, session.rows.start, masks, words)
+
+
+def asked_plainly(sampling: Sampling) -> bytes:
+    """The same of rows whose logits nothing changes before they are filtered and drawn from."""
+    return _record(ChoiceRows(sampling, range(0), (), (), None, ()), 0, 0, [])
 
 
 def _at(numbers: array[Any]) -> int:

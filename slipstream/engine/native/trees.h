@@ -1,11 +1,13 @@
-// Greedy draft trees, from tokens that a draft head has not seen yet down to the leaves, without Python between levels.
+// Draft trees, greedy or under keyed noise, from tokens that a draft head has not seen yet down to the leaves, without Python between levels.
 //
 // Rules:
 // 1. First the pending rows of all sessions, one behind the other; the last one of each gives the root's children. Then
 //    level by level: the K best candidates of a level, the earlier first among equals, are the rows of the next. Sums are
 //    float64, as where the host chooses again.
 // 2. Sessions stand in the order of how many levels they want, most first: those of a level are the first ones.
-// 3. KV entries of a session: those that are computed, its pending rows', its tree's, level by level.
+// 3. Sampled sessions are ranked under their noise (`races.h`). Where a row's ranking is not certain, the tree is told as known
+//    down to it: what was grown below is nothing.
+// 4. KV entries of a session: those that are computed, its pending rows', its tree's, level by level.
 //
 // It knows nothing about threads: `run` computes a list for a frame.
 
@@ -24,18 +26,24 @@ struct Seed {  // `draft.SEED` is the same: one session
     int64_t rows, begin, computed;  // pending rows; where its KV entries begin; how many of them are computed
     int64_t position;               // of the first pending row
     int64_t levels;                 // beyond the root's children, at most `most_levels`
+    int64_t base;                   // position of the root's children in the text, from which their noise is made
+    int64_t asked;                  // which `Asked`; -1: greedy
 };
 
 struct Trees {  // `draft.Trees` is the same
     const Op* body;  // tokens and states to states
     int64_t body_count;
-    const Op* head;  // states to the best of the logits
-    int64_t head_count;
+    const Op* head;  // two: states to logits, and these to the best of them
+    const float* logits;  // [C, .] a buffer: what the head's product says
+    int64_t logits_stride, columns;
     bf16 *normed, *states;  // [C, W] buffers: what the head reads; what a child's row reads
-    const Child* best;      // [C, K] what the head says
+    Child* best;            // [C, K] what the head says
     int64_t sessions, topk, most_levels, width, window;
     const float *cos, *sin;   // [P, D]
     const Seed* seeds;        // [B]
+    const Vocabulary* vocabulary;  // of the columns
+    const Asked* asked;       // of sampled sessions
+    int64_t spare;            // tokens beyond `topk` among which shares are told, of sampled ones
     const int64_t* tokens;    // pending, of all sessions
     const bf16* read;         // [., W] their states
     const int64_t* kv_slots;  // entries of all sessions
@@ -43,6 +51,7 @@ struct Trees {  // `draft.Trees` is the same
     int64_t layer_stride;
     Child* children;  // [B, 1 + L * K, K] of the root, and of each row
     int64_t* picks;   // [B, L, K] which of a level's candidates are the next level's rows
+    int64_t* known;   // [B] levels of the tree that are certain, the root's children the first of them
     bf16* found;      // [B, 1 + L * K, W] states of the root and of each row
 };
 
@@ -119,9 +128,43 @@ void keep(const Trees& trees, int64_t b, int64_t place, int64_t width, int64_t f
     std::copy_n(trees.states + first * trees.width, width * trees.width, trees.found + to * trees.width);
 }
 
+// The best of the head's logits, of `width` rows of each of the first `count` sessions, so deep below their roots.
+template <typename Run>
+void rank(const Trees& trees, int64_t count, int64_t width, int64_t depth, const Frame& frame, Run run) {
+    std::vector<Asked> asked;
+    std::vector<int64_t> sessions, positions, owners;
+    for (int64_t b = 0; b < count; b++) {
+        const Seed& seed = trees.seeds[b];
+        if (seed.asked < 0) continue;
+        asked.push_back(trees.asked[seed.asked]), owners.push_back(b);
+        asked.back().first = int64_t(sessions.size()), asked.back().row = b * width;
+        sessions.insert(sessions.end(), width, int64_t(asked.size()) - 1);
+        positions.insert(positions.end(), width, seed.base + depth);
+    }
+    int64_t rows = int64_t(sessions.size()), k = trees.topk, most = k + trees.spare;
+    run(trees.head, rows < count * width ? 2 : 1, frame);
+    if (!rows) return;
+    std::vector<int64_t> none(rows), tokens(rows * most), sure(rows);
+    std::vector<double> scores(rows * most);
+    Races races = {trees.vocabulary, asked.data(), sessions.data(), positions.data(), none.data(), nullptr, none.data(),
+                   tokens.data(), scores.data(), sure.data(), most};
+    Op op = {};
+    op.kind = RACE, op.in = trees.logits, op.in_stride = trees.logits_stride, op.inner = trees.columns, op.extra = &races;
+    Frame raced = {};
+    raced.rows = rows;
+    run(&op, 1, raced);
+    for (int64_t place = 0; place < rows; place++) {
+        Child* best = trees.best + row_of(races, place) * k;
+        for (int64_t i = 0; i < k; i++) best[i] = {tokens[place * most + i], scores[place * most + i]};
+        int64_t& known = trees.known[owners[sessions[place]]];
+        if (!sure[place]) known = std::min(known, depth);
+    }
+}
+
 // run: computes a list (its operations, how many) for a frame.
 template <typename Run>
 void grow(const Trees& trees, Run run) {
+    for (int64_t b = 0; b < trees.sessions; b++) trees.known[b] = 1 + trees.seeds[b].levels;
     run(trees.body, trees.body_count, pending(trees).frame());
     for (int64_t b = 0, last = -1; b < trees.sessions; b++) {  // the last pending rows to the front, for the head
         last += trees.seeds[b].rows;
@@ -130,7 +173,7 @@ void grow(const Trees& trees, Run run) {
     }
     Frame roots = {};
     roots.rows = trees.sessions;
-    run(trees.head, trees.head_count, roots);
+    rank(trees, trees.sessions, 1, 0, roots, run);
     for (int64_t b = 0; b < trees.sessions; b++) keep(trees, b, 0, 1, b);
     std::vector<Node> nodes(trees.sessions), next;
     for (int64_t level = 0, width = 1; level < trees.most_levels; level++, width = trees.topk, nodes = next) {
@@ -142,7 +185,7 @@ void grow(const Trees& trees, Run run) {
         if (!count) return;
         Frame frame = rows.frame();
         run(trees.body, trees.body_count, frame);
-        run(trees.head, trees.head_count, frame);
+        rank(trees, count, trees.topk, 1 + level, frame, run);
         for (int64_t b = 0; b < count; b++) keep(trees, b, 1 + level * trees.topk, trees.topk, b * trees.topk);
     }
 }
