@@ -281,7 +281,7 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     """The same command three times: killed while it generates, killed while it trains, and to its end."""
     work, out = tmp_path / "work", tmp_path / "head"
     command = [sys.executable, "-m", "slipstream", "train-head", "--target", str(simple_folder), "--minutes", "0",
-               "--tokens", "5000", "--steps", "60", "--batch", "16", "--max-answer", "48", "--draft-vocab", "100",
+               "--tokens", "3000", "--steps", "30", "--batch", "16", "--max-answer", "48", "--draft-vocab", "100",
                "--dtype", "float32", "--threads", "1", "--save-every", "0.2", "--work", str(work), "--out", str(out)]
     kill_when(command, work, "shard-*[0-9]/index.json")
     shards = {path: path.stat().st_mtime_ns for path in work.glob("shard-*[0-9]/index.json")}
@@ -289,10 +289,10 @@ def test_killed_runs_go_on(simple_folder: Path, tmp_path: Path) -> None:
     kill_when(command, work, "checkpoints/step-*[0-9]/state.json")
     assert all(path.stat().st_mtime_ns == written for path, written in shards.items())
     step = newest_step(work)
-    assert 0 < step < 60 and not out.exists(), step
+    assert 0 < step < 30 and not out.exists(), step
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"going on at step {step}" in done.stdout and newest_step(work) == 60, done.stdout
+    assert f"going on at step {step}" in done.stdout and newest_step(work) == 30, done.stdout
     numbers = Shards([work], identity_of(simple_folder, ModelConfig.from_folder(simple_folder))).numbers()
     assert len(numbers) == sum(path.read_text().count('"number"') for path in work.glob("shard-*[0-9]/index.json"))
     assert "tokens a target step" in done.stdout and read_head(out, simple_folder).draft_vocab_size == 100
