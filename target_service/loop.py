@@ -25,17 +25,16 @@ from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
 from slipstream.following.followed import RoundRecord, Step, Verified
 from slipstream.following.following import Following
-from slipstream.grammar.matcher import Matcher
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans, Spans
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import BEAT_S, Vitals
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Finish, Piece, PromptScores, Request
 from slipstream.protocol.tree import Thresholds
 from target_service.scheduler import Limits, Queues, Schedule, Shedding, holds
-from target_service.sequence import KV, Sequence, Sink
-from target_service.step import Outcome, run_step
+from target_service.sequence import KV, Rule, Sequence, Sink
+from target_service.step import Outcome, Scored, run_step
 
 Dispatch = Callable[[list[tuple[Sink, Piece | Exception]]], None]
 
@@ -56,9 +55,7 @@ class Telling:
         plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
         piece = Piece(tokens, record.accepted, record.drafted, outcome.logprobs[: len(tokens)], finish, step.seconds,
                       record.waited_s, mode.value, lossy=outcome.lossy, plain_s=plain_s)
-        if not one.told and one.first_step_s is not None:
-            one.told = True
-            piece = piece._replace(cached_tokens=one.cached_tokens, queue_s=max(0.0, one.first_step_s - one.arrived_s))
+        piece = self._first(one, piece)
         if outcome.lenient:
             self._metrics.lenient(outcome.lenient)
         self._pieces.append((one.sink, piece))
@@ -66,6 +63,19 @@ class Telling:
             one.history.append(tokens)
         if finish:
             self._metrics.request(finish)
+
+    def prompt(self, one: Sequence, scores: PromptScores | None, finish: Finish = "") -> None:
+        """Of its prompt, before its first token; or that nothing else was wanted."""
+        state = one.followed.policy.mode.value
+        self._pieces.append((one.sink, self._first(one, Piece((), prompt=scores, finish=finish, state=state))))
+        if finish:
+            self._metrics.request(finish)
+
+    def _first(self, one: Sequence, piece: Piece) -> Piece:
+        if one.told or one.first_step_s is None:
+            return piece
+        one.told = True
+        return piece._replace(cached_tokens=one.cached_tokens, queue_s=max(0.0, one.first_step_s - one.arrived_s))
 
     def failed(self, one: Sequence, error: Exception, outcome: str = "failed") -> None:
         """It ends with ``error``."""
@@ -91,6 +101,7 @@ class Done:
     step: Step
     prefilled: list[Sequence]
     outcomes: list[Outcome]
+    scored: Scored
 
 
 class TargetWorker:
@@ -156,11 +167,11 @@ class TargetWorker:
         """Let the engine thread do ``event`` before its next step."""
         self.following.inbox.post(event)
 
-    def ask(self, number: int, request: Request, sink: Sink, matcher: Matcher | None = None) -> None:
-        """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``matcher``: of what it is bound
-        to; it is the engine thread's from now on."""
+    def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
+        """An answer is wanted; ``sink`` takes its pieces, or the error that ends it. ``rule``: what it is bound to; it
+        is the engine thread's from now on."""
         arrived_s = self._clock()
-        self.post(lambda: self._arrive(number, request, sink, arrived_s, matcher))
+        self.post(lambda: self._arrive(number, request, sink, arrived_s, rule))
         if self._failed is not None:  # it failed since somebody looked
             self._dispatch([(sink, self._failed)])
 
@@ -231,7 +242,7 @@ class TargetWorker:
         self._admit(plan)
         done = self._forward(plan)
         if done is not None:
-            self._send(done.step, self._commit(done))
+            self._send(done, self._commit(done))
         self._metrics.sessions(len(self._queues.running), len(self._queues.waiting))
         self._show_slots()
         return 0.0
@@ -265,8 +276,10 @@ class TargetWorker:
             if one.first_step_s is None:
                 one.cached_tokens = one.computed
                 self._metrics.prompt(one.base, one.computed)
-            self.following.begin([one.followed], self._clock())
-            self._kv.give_prompt_rows(one)
+            if one.request.max_tokens:
+                self.following.begin([one.followed], self._clock())
+                self._kv.give_prompt_rows(one)
+            self._end_if_over(one)
 
     def _forward(self, plan: Schedule) -> Done | None:
         """Compute the step. None: there was none, or the device failed."""
@@ -280,7 +293,7 @@ class TargetWorker:
         self._kv.make_room(rows)
         began_s = self._clock()
         try:
-            outcomes = run_step(self._runner, prefill, trees, self._thresholds, self._telling.deliver)
+            outcomes, scored = run_step(self._runner, prefill, trees, self._thresholds, self._telling.deliver)
         except Exception as error:  # the device failed: whoever was in the step is lost, the service is not
             if isinstance(error, DeviceFull) and self.shedding.failed(rows):
                 return None  # nobody was in it yet: the next turn asks for less
@@ -295,7 +308,7 @@ class TargetWorker:
             self._trace.span("device", "verify", began_s, step.ended_s, rows=rows)
         for one, _ in [*prefill, *trees]:
             one.first_step_s = one.first_step_s or began_s
-        return Done(step, [one for one, _ in prefill], self._without_broken(outcomes))
+        return Done(step, [one for one, _ in prefill], self._without_broken(outcomes), scored)
 
     def _without_broken(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Those whose grammar says what may follow; the others' answers end."""
@@ -325,8 +338,13 @@ class TargetWorker:
             time.sleep(HAND_OVER_S)
         return list(zip(done.outcomes, batch, records, strict=True))
 
-    def _send(self, step: Step, committed: Committed) -> None:
+    def _send(self, done: Done, committed: Committed) -> None:
         """Clients and counters hear of it, and who is done goes."""
+        step = done.step
+        for one, scores in done.scored:
+            self._telling.prompt(one, scores)
+        for one in done.prefilled:
+            self._end_if_over(one)
         for outcome, verified, record in committed:
             self._telling.round(outcome, verified, record, step)
             if verified.finish:
@@ -334,9 +352,14 @@ class TargetWorker:
         waited_s = max((record.waited_s for _, _, record in committed), default=0.0)
         self._metrics.step(step.rows, waited_s, step.seconds, self._clock() - step.ended_s)
 
-    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, matcher: Matcher | None) -> None:
+    def _end_if_over(self, one: Sequence) -> None:
+        if one.over:
+            self._telling.prompt(one, None, "length")
+            self._end(one)
+
+    def _arrive(self, number: int, request: Request, sink: Sink, arrived_s: float, rule: Rule | None) -> None:
         try:
-            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, matcher)
+            one = Sequence.begin(number, request, sink, arrived_s, self.following, self._spans, rule)
         except Exception as error:  # its reader hears of it, and nobody else
             self._log.exception("request not begun", session=number)
             self._dispatch([(sink, error)])

@@ -5,6 +5,7 @@ Rules of a schedule:
    the first of each, then the second of each. The oldest always advances, so nobody starves; when slots run out, the
    last in that order is put back and computed again later.
 2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
+   A row that is scored counts as ``SCORED``.
 3. Trees shrink before anyone is put back: draft nodes are a bet, answers are a promise.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step itself is held
    for it where one step of all is sooner over than two.
@@ -44,11 +45,15 @@ class Facts:
     prefill: int  # committed tokens whose KV is missing, root not counted
     nodes: int  # rows that it would verify now, root included
     waits: bool  # for its drafter
+    scored: bool = False  # rows of its prompt go through the head, too
 
 
 # Rows of one step. Half of them may be a prompt's, so that answers which run do not wait for a long one. A GPU computes
 # some 300 rows while it reads its weights, a CPU fewer than 20: it gains nothing by more, and waits longer for each.
 STEP_ROWS = {"cpu": 512, "cuda": 1024}
+
+
+SCORED = 2  # rows that a row counts for which is scored: the head may cost as much as all layers before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +101,11 @@ def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_sl
     rows_left = limits.max_step_rows - sum(rows for _, rows in verify)
     prefill: list[tuple[int, int]] = []
     for facts in kept:
-        rows = min(facts.prefill, limits.prefill_chunk, rows_left, room)
+        each = SCORED if facts.scored else 1
+        rows = min(facts.prefill, limits.prefill_chunk // each, rows_left // each, room)
         if rows > 0:
             prefill.append((facts.key, rows))
-            rows_left, room = rows_left - rows, room - rows
+            rows_left, room = rows_left - each * rows, room - rows
     # The oldest is stuck in its prompt with nothing free: the youngest makes place.
     if kept and not verify and not prefill and not any(facts.waits for facts in kept) and len(kept) > 1:
         put_back.append(kept.pop().key)
@@ -178,7 +184,7 @@ class Queues:
         for one in in_turn(self.running, have):
             held = one.computed - one.borrowed
             if one.prefilling:
-                facts.append(Facts(one.number, held, one.num_prefill, 1, False))
+                facts.append(Facts(one.number, held, one.num_prefill, 1, False, one.scores))
             elif one.followed.waits(now_s):
                 one.followed.stands(now_s)
                 standing.append(one)

@@ -22,23 +22,39 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache
 from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.engine.table import Row
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
-from slipstream.grammar.matcher import Matcher
 from slipstream.observe.spans import Span, Spans
 from slipstream.protocol.messages import FeatureSpec
 from slipstream.protocol.requests import Finish, Piece, Request
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 Sink = Callable[[Piece | Exception], None]
+
+
+class Rule(Protocol):
+    """What may follow an answer and each path below it; see ``grammar.matcher`` and ``choosing.permitted``."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def commit(self, tokens: abc.Sequence[int]) -> int: ...
+
+    def kept(self, tree: DraftTree) -> list[int]: ...
+
+    def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]: ...
+
+
 NOTHING = np.zeros(0, np.int64)
 
 
@@ -53,7 +69,7 @@ class Sequence:
     followed: Followed  # its tokens, tree, drafter and decisions
     history: TokenHistory | None
     span: Span
-    matcher: Matcher | None = None  # of what it is bound to
+    rule: Rule | None = None  # what it is bound to
     row: Row | None = None  # of the runner's table, while it is computed
     computed: int = 0
     borrowed: int = 0
@@ -61,10 +77,11 @@ class Sequence:
     cached_tokens: int = 0
     first_step_s: float | None = None
     told: bool = False  # its reader has had a piece
+    scored: int = 0  # rows of its prompt, each of which scores the token behind it
 
     @staticmethod
     def begin(number: int, request: Request, sink: Sink, arrived_s: float, following: Following,
-              spans: Spans, matcher: Matcher | None = None) -> Sequence:
+              spans: Spans, rule: Rule | None = None) -> Sequence:
         """An answer that waits for its turn."""
         prompt = len(request.tokens) - request.answered
         span = spans.begin("target.answer", request.trace, prompt=prompt, answered=request.answered)
@@ -75,7 +92,7 @@ class Sequence:
             history.append(request.tokens[prompt:])
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
                                   request.speculate, span.parent)
-        return Sequence(number, request, sink, arrived_s, followed, history, span, matcher)
+        return Sequence(number, request, sink, arrived_s, followed, history, span, rule)
 
     @property
     def tokens(self) -> list[int]:
@@ -98,12 +115,22 @@ class Sequence:
         """Committed tokens whose KV is missing, the root not counted."""
         return self.base - 1 - self.computed
 
+    @property
+    def scores(self) -> bool:
+        """Whether rows of its prompt are still to be scored."""
+        return self.request.prompt_logprobs is not None and self.scored < self.followed.side.prompt_len - 1
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is wanted but its prompt, and that is computed."""
+        return self.request.max_tokens == 0 and not self.prefilling
+
     def cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
         """What of ``tokens`` becomes part of the answer, and whether it ends there. To be asked once a commit."""
         cut, finish = self._cut(tokens)
-        if self.matcher is not None:
-            known = self.matcher.commit(cut[:-1] if finish == "stop" else cut)
-            if self.matcher.ended:  # a stop token behind it says nothing more
+        if self.rule is not None:
+            known = self.rule.commit(cut[:-1] if finish == "stop" else cut)
+            if self.rule.ended:  # a stop token behind it says nothing more
                 return cut[:known], "stop"
         return cut, finish
 
@@ -115,9 +142,9 @@ class Sequence:
         return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
 
     def take(self, rows: int) -> DraftTree:
-        """What to verify, in at most so many rows: nothing that its grammar forbids."""
-        if self.matcher is not None:
-            self.followed.side.keep(self.matcher.kept(self.followed.side.tree))
+        """What to verify, in at most so many rows: nothing that its rule forbids."""
+        if self.rule is not None:
+            self.followed.side.keep(self.rule.kept(self.followed.side.tree))
         return self.followed.take(rows)
 
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
@@ -157,7 +184,8 @@ class KV:
         # A tree may reach beyond the last token that is wanted; its slots are taken before the answer is cut.
         one.row = self._runner.table.take(one.base + one.followed.left + MAX_NODES)
         if self._cache is not None:
-            match = self._cache.match(one.tokens[:-1], one.request.namespace)
+            # A row that is to be scored has to be computed, whatever is known of it.
+            match = self._cache.match(one.tokens[: one.scored if one.scores else -1], one.request.namespace)
             self._cache.lock(match)
             one.match = match
             one.take_slots(match.slots)

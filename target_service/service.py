@@ -18,16 +18,19 @@ from dataclasses import replace
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.choosing.permitted import Permitted
 from slipstream.grammar.matcher import Matcher
 from slipstream.observe.log import logger
-from slipstream.protocol.requests import DraftStatus, Piece, Request, TargetInfo
+from slipstream.protocol.requests import NEEDS, DraftStatus, Piece, Request, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drained
 from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import CALM_S
-from target_service.sequence import Sink
+from target_service.sequence import Rule, Sink
 from target_service.served import MAX_WAITING, Served
+
+TAKES = tuple(need for need in NEEDS if need != "grammar")  # which depends on the tokenizer
 
 
 class LoopDispatch:
@@ -45,8 +48,8 @@ class TargetAnswer:
     """One running answer as its reader sees it. Implements ``requests.Answer``."""
 
     def __init__(self, worker: TargetWorker, number: int, request: Request,
-                 compiled: asyncio.Future[Matcher] | None = None) -> None:
-        """compiled: what it is bound to; it begins when that is there."""
+                 compiled: asyncio.Future[Matcher] | None = None, rule: Rule | None = None) -> None:
+        """compiled: the grammar that it is bound to; it begins when that is there. rule: what it is bound to, else."""
         self._worker = worker
         self._number = number
         self._request = request
@@ -54,7 +57,7 @@ class TargetAnswer:
         self._over = False
         self._compiled = compiled
         if compiled is None:
-            worker.ask(number, request, self._pieces.put_nowait)
+            worker.ask(number, request, self._pieces.put_nowait, rule)
         else:
             compiled.add_done_callback(self._begin)
 
@@ -114,8 +117,6 @@ class TargetService:
             raise Draining("the target is shutting down; another one will take the request")
         if not self._worker.alive:
             raise Unavailable("the engine thread has ended; the service has to be restarted")
-        for need in sorted(request.needs - {"grammar"}):
-            raise InvalidRequest(need, "is not honoured here", "unsupported_parameter")
         self._served.check(request, min(self._served.max_context, self._served.num_slots - MAX_NODES))
         if self._worker.num_waiting > MAX_WAITING:
             raise CapacityError(f"{self._worker.num_waiting} requests are waiting already")
@@ -126,14 +127,16 @@ class TargetService:
             if self._grammars is None:
                 raise InvalidRequest("grammar", "this target binds no answer to one", "unsupported_parameter")
             compiled = self._grammars.compile(request)
-        return TargetAnswer(self._worker, next(self._numbers), request, compiled)
+        return TargetAnswer(self._worker, next(self._numbers), request, compiled,
+                            Permitted.of(request, self._served.vocab_size))
 
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           worker.num_running, worker.num_waiting, served.num_slots, worker.num_free_slots,
                           self._draining, tuple(map(worker.following.pool.with_problem, self._drafts())),
-                          served.lossy, identity=served.identity, grammars=self._grammars is not None)
+                          served.lossy, identity=served.identity, grammars=self._grammars is not None,
+                          takes=TAKES)
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new requests and wait for the running ones; those that do not finish in time are handed back, and run

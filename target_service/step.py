@@ -4,10 +4,11 @@ Rules:
 1. One forward for everything. Plain decoding is a tree with one node, in the same batch as all others.
 2. Tree nodes take any free slots. After the walk the accepted nodes' slots are the answer's, the rest are freed: no
    KV is copied.
-3. The choice at a node depends on that node's own path alone: penalties, min_tokens, the grammar and noise follow the
-   path.
+3. The choice at a node depends on that node's own path alone: penalties, min_tokens, what is allowed and noise follow
+   the path.
 4. What a grammar allows is found while a device computes. A verdict ends before a node where that is not known; one
    that is empty says that its answer cannot go on.
+5. Rows of a prompt that are to be scored go through the head a few at a time, behind the forward that computes them.
 
 It knows nothing about drafters, schedules or clients.
 """
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 
 from slipstream.base.errors import DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, choose, coins, logprobs, probabilities
+from slipstream.choosing.sampling import ChoiceRows, choose, coins, probabilities
+from slipstream.choosing.scores import chosen_logprobs, prompt_scores
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.requests import TokenLogprob
+from slipstream.protocol.requests import PromptScores, TokenLogprob
 from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, walk
 from target_service.sequence import Sequence
 
@@ -43,17 +45,35 @@ class Outcome:
     lenient: int = 0  # tokens taken though the target chose others
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Rows of a step whose next tokens are scored: ``rows`` of the batch, from position ``start`` on."""
+
+    sequence: Sequence
+    rows: range
+    start: int
+
+    def scores(self, states: torch.Tensor, head: abc.Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
+        one, first = self.sequence, self.start + 1
+        one.scored += len(self.rows)
+        return prompt_scores(states[self.rows.start : self.rows.stop], head, one.tokens[first : first + len(self.rows)],
+                             first, one.request.prompt_logprobs or 0)
+
+
+Scored = list[tuple[Sequence, PromptScores]]
+
+
 def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
              trees: abc.Sequence[tuple[Sequence, DraftTree]], thresholds: Thresholds,
-             meanwhile: abc.Callable[[], None]) -> list[Outcome]:
+             meanwhile: abc.Callable[[], None]) -> tuple[list[Outcome], Scored]:
     """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
     ``meanwhile`` is called when all is ready: what it wakes other threads for, they do while the device computes.
+    Returns the verdicts, and the scores of those whose prompts are to be scored.
 
     Afterwards each answer's ``slots`` cover what was computed for it; committing the verdicts is the caller's.
     """
     builder = BatchBuilder()
-    for one, rows in prefill:
-        _add_prefill(builder, runner, one, rows)
+    scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
     sessions, depths, first = list[ChoiceRows](), list[int](), 0
     taken = runner.slots.alloc(sum([len(tree.tokens) for _, tree in trees]))  # of all nodes
     slots: list[int] = taken.tolist()
@@ -68,11 +88,14 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         returns_at_once = batch.device.type != "cpu"
         if not returns_at_once:
             meanwhile()
-        logits, best = runner.scored(batch)
+        states = runner.states(batch) if scoring else None
+        logits, best = runner.scored(batch) if states is None else (runner.logits(batch, states), None)
         if returns_at_once:  # the device has its work before the host has others'
             meanwhile()
         sessions, known = _bound(trees, sessions)
         choices = choose(logits, sessions, best, runner.race) if sessions else []
+        scored = [] if states is None else [(part.sequence, part.scores(states, runner.model.logits))
+                                            for part in scoring]
     except Exception as error:
         runner.slots.free(taken)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
@@ -83,7 +106,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
     outcomes = [_outcome(one, tree, session, depth, nodes, choices, logits, thresholds)
                 for (one, tree), session, depth, nodes in zip(trees, sessions, depths, known, strict=True)]
     _keep(runner, outcomes, slots)
-    return outcomes
+    return outcomes, scored
 
 
 def _keep(runner: ModelRunner, outcomes: abc.Iterable[Outcome], slots: list[int]) -> None:
@@ -98,15 +121,15 @@ def _keep(runner: ModelRunner, outcomes: abc.Iterable[Outcome], slots: list[int]
     runner.slots.free(np.array(refused, np.int64))
 
 
-Known = frozenset[int] | None  # the nodes where it is known what the grammar allows; None: there is no grammar
+Known = frozenset[int] | None  # the nodes where it is known what the rule allows; None: there is no rule
 
 
 def _bound(trees: abc.Sequence[tuple[Sequence, DraftTree]],
            sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], list[Known]]:
-    """``sessions`` with what their grammars allow at the nodes of their ``trees``, and where that is known."""
+    """``sessions`` with what their rules allow at the nodes of their ``trees``, and where that is known."""
     bound, known = list[ChoiceRows](), list[Known]()
     for (one, tree), session in zip(trees, sessions, strict=True):
-        masks, nodes = (None, None) if one.matcher is None else one.matcher.masks(tree)
+        masks, nodes = (None, None) if one.rule is None else one.rule.masks(tree)
         bound.append(session if masks is None else replace(session, allowed=masks))
         known.append(nodes)
     return bound, known
@@ -123,18 +146,24 @@ def _outcome(one: Sequence, tree: DraftTree, session: ChoiceRows, depth: int, kn
     wanted = one.request.top_logprobs
     ranked: tuple[TokenLogprob, ...] = ()
     if wanted is not None:
-        ranked = tuple(logprobs(logits[[begin + node for node in verdict.path]], verdict.tokens, wanted))
+        ranked = tuple(chosen_logprobs(logits, session, verdict.path, verdict.tokens, wanted,
+                                       one.request.logprobs_mode))
     lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
     return Outcome(one, tree, verdict, depth, ranked, lossy, lenient)
 
 
-def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows: int) -> None:
+def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows: int) -> Scoring | None:
     start = one.computed
     slots = runner.slots.alloc(rows)
     assert one.row is not None
-    builder.add_row(one.tokens[start : start + rows], range(start, start + rows), slots.tolist(), one.row, start,
-                    logits="none")
+    added = builder.add_row(one.tokens[start : start + rows], range(start, start + rows), slots.tolist(), one.row,
+                            start, logits="none")
     one.take_slots(slots)
+    if not one.scores:
+        return None
+    first, last = max(start, one.scored), min(start + rows, one.followed.side.prompt_len - 1)
+    # What it had scored before it was put back may have to be computed again.
+    return Scoring(one, range(added.start + first - start, added.start + last - start), first) if first < last else None
 
 
 def _add_tree(builder: BatchBuilder, one: Sequence, tree: DraftTree, levels: list[int], slots: list[int]) -> None:

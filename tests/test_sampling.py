@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from slipstream.choosing.noise import leaders, noise, row_keys
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, logprobs, rank, ranked
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, rank, ranked
+from slipstream.choosing.scores import logprobs
 from slipstream.protocol.messages import Sampling
 
 WORD = (1 << 64) - 1

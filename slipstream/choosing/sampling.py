@@ -38,10 +38,9 @@ from slipstream.choosing.logits import (
 from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.transfer import sent
 from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import TokenLogprob
 
-__all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted", "choices", "choose", "coins",
-           "logprobs", "probabilities", "rank", "ranked"]
+__all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjusted", "adjusted_rows", "choices",
+           "choose", "coins", "probabilities", "rank", "ranked", "shares"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
 ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
@@ -203,12 +202,23 @@ def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor
 def probabilities(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     """float64 [r, V]: what one sampled session's rows of ``logits`` [R, V] are chosen by, after penalties, bias,
     temperature and filters."""
+    return shares(logits, session).exp_()
+
+
+def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
+    """The same as natural logarithms, -inf for what was filtered."""
     assert not session.sampling.greedy
     rows, heat = _own_rows(logits, session, None), _heat([session], logits.device)
     if not is_filtered(session.sampling):
-        return torch.softmax(rows.to(torch.float64) / heat[:, None], 1)
+        return torch.log_softmax(rows.to(torch.float64) / heat[:, None], 1)
     values, columns = survivors(rows, heat, [session.sampling] * len(rows))
-    return torch.zeros_like(rows, dtype=torch.float64).scatter_(1, columns, torch.softmax(values, 1))
+    whole = torch.full_like(rows, -math.inf, dtype=torch.float64)
+    return whole.scatter_(1, columns, torch.log_softmax(values, 1))
+
+
+def adjusted_rows(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
+    """float64 [r, V]: one session's rows of ``logits`` [R, V] after penalties, bias, min_tokens and what is allowed."""
+    return _penalised(logits, session, None)
 
 
 def coins(session: ChoiceRows) -> list[float]:
@@ -296,18 +306,6 @@ def _greedy_children(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: in
 def _children(logits: torch.Tensor, session: ChoiceRows, k: int, vocabulary: torch.Tensor | None) -> list[Children]:
     tokens, scores = rank(logits, session, k, vocabulary)
     return [*zip(tokens.tolist(), scores.tolist(), strict=True)]
-
-
-def logprobs(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Natural-log probabilities of ``chosen`` (one a row of ``logits`` [R, V]) and of the ``top`` best tokens, before
-    penalties, temperature and filters."""
-    scores = torch.log_softmax(logits.to(torch.float64), 1)
-    own = scores.gather(1, sent(chosen, logits.device)[:, None])[:, 0].tolist()
-    if top == 0:
-        return [TokenLogprob(value) for value in own]
-    best, ids = scores.topk(min(top, scores.shape[1]), 1)
-    return [TokenLogprob(value, tuple(zip(row_ids, row_best, strict=True)))
-            for value, row_ids, row_best in zip(own, ids.tolist(), best.tolist(), strict=True)]
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

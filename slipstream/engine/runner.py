@@ -208,12 +208,22 @@ class ModelRunner:
                                          dtype=self.model.dtype, device=self.model.device)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a batch: KV (and features, with taps) are written at its slots. Returns the logits [R, V]."""
+    def states(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a batch: KV (and features, with taps) are written at its slots. Returns the last states [T, H], of which
+        the model's ``logits`` makes those that are wanted."""
         hidden, tapped = self.model.forward(batch, self.pool, self.taps)
         if tapped is not None:
             self._features.index_copy_(0, batch.slots, tapped)
             self._known[batch.host.slots] = True
+        return hidden
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a batch as ``states`` does. Returns the logits [R, V] of its rows that want them."""
+        return self.logits(batch, self.states(batch))
+
+    def logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, V], of the rows that want them, from what ``states`` gave."""
         every = len(batch.host.logit_rows) == len(hidden)
         return self.model.logits(hidden if every else hidden.index_select(0, batch.logit_rows))
 

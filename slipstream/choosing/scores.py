@@ -1,0 +1,76 @@
+"""Log probabilities: of tokens that were chosen, and of a prompt's tokens. torch, no model.
+
+Rules:
+1. Raw ones are of the model's own logits; tempered ones of what penalties, bias, forbidden tokens and the temperature
+   make of them; processed ones are the chances by which the token was drawn, after top-k, top-p and min-p, too. A
+   greedy token has no temperature and no filters.
+2. All are natural, in float64, and of a row alone: they do not depend on the rows beside it.
+3. A prompt's rows become logits a few at a time, so memory has a bound however long the prompt is.
+
+R rows · V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from slipstream.choosing.sampling import ChoiceRows, adjusted_rows, shares
+from slipstream.choosing.transfer import sent
+from slipstream.protocol.requests import LogprobsMode, PromptScores, TokenLogprob
+
+ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 16, 64
+
+
+def logprobs(logits: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Raw ones of ``chosen`` (one a row of ``logits`` [R, V]) and of the ``top`` best tokens."""
+    return _told(torch.log_softmax(logits.to(torch.float64), 1), chosen, top)
+
+
+def chosen_logprobs(logits: torch.Tensor, session: ChoiceRows, nodes: Sequence[int], chosen: Sequence[int], top: int,
+                    mode: LogprobsMode) -> list[TokenLogprob]:
+    """The same of some ``nodes`` (rows of the session alone, from 0) of ``logits`` [R, V], as ``mode`` has it."""
+    rows = logits[[session.rows.start + node for node in nodes]]
+    if mode == "raw":
+        return logprobs(rows, chosen, top)
+    own = replace(session, rows=range(len(nodes)), positions=[session.positions[node] for node in nodes],
+                  num_output=[session.num_output[node] for node in nodes],
+                  paths=[session.paths[node] for node in nodes],
+                  allowed=None if session.allowed is None else session.allowed[list(nodes)])
+    if mode == "processed" and not own.sampling.greedy:
+        return _told(shares(rows, own), chosen, top)
+    heat = 1.0 if own.sampling.greedy else own.sampling.temperature
+    return _told(torch.log_softmax(adjusted_rows(rows, own) / max(heat, 1e-300), 1), chosen, top)
+
+
+def prompt_scores(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int], start: int,
+                  top: int) -> PromptScores:
+    """Of ``tokens``, which stand at ``start`` and behind it. states: [R, H], one row a token, the one before it; head:
+    [r, H] -> logits [r, V]."""
+    logged, ranks, ids, best = zip(*_parts(states, head, tokens, top), strict=True)
+    return PromptScores(start, *(tuple(torch.cat(part).tolist()) for part in (logged, ranks, ids, best)))
+
+
+def _parts(states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], tokens: Sequence[int],
+           top: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    step = ROWS_AT_ONCE_CPU if states.device.type == "cpu" else ROWS_AT_ONCE
+    for first in range(0, len(tokens), step):
+        logits = head(states[first : first + step])
+        scores = torch.log_softmax(logits.to(torch.float64), 1)
+        own = scores.gather(1, sent(tokens[first : first + step], states.device)[:, None])
+        best = scores.topk(min(top, scores.shape[1]), 1)
+        yield own[:, 0], (scores > own).sum(1) + 1, best.indices.flatten(), best.values.flatten()
+
+
+def _told(scores: torch.Tensor, chosen: Sequence[int], top: int) -> list[TokenLogprob]:
+    """scores: float64 [R, V], -inf for what cannot be chosen, which is no alternative."""
+    own = scores.gather(1, sent(chosen, scores.device)[:, None])[:, 0].tolist()
+    if top == 0:
+        return [TokenLogprob(value) for value in own]
+    best, ids = scores.topk(min(top, scores.shape[1]), 1)
+    return [TokenLogprob(value, tuple((token, logged) for token, logged in zip(row_ids, row_best, strict=True)
+                                      if logged > -math.inf))
+            for value, row_ids, row_best in zip(own, ids.tolist(), best.tolist(), strict=True)]
