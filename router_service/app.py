@@ -21,6 +21,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -236,12 +237,13 @@ class Surface:
         markups = markups_of(codec, options, run.job.prompts[0], run.job.num_answers)
         return ChatReply(options.answer_id or origin.name, origin.created, run.job.model, codec,
                          options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n,
-                         markups, options.tell_reasoning)
+                         markups, options.tell_reasoning, run.job.told(codec))
 
     def _text_reply(self, run: Run, origin: Origin) -> Reply:
         options = run.job.options
         return TextReply(options.answer_id or origin.name, origin.created, run.job.model, self._gateway.codec,
-                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n)
+                         options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n,
+                         run.job.told(self._gateway.codec))
 
     async def _answer(self, request: Request, asked: Asked, reply_to: Callable[[Run, Origin], Reply],
                       body: ChatBody | CompletionBody, unknown: Unknown) -> Response:
@@ -258,7 +260,9 @@ class Surface:
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         await _taken(run, client, lambda number, delta: answers[number].append(delta))
-        return json_response(reply.whole(answers, run.usage()), headers=headers)
+        written = await self._gateway.beside(run.job.num_scores,
+                                             lambda: orjson.dumps(reply.whole(answers, run.usage())))
+        return Response(written, headers=headers, media_type="application/json")
 
     async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:
         client = Presence(connection_of(request.scope))
@@ -313,7 +317,7 @@ class Surface:
         if not shown:
             return None
         reached = read(shown)
-        if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)):
+        if not (body.stream and asked.num_answers == 1 and self._gateway.repeats(options)) or options.tells_prompt:
             raise InvalidRequest(LAST_EVENT_ID, "is for streams of one answer that a seed fixes")
         if ((options.max_tokens is not None and reached.tokens > options.max_tokens)
                 or (body.seed is not None and options.sampling.seed != reached.origin.seed)):
@@ -324,7 +328,7 @@ class Surface:
         """None: nobody asks for them, or the answer could not be computed again."""
         wanted = "text/event-stream" in request.headers.get("accept", "")
         again = origin.identity and run.job.num_answers == 1 and self._gateway.repeats(run.job.options)
-        if reached is None and not (wanted and again):
+        if run.job.options.tells_prompt or (reached is None and not (wanted and again)):
             return None
         return EventIds(origin, check_of(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
 
@@ -351,7 +355,8 @@ class Surface:
                         chunks.written(choice, had)  # what comes then counts from there
                         yield COMMENT  # computing all of it again takes time
                     number = ids.after(delta)
-                data = chunks.written(choice, delta)
+                data = (chunks.written(choice, delta) if delta.prompt is None else await self._gateway.beside(
+                    run.job.num_scores, partial(chunks.written, choice, delta)))
                 if data or beginning:
                     yield beginning + framed(data, number) if data else beginning
                     beginning = b""

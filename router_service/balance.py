@@ -79,7 +79,7 @@ class Target:
 
     def takes(self, request: Request) -> bool:
         """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
-        return not request.needs or (self.info is not None and not self.info.lacks(request))
+        return not request.needs or (self.info is not None and request.needs <= self.info.honours)
 
     @property
     def load(self) -> int:

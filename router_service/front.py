@@ -10,17 +10,20 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
 from router_service.dialects.formats import fields_of
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
+from router_service.dialects.prompts import Prompts
 from router_service.gateway import Asked, Gateway
 from router_service.tenants import Tenant
 from router_service.text.tokens import TextDelta
 from slipstream.base.errors import SlipstreamError
-from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.chat import ChatOptions, Delta, Message, PromptToken, TextToken, Usage
+
+AT_ONCE = 512  # scored tokens of a prompt in one message
 
 
 class GatewayFront:
@@ -59,6 +62,8 @@ class GatewayFront:
         raw["allowed_token_ids"] = list(options.allowed_token_ids) or None
         raw["bad_words"] = list(options.bad_words) or None
         raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
+        if options.logprobs_mode is not None:
+            raw["logprobs_mode"] = f"{options.logprobs_mode}_logprobs"
         raw["model"] = model or self._gateway.model
         if options.grammar is not None:
             raw |= fields_of(options.grammar)
@@ -68,8 +73,13 @@ class GatewayFront:
         try:
             run = await self._gateway.start(plan(), self._tenant)
             identity = run.identity
+            told = run.job.told(self._gateway.codec)
             try:
                 async for _, delta in run:
+                    if told is not None:
+                        delta, parts, told = delta._replace(text=told.text(0) + delta.text), _parts(told, delta), None
+                        for part in parts:
+                            yield Delta(prompt=part)
                     if delta.text or delta.tokens or delta.finish or identity:
                         yield _delta(delta, run.usage() if delta.finish else None, identity)
                         identity = ""
@@ -78,6 +88,14 @@ class GatewayFront:
         except SlipstreamError as error:
             self._gateway.failed(endpoint, error)
             raise
+
+
+def _parts(told: Prompts, delta: TextDelta) -> Iterator[tuple[PromptToken, ...]]:
+    """The prompt, where it is scored, in parts that are made one by one."""
+    if told.echoed is None and told.told is None:
+        return
+    for first in range(0, len(told.tokens[0]), AT_ONCE):
+        yield told.scored(first, first + AT_ONCE, delta.prompt)
 
 
 def _delta(delta: TextDelta, usage: Usage | None, identity: str) -> Delta:

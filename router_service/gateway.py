@@ -17,17 +17,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
+from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
 from router_service.text.lanes import Lanes
@@ -41,9 +42,10 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans
 from slipstream.protocol.chat import Begun, Usage
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import Request, TargetInfo
+from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
 
 MAX_N = 8  # answers that one request may ask for
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,22 @@ class Job:
     vocab_size: int
     begun: tuple[int, ...] = field(default=(), repr=False)  # tokens of the only answer that its client has
     identity: Identity | None = None  # whose answer it is to be; None: anybody's
+    shown: tuple[str, ...] = field(default=(), repr=False)  # the prompts as texts, where they are echoed
+    bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+    def told(self, codec: TextCodec) -> Prompts | None:
+        """What is told of the prompts with the answers; None: nothing."""
+        options = self.options
+        if not options.tells_prompt:
+            return None
+        echoed = options.top_logprobs if options.echo else None
+        return Prompts(codec, self.prompts, options.n, self.shown, echoed, options.prompt_logprobs)
+
+    @property
+    def num_scores(self) -> int:
+        """Log probabilities of the prompts' tokens that are told."""
+        scored = self.options.scored
+        return 0 if scored is None else sum(map(len, self.prompts)) * self.options.n * (1 + scored)
 
     @property
     def num_answers(self) -> int:
@@ -185,7 +203,8 @@ class Gateway:
             await self._try(asked.options)
             # A conversation may have to wait for the process of its template.
             job = await self._lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
-            place.spend(sum(map(len, job.prompts)))
+            # The head is as much work for a token that is scored as for one that is answered.
+            place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
             run = Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
@@ -218,6 +237,10 @@ class Gateway:
             raise InvalidRequest("tokens", f"a token id is outside the vocabulary of {info.vocab_size}")
         return await self._lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
 
+    async def beside(self, size: int, work: Callable[[], Made]) -> Made:
+        """What ``work`` on so many numbers gives, beside the event loop if they are many. Raises CapacityError."""
+        return await self._lanes.run(size, work, at_once=True)
+
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
         prompt, choice = divmod(number, job.options.n)
@@ -227,11 +250,12 @@ class Gateway:
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
                           options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace,
                           namespace=_salted(tenant.namespace, options.salt), identity=job.identity,
-                          grammar=options.grammar).after(job.begun)
+                          grammar=options.grammar, prompt_logprobs=options.scored, logprobs_mode=options.logprobs_mode,
+                          allowed_token_ids=options.allowed_token_ids, bad_words=job.bad_words).after(job.begun)
         routed = self._balancer.submit(request)
         answer = self._fallback.follow(routed, options.speculate, request.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
-                          options.keep_stop, self._shown(options))
+                          options.keep_stop, self._shown(options), options.echo)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
@@ -258,9 +282,12 @@ class Gateway:
                            "model_not_found")
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
-        if asked.options.grammar is not None and not info.grammars:
-            raise InvalidRequest(asked.options.bound_by, "the engine that serves this model binds no answer to a "
-                                 "grammar; leave it out", "unsupported_parameter")
+        for need, name in asked.options.asked_by.items():
+            if need not in info.honours:
+                raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
+                                     "unsupported_parameter")
+            if need in ("allowed_token_ids", "bad_words") and asked.options.grammar is not None:
+                raise InvalidRequest(name, f"cannot stand beside {asked.options.bound_by}")
         if asked.options.grammar is not None and asked.options.ignore_eos:
             raise InvalidRequest("ignore_eos", f"cannot stand beside {asked.options.bound_by}: a grammar says where an "
                                  "answer ends")
@@ -268,6 +295,10 @@ class Gateway:
             raise InvalidRequest("logit_bias", f"a token id is outside the vocabulary of {info.vocab_size}")
         if not all(0 <= token < info.vocab_size for token in asked.options.sampling.stop_token_ids):
             raise InvalidRequest("stop_token_ids", f"a token id is outside the vocabulary of {info.vocab_size}")
+        if not all(0 <= token < info.vocab_size for token in asked.options.allowed_token_ids):
+            raise InvalidRequest("allowed_token_ids", f"a token id is outside the vocabulary of {info.vocab_size}")
+        if asked.begun is not None and asked.options.tells_prompt:
+            raise InvalidRequest("begun", "is for answers without their prompt")
         return asked
 
     async def _try(self, options: Options) -> None:
@@ -283,8 +314,13 @@ class Gateway:
         info, prompts = self._info(), self._prompts(asked)
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
+        shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
+        words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
         job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
-                  info.vocab_size)
+                  info.vocab_size, shown=shown, bad_words=tuple(dict.fromkeys(words)))
+        if job.num_scores > MAX_SCORES:
+            raise InvalidRequest(asked.options.asked_by["prompt_logprobs"], f"asks for {job.num_scores} log "
+                                 f"probabilities; at most {MAX_SCORES} are told: send fewer prompts or alternatives")
         return job if asked.begun is None else self._going_on(job, asked.begun)
 
     def _prompts(self, asked: Asked) -> list[Sequence[int]]:
@@ -297,6 +333,17 @@ class Gateway:
             keep = last if last >= 0 else max(info.max_context - (asked.options.max_tokens or 1), 1)
             prompts = [prompt[max(len(prompt) - keep, 0):] for prompt in prompts]
         return prompts
+
+    def _text_of(self, asked: str | Sequence[int], prompt: Sequence[int]) -> str:
+        """What an echo shows."""
+        whole = self.codec.text(prompt)
+        return asked if isinstance(asked, str) and whole.endswith(asked) else whole
+
+    def _spelt(self, number: int, word: str) -> list[tuple[int, ...]]:
+        runs = [tuple(self.codec.encode(text, None, False)) for text in (word, f" {word.lstrip()}")]
+        if max(map(len, runs)) > MAX_BAD_WORD:
+            raise InvalidRequest(f"bad_words[{number}]", f"has more than {MAX_BAD_WORD} tokens")
+        return [run for run in runs if run]
 
     def _going_on(self, job: Job, begun: Begun) -> Job:
         tokens = begun.tokens
@@ -345,11 +392,12 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
     if min(prompt) < 0 or max(prompt) >= info.vocab_size:
         raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
-    if left < 1 or (max_tokens is not None and max_tokens > left):
+    wanted = 1 if max_tokens is None else max_tokens
+    if wanted > left:
         raise InvalidRequest(
             param if left < 1 else "max_tokens",
             f"the context holds {info.max_context} tokens, but the prompt has {len(prompt)} and the answer may have "
-            f"{max_tokens or 1}; shorten one of them", "context_length_exceeded")
+            f"{wanted}; shorten one of them", "context_length_exceeded")
     return left if max_tokens is None else max_tokens
 
 

@@ -30,7 +30,7 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import NoSpans, Spans
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import BEAT_S, Vitals
-from slipstream.protocol.requests import Finish, Piece, PromptScores, Request
+from slipstream.protocol.requests import Finish, Piece, PromptScores, Request, State
 from slipstream.protocol.tree import Thresholds
 from target_service.scheduler import Limits, Queues, Schedule, Shedding, holds
 from target_service.sequence import KV, Rule, Sequence, Sink
@@ -66,7 +66,7 @@ class Telling:
 
     def prompt(self, one: Sequence, scores: PromptScores | None, finish: Finish = "") -> None:
         """Of its prompt, before its first token; or that nothing else was wanted."""
-        state = one.followed.policy.mode.value
+        state: State = one.followed.policy.mode.value
         self._pieces.append((one.sink, self._first(one, Piece((), prompt=scores, finish=finish, state=state))))
         if finish:
             self._metrics.request(finish)

@@ -55,9 +55,13 @@ class Scoring:
 
     def scores(self, states: torch.Tensor, head: abc.Callable[[torch.Tensor], torch.Tensor]) -> PromptScores:
         one, first = self.sequence, self.start + 1
-        one.scored += len(self.rows)
         return prompt_scores(states[self.rows.start : self.rows.stop], head, one.tokens[first : first + len(self.rows)],
                              first, one.request.prompt_logprobs or 0)
+
+    def keep(self, scores: PromptScores) -> tuple[Sequence, PromptScores]:
+        """They are there for good: the step has not failed."""
+        self.sequence.scored += len(self.rows)
+        return self.sequence, scores
 
 
 Scored = list[tuple[Sequence, PromptScores]]
@@ -94,8 +98,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
             meanwhile()
         sessions, known = _bound(trees, sessions)
         choices = choose(logits, sessions, best, runner.race) if sessions else []
-        scored = [] if states is None else [(part.sequence, part.scores(states, runner.model.logits))
-                                            for part in scoring]
+        scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
     except Exception as error:
         runner.slots.free(taken)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
@@ -106,7 +109,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
     outcomes = [_outcome(one, tree, session, depth, nodes, choices, logits, thresholds)
                 for (one, tree), session, depth, nodes in zip(trees, sessions, depths, known, strict=True)]
     _keep(runner, outcomes, slots)
-    return outcomes, scored
+    return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
 def _keep(runner: ModelRunner, outcomes: abc.Iterable[Outcome], slots: list[int]) -> None:

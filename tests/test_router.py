@@ -225,7 +225,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", "invalid_value"),
-    (CHAT, {"max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    (CHAT, {"max_tokens": -1}, 400, "max_tokens", "invalid_value"),
     (CHAT, {"max_tokens": CONTEXT}, 400, "max_tokens", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages", "context_length_exceeded"),
     (CHAT, {"seed": 1 << 64}, 400, "seed", "invalid_value"),
@@ -238,7 +238,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": [1] * CONTEXT}, 400, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
-    (COMPLETIONS, {"prompt": "x", "echo": True}, 400, "echo", "unsupported_parameter"),
+    (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
     (COMPLETIONS, {"prompt": ["x"] * 200}, 400, "n", "invalid_value"),
 ]
 

@@ -52,7 +52,7 @@ def test_the_nearest_field_is_named() -> None:
     ({"messages": [{"role": "usr", "content": "x"}]},
      "messages[0].role: must be 'system', 'user', 'assistant' or 'tool'"),
     ({"max_tokens": "5"}, "max_tokens: must be a whole number"),
-    ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+    ({"max_tokens": -1}, "max_tokens: must be at least 0"),
     ({"temperature": "hot"}, "temperature: must be a number"),
     ({"stream": 1}, "stream: must be true or false"),
     ({"stop": ["a"] * 33}, "stop: must have at most 32 items"),

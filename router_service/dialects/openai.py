@@ -36,22 +36,25 @@ from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
 from router_service.text.files import NAMED_TOKENS
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS
+from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS, MAX_WORD, MAX_WORDS
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need
 
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 48  # beside those of the model
 MAX_NAMES = 64  # for the chat template
 MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
 MAX_SALT = 1024
-MAX_TOP_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16  # what the OpenAI API gives to a completion that names no limit
 SEEDS = 1 << 64
 SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
 RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_generation_prompt",
                       "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
 DECENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+MODES: Mapping[str, LogprobsMode] = MappingProxyType({
+    "raw_logprobs": "raw", "tempered_logprobs": "tempered", "processed_logprobs": "processed"})
 
 # The names that pydantic gives to mistakes -> our words, with its context filled in. None shows what was sent.
 TOLD: Mapping[str, str] = MappingProxyType({
@@ -86,8 +89,35 @@ class Options:
     salt: str = field(default="", repr=False)
     answer_id: str = ""  # "": a random one
     speculate: bool = True
+    echo: bool = False  # the text begins with the prompt's
+    prompt_logprobs: int | None = None  # told as vLLM writes them
+    logprobs_mode: LogprobsMode = "raw"
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = field(default=(), repr=False)
     grammar: Grammar | None = None  # what the answers are bound to
     bound_by: str = ""  # the field that says so
+
+    @property
+    def scored(self) -> int | None:
+        """Alternatives with which a prompt's tokens are scored; None: they are not."""
+        echoed = self.top_logprobs if self.echo else None
+        return max((count for count in (echoed, self.prompt_logprobs) if count is not None), default=None)
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether a prompt is told with its answers."""
+        return self.echo or self.prompt_logprobs is not None
+
+    @property
+    def asked_by(self) -> dict[Need, str]:
+        """What a target must know how to honour, and the field that asks for it."""
+        scored = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
+        asked: dict[Need, tuple[bool, str]] = {
+            "grammar": (self.grammar is not None, self.bound_by), "prompt_logprobs": (self.scored is not None, scored),
+            "logprobs_mode": (self.logprobs_mode != "raw", "logprobs_mode"),
+            "allowed_token_ids": (bool(self.allowed_token_ids), "allowed_token_ids"),
+            "bad_words": (bool(self.bad_words), "bad_words"), "no_tokens": (self.max_tokens == 0, "max_tokens")}
+        return {need: name for need, (holds, name) in asked.items() if holds}
 
 
 class Strict(BaseModel):
@@ -114,7 +144,7 @@ class Generation(Strict):
     """The fields that both surfaces share. An absent field and null are the same."""
 
     model: str | None = Field(None, max_length=256)
-    max_tokens: Whole | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(None, ge=0)
     temperature: float | None = None
     top_p: float | None = None
     top_k: Whole | None = Field(None, ge=-1)
@@ -135,6 +165,10 @@ class Generation(Strict):
     truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
     request_id: str | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT)
+    prompt_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs_mode: Literal["raw_logprobs", "tempered_logprobs", "processed_logprobs"] | None = None
+    allowed_token_ids: Annotated[list[Whole], Field(max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=MAX_WORDS)] | None = None
     speculate: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -192,7 +226,10 @@ class Generation(Strict):
             keep_stop=bool(self.include_stop_str_in_output), show_specials=self.skip_special_tokens is False,
             top_logprobs=top_logprobs, token_ids=bool(self.return_token_ids), ignore_eos=bool(self.ignore_eos),
             truncate=self.truncate_prompt_tokens, salt=self.cache_salt or "", answer_id=self.request_id or "",
-            speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by)
+            speculate=self.speculate is not False, grammar=grammar, bound_by=bound_by,
+            prompt_logprobs=self.prompt_logprobs, logprobs_mode=MODES[self.logprobs_mode or "raw_logprobs"],
+            allowed_token_ids=tuple(dict.fromkeys(self.allowed_token_ids or ())),
+            bad_words=tuple(dict.fromkeys(filter(None, self.bad_words or ()))))
 
 
 class Message(Strict):
@@ -212,7 +249,8 @@ class Message(Strict):
 
 class ChatBody(Generation):
     messages: list[Message] = Field(min_length=1, max_length=MAX_ITEMS)
-    max_completion_tokens: Whole | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=0)
+    echo: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: Literal[False] | None = None  # the template writes them
@@ -260,7 +298,8 @@ class ChatBody(Generation):
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
         use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
-        wanted = self.wanted(self.max_completion_tokens or self.max_tokens,
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        wanted = self.wanted(most,
                              (self.top_logprobs or 0) if self.logprobs else None, use)
         return replace(wanted, parsed=self.separate_reasoning is not False or use is not None,
                        tell_reasoning=self.include_reasoning is not False)
@@ -275,6 +314,7 @@ class ChatBody(Generation):
 class CompletionBody(Generation):
     prompt: SkipValidation[list[str | list[int]]]  # a million ids are looked at once
     logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
     @field_validator("prompt", mode="before")
@@ -291,7 +331,8 @@ class CompletionBody(Generation):
         return value
 
     def options(self) -> Options:
-        return self.wanted(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs)
+        most = COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return replace(self.wanted(most, self.logprobs), echo=bool(self.echo))
 
 
 Body = TypeVar("Body", ChatBody, CompletionBody)

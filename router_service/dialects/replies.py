@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from router_service.dialects.prompts import LOWEST, Prompts, alternatives
 from router_service.text.calls import Call
 from router_service.text.markup import Markup, Named
 from router_service.text.tokens import AnswerToken, TextCodec, TextDelta
@@ -24,7 +25,6 @@ from slipstream.protocol.chat import Usage
 CALL_ID = 9  # characters: Mistral's templates take no other number
 Json = dict[str, Any]
 PLACE = "\x00text\x00"
-LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
 
 
 class Reply(Protocol):
@@ -47,24 +47,26 @@ class ChatReply:
 
     def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
                  prompts: Sequence[Sequence[int]] | None = None, n: int = 1,
-                 markups: Sequence[Markup | Named] = (), tell_reasoning: bool = True) -> None:
+                 markups: Sequence[Markup | Named] = (), tell_reasoning: bool = True,
+                 scored: Prompts | None = None) -> None:
         self._head: Json = {"id": f"chatcmpl-{answer_id}", "created": created, "model": model}
         self._markups = markups
         self._tell_reasoning = tell_reasoning
         self._codec = codec
         self._logprobs = logprobs
         self._prompt: Json = {} if prompts is None else {"prompt_token_ids": list(prompts[0])}
-        self.detailed = logprobs or prompts is not None or bool(markups)
+        self._scored = scored
+        self.detailed = logprobs or prompts is not None or bool(markups) or scored is not None
 
     def opening(self, number: int) -> Json | None:
         return self._chunk([_choice(number, {"role": "assistant", "content": ""})]) | self._prompt
 
     def chunk(self, number: int, delta: TextDelta) -> Json | None:
-        told = self._told(number, delta)
-        if not (told or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
+        told, first = self._told(number, delta), self._scores_of(number, delta)
+        if not (first or told or delta.finish or (delta.tokens and (self._logprobs or self._prompt))):
             return None
         return self._chunk([_choice(number, told, self._finish(number, delta), self._logprobs_of(delta.tokens))
-                            | self._ids_of(delta.tokens)])
+                            | self._ids_of(delta.tokens)]) | first
 
     def usage_chunk(self, usage: Usage) -> Json:
         return self._chunk([]) | _usage(usage)
@@ -80,7 +82,15 @@ class ChatReply:
                 message["content"] = None
             choices.append({"index": number, "message": message, "finish_reason": self._finish(number, deltas[-1]),
                             "logprobs": self._logprobs_of(tokens), **self._ids_of(tokens)})
-        return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt, **_usage(usage)}
+        return {**self._head, "object": "chat.completion", "choices": choices, **self._prompt,
+                **self._scores_of(0, answers[0][0]), **_usage(usage)}
+
+    def _scores_of(self, number: int, delta: TextDelta) -> Json:
+        """Of the prompt, with the first delta of the first answer."""
+        if self._scored is None or number:
+            return {}
+        scored, self._scored = self._scored, None
+        return {"prompt_logprobs": scored.entries(0, delta.prompt)}
 
     def _told(self, number: int, delta: TextDelta) -> Json:
         """What ``delta`` adds to the message of a choice."""
@@ -126,12 +136,13 @@ class TextReply:
     prompt."""
 
     def __init__(self, answer_id: str, created: int, model: str, codec: TextCodec, logprobs: bool,
-                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1) -> None:
+                 prompts: Sequence[Sequence[int]] | None = None, n: int = 1, scored: Prompts | None = None) -> None:
         self._head: Json = {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
         self._codec = codec
         self._logprobs = logprobs
         self._prompts, self._n = prompts, n
-        self.detailed = logprobs or prompts is not None
+        self._scored = scored
+        self.detailed = logprobs or prompts is not None or scored is not None
         self._lengths: dict[int, int] = {}  # of each answer's text so far: offsets of logprobs count from its start
 
     def opening(self, number: int) -> Json | None:
@@ -152,10 +163,17 @@ class TextReply:
     def _choice(self, number: int, deltas: Sequence[TextDelta]) -> Json:
         tokens = [token for delta in deltas for token in delta.tokens]
         began = number in self._lengths
-        logprobs = self._logprobs_of(tokens, self._lengths.get(number, 0)) if self._logprobs else None
-        text = "".join(delta.text for delta in deltas)
+        scored = None if began else self._scored
+        shown = "" if scored is None else scored.text(number)
+        logprobs = self._logprobs_of(tokens, self._lengths.get(number, len(shown))) if self._logprobs else None
+        if logprobs is not None and scored is not None and scored.echoed is not None:
+            before = scored.columns(number, deltas[0].prompt)
+            logprobs = {name: before[name] + column for name, column in logprobs.items()}
+        text = shown + "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
         choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}
+        if scored is not None and scored.told is not None:
+            choice["prompt_logprobs"] = scored.entries(number, deltas[0].prompt)
         if self._prompts is not None:
             choice["token_ids"] = [token.id for token in tokens]
             if not began:
@@ -168,8 +186,7 @@ class TextReply:
             if token.logprob is not None:
                 columns["tokens"].append(self._codec.token_text(token.id))
                 columns["token_logprobs"].append(max(token.logprob.logprob, LOWEST))
-                columns["top_logprobs"].append({self._codec.token_text(t): max(logprob, LOWEST)
-                                                for t, logprob in token.logprob.top})
+                columns["top_logprobs"].append(alternatives(self._codec, token.logprob.top))
                 columns["text_offset"].append(offset)
             offset += len(token.text)
         return columns

@@ -27,6 +27,7 @@ import json
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from router_service.text.words import Words
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.identity import Identity
-from slipstream.protocol.requests import Answer, Finish, Piece, Request, State, TokenLogprob
+from slipstream.protocol.requests import Answer, Finish, Piece, PromptScores, Request, State, TokenLogprob
 
 FALLBACK_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -167,12 +168,12 @@ class Detokenizer:
 
     __slots__ = ("_at_start", "_codec", "_open", "_shown", "_utf8")
 
-    def __init__(self, codec: TextCodec, shown: Collection[int] = ()) -> None:
-        """``shown``: special tokens that the text has."""
+    def __init__(self, codec: TextCodec, shown: Collection[int] = (), within: bool = False) -> None:
+        """``shown``: special tokens that the text has. ``within``: it goes on from another text."""
         self._codec = codec
         self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = codec.starts_with_space
+        self._at_start = codec.starts_with_space and not within
         self._open = False  # whether a character is unfinished
 
     def push(self, token: int) -> str:
@@ -261,6 +262,7 @@ class TextDelta(NamedTuple):
     tokens: tuple[AnswerToken, ...] = ()
     finish: Finish = ""
     num_tokens: int = 0
+    prompt: PromptScores | None = None  # of all of the prompt, where it is scored; in the first delta
 
     def __repr__(self) -> str:
         return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"
@@ -291,9 +293,9 @@ class Completion:
 
     def __init__(self, request: Request, answer: Answer, codec: TextCodec, stops: Sequence[str], vocab_size: int,
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
-                 shown: Collection[int] = ()) -> None:
+                 shown: Collection[int] = (), echo: bool = False) -> None:
         """``keep_stop``: the stop string that ends it is part of its text. ``shown``: so are these special tokens.
-        Raises InvalidRequest where the answer was over before."""
+        ``echo``: its text follows its prompt's. Raises InvalidRequest where the answer was over before."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
@@ -301,7 +303,8 @@ class Completion:
         self._pieces = aiter(answer)
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
-        self._detokenizer = Detokenizer(codec, shown)
+        self._detokenizer = Detokenizer(codec, shown, echo)
+        self._scores: list[PromptScores] = []
         self._stops = StopStrings(stops, keep_stop) if stops else None
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
         self._length = 0  # of the text so far
@@ -324,7 +327,14 @@ class Completion:
     async def __anext__(self) -> TextDelta:
         if self.finished:
             raise StopAsyncIteration
-        delta = self._take(await anext(self._pieces))
+        piece = await anext(self._pieces)
+        while not (piece.tokens or piece.finish):
+            self._score(piece)
+            piece = await anext(self._pieces)
+        self._score(piece)
+        delta = self._take(piece)
+        if self._scores:
+            delta, self._scores = delta._replace(prompt=_joined(self._scores)), []
         if delta.finish:
             self.finished = True
             await self._answer.aclose()
@@ -338,10 +348,17 @@ class Completion:
         """The stop string that came."""
         return None if self._stops is None else self._stops.matched
 
+    def _score(self, piece: Piece) -> None:
+        self.tally.cached_tokens = max(self.tally.cached_tokens, piece.cached_tokens)
+        if piece.prompt is not None:
+            if piece.prompt.start == 1:  # it begins, at another target maybe
+                self._scores.clear()
+            self._scores.append(piece.prompt)
+
     def _take(self, piece: Piece) -> TextDelta:
         tally = self.tally
         tally.first_state = tally.first_state or piece.state
-        tally.rounds += 1
+        tally.rounds += 1 if piece.tokens else 0
         tally.lossy = tally.lossy or piece.lossy
         tally.drafted += piece.drafted
         tally.cached_tokens = max(tally.cached_tokens, piece.cached_tokens)
@@ -394,6 +411,14 @@ class Completion:
     def _delta(self, tokens: list[AnswerToken], tail: str = "", finish: Finish = "", num_tokens: int = 0) -> TextDelta:
         text = tokens[0].text if len(tokens) == 1 else "".join([token.text for token in tokens])
         return TextDelta(text + tail, tuple(tokens), finish, num_tokens)
+
+
+def _joined(parts: Sequence[PromptScores]) -> PromptScores:
+    """Of parts that follow one another. Raises Unavailable where they do not."""
+    if any(after.start != before.start + len(before.logprobs) for before, after in pairwise(parts)):
+        raise Unavailable("the target sent scores of other tokens than the next")
+    each = ((part.logprobs, part.ranks, part.top_ids, part.top_logprobs) for part in parts)
+    return PromptScores(parts[0].start, *(tuple(chain.from_iterable(column)) for column in zip(*each, strict=True)))
 
 
 class StopStrings:

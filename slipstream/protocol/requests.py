@@ -115,6 +115,18 @@ class PromptScores:
         """Alternatives a token."""
         return len(self.top_ids) // max(1, len(self.logprobs))
 
+    def part(self, first: int, end: int) -> PromptScores:
+        """Of the tokens at positions ``first`` to before ``end``."""
+        rows, width = slice(first - self.start, end - self.start), self.width
+        tops = slice(width * rows.start, width * rows.stop)
+        return PromptScores(first, self.logprobs[rows], self.ranks[rows], self.top_ids[tops], self.top_logprobs[tops])
+
+    def tops(self, most: int) -> list[list[tuple[int, float]]]:
+        """At most so many alternatives of each token: id and natural log, the likeliest first."""
+        width, count = self.width, min(most, self.width)
+        return [[*zip(self.top_ids[at : at + count], self.top_logprobs[at : at + count], strict=True)]
+                for at in range(0, width * len(self.logprobs), width)] if count else [[] for _ in self.logprobs]
+
 
 class Piece(NamedTuple):
     """The tokens of one commit: the first ``accepted`` came from drafts. Before the first of them may come pieces that
@@ -162,9 +174,10 @@ class TargetInfo:
     grammars: bool = False  # answers may be bound to one
     takes: tuple[str, ...] = ()  # of what a request may need besides
 
-    def lacks(self, request: Request) -> frozenset[Need]:
-        """What ``request`` needs and is not honoured here."""
-        return request.needs - {*self.takes, *(("grammar",) if self.grammars else ())}
+    @property
+    def honours(self) -> frozenset[str]:
+        """Of ``NEEDS``."""
+        return frozenset((*self.takes, "grammar") if self.grammars else self.takes)
 
 
 class Answer(Protocol):

@@ -1,0 +1,267 @@
+"""Prompts are scored as transformers scores them; what else is asked of choices is the same with drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.choosing.permitted import Permitted
+from slipstream.choosing.sampling import ChoiceRows
+from slipstream.choosing.scores import chosen_logprobs
+from slipstream.client import AsyncClient
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, PromptScores, Request
+from slipstream.protocol.tree import DraftTree
+from target_service.scheduler import Limits
+from tests.pair import Rig, target
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
+from tests.test_lossless import MAX_TOKENS, PROMPTS, folders, joined, tokens_of
+from tests.tiny import EOS, VOCAB
+
+__all__ = ["folders"]
+TEXT = "the cat sat on the mat. the cat sat on the hat, and then it went: 1 2 3"
+FEW = Limits(16, 32, 24)  # so that a prompt takes several steps
+
+
+@pytest.fixture(scope="module")
+def right(folders: dict[str, Path]) -> torch.Tensor:
+    """[T, V]: log probabilities by transformers of what follows each byte of the text."""
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folders["target"], dtype=torch.float64)
+    with torch.no_grad():
+        found: torch.Tensor = torch.log_softmax(model(torch.tensor([list(TEXT.encode())])).logits[0], -1)
+    return found
+
+
+def scores_of(pieces: list[Piece]) -> PromptScores:
+    parts = [piece.prompt for piece in pieces if piece.prompt is not None]
+    assert [part.start for part in parts] == [1 + sum(len(p.logprobs) for p in parts[:i]) for i in range(len(parts))]
+    return PromptScores(1, *(tuple(value for part in parts for value in getattr(part, name))
+                             for name in ("logprobs", "ranks", "top_ids", "top_logprobs")))
+
+
+def asked(**fields: Any) -> Request:
+    return Request("1", tuple(TEXT.encode()), Sampling(), **({"max_tokens": 4, "prompt_logprobs": 2} | fields))
+
+
+def check(scores: PromptScores, right: torch.Tensor) -> None:
+    tokens, rows = list(TEXT.encode())[1:], right[:-1]
+    own = rows.gather(1, torch.tensor(tokens)[:, None])
+    np.testing.assert_allclose(scores.logprobs, own[:, 0], atol=1e-5)  # transformers' norms are in float32
+    assert list(scores.ranks) == ((rows > own).sum(1) + 1).tolist()
+    assert list(scores.top_ids) == rows.topk(2).indices.flatten().tolist() and scores.width == 2
+
+
+async def test_a_prompt_is_scored_in_chunks_as_transformers_scores_it(folders: dict[str, Path],
+                                                                      right: torch.Tensor) -> None:
+    async with target(folders["target"], limits=FEW) as rig:
+        plain = await rig.answer(asked(prompt_logprobs=None))
+        cached = await rig.answer(asked())  # all of it is in the prefix cache
+        alone = await rig.answer(asked(max_tokens=0))
+        nothing = await rig.answer(asked(max_tokens=0, prompt_logprobs=None))
+        one = await rig.answer(replace(asked(max_tokens=0), tokens=(5,)))
+        await rig.check()
+    assert tokens_of(cached) == tokens_of(plain) and cached[0].cached_tokens == 0
+    assert sum(piece.prompt is not None for piece in cached) > 3, "it came in one chunk"
+    check(scores_of(cached), right)
+    assert scores_of(alone) == scores_of(cached) and alone[-1] == alone[-1]._replace(tokens=(), finish="length")
+    assert [piece.finish for piece in nothing] == [piece.finish for piece in one] == ["length"]
+
+
+@pytest.mark.parametrize("fate", ["colocated", "late"])
+async def test_scores_are_the_same_with_drafts_and_beside_others(fate: str, folders: dict[str, Path],
+                                                                 right: torch.Tensor) -> None:
+    async with target(folders["target"], limits=FEW) as rig:
+        expected = await rig.answer(asked(top_logprobs=1, max_tokens=24))
+    async with target(folders["target"], limits=FEW, slots=400, prefix_cache=False) as rig, \
+            joined(rig, "noisy", fate, folders):
+        others = [asked(prompt_logprobs=None, max_tokens=60) for _ in range(3)]
+        wanted = asked(top_logprobs=1, max_tokens=24)
+        found = await asyncio.gather(*(rig.answer(request) for request in [*others, wanted, wanted]))
+        await rig.check()
+    for pieces in found[3:]:
+        assert tokens_of(pieces) == tokens_of(expected)
+        np.testing.assert_allclose(scores_of(pieces).logprobs, scores_of(expected).logprobs, atol=1e-9)
+        check(scores_of(pieces), right)
+    assert sum(piece.accepted for pieces in found for piece in pieces) > 0
+
+
+async def test_an_answer_that_is_put_back_is_scored_once(folders: dict[str, Path], right: torch.Tensor) -> None:
+    """So few slots that answers push each other out, in the midst of their prompts, too."""
+    async with target(folders["target"], limits=FEW, slots=200) as rig:
+        found = await asyncio.gather(*(rig.answer(asked(max_tokens=40)) for _ in range(4)))
+        assert rig.count("preemptions_total") > 0
+        await rig.check()
+    for pieces in found:
+        check(scores_of(pieces), right)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "allowed": {"allowed_token_ids": tuple(range(97, 123))},
+    "bad words": {"bad_words": ((73,), (53, 69), (69, 163, 247), (69, 163, 23), (EOS,))},  # it would say them
+    "both, with an end": {"allowed_token_ids": (*range(97, 110), EOS), "bad_words": ((97, 97), (98, 98), (97, 98))},
+}
+SAMPLINGS = (Sampling(), Sampling(temperature=0.8, top_p=0.9, seed=5, min_tokens=9, stop_token_ids=(EOS,)),
+             Sampling(temperature=1.0, seed=6, repetition_penalty=1.1))
+
+
+def holds(tokens: list[int], words: tuple[tuple[int, ...], ...]) -> bool:
+    return any(tuple(tokens[at : at + len(word)]) == word for word in words for at in range(len(tokens)))
+
+
+@pytest.mark.parametrize("name", RULES)
+async def test_forbidden_tokens_are_never_said_and_drafts_change_nothing(name: str, folders: dict[str, Path]) -> None:
+    wanted = [Request(str(i), tuple(prompt), sampling, MAX_TOKENS, top_logprobs=2, logprobs_mode=mode, **RULES[name])
+              for i, (prompt, sampling, mode) in enumerate(
+                  (prompt, sampling, mode) for prompt in PROMPTS for sampling in SAMPLINGS
+                  for mode in ("raw", "tempered", "processed"))]
+
+    async def answered(rig: Rig, requests: list[Request]) -> list[list[Piece]]:
+        return await asyncio.gather(*(rig.answer(request) for request in requests))
+
+    async with target(folders["target"]) as rig:
+        expected = await answered(rig, wanted)
+        free = await answered(rig, [replace(request, allowed_token_ids=(), bad_words=()) for request in wanted])
+    accepted = 0
+    for fate in ("colocated", "late"):
+        async with target(folders["target"]) as rig, joined(rig, "noisy", fate, folders):
+            begun = [request.after(tokens_of(plain)[:2]) if fate == "late" and len(tokens_of(plain)) > 2 else request
+                     for request, plain in zip(wanted, expected, strict=True)]
+            for request, plain, found in zip(begun, expected, await answered(rig, begun), strict=True):
+                assert list(request.tokens[len(request.tokens) - request.answered :]) + tokens_of(found) == (
+                    tokens_of(plain))
+                told = [entry for piece in plain for entry in piece.logprobs][request.answered :]
+                again = [entry for piece in found for entry in piece.logprobs]
+                np.testing.assert_allclose([e.logprob for e in again], [e.logprob for e in told], atol=1e-9)
+                accepted += sum(piece.accepted for piece in found)
+    assert accepted > 0
+    said = [tokens_of(pieces) for pieces in expected]
+    assert not any(holds(tokens, RULES[name].get("bad_words", ())) for tokens in said)
+    allowed = RULES[name].get("allowed_token_ids", range(VOCAB))
+    assert all(set(tokens) <= {*allowed, EOS} for tokens in said)
+    assert said != [tokens_of(pieces) for pieces in free], "the rules forbade nothing"
+
+
+def test_masks_of_a_tree_are_those_of_its_paths() -> None:
+    """Against a naive oracle over random trees and answers."""
+    dice = np.random.default_rng(3)
+    for _ in range(200):
+        words = [tuple(map(int, dice.integers(4, size=dice.integers(1, 4)))) for _ in range(4)]
+        allowed = tuple(map(int, dice.choice(6, size=dice.integers(3, 7), replace=False)))
+        said = list(map(int, dice.integers(4, size=dice.integers(0, 4))))
+        permitted = Permitted(allowed, words, (5,), 3, said, 40)
+        tree = DraftTree.root_only(9, 0)
+        for node in range(1, 8):
+            parent = -9 if len(tree) == 1 else int(tree.ids[dice.integers(len(tree))])
+            tree = tree.append([node], [parent], [int(dice.integers(6))], [-1.0])
+        masks, known = permitted.masks(tree)
+        assert known == frozenset(range(len(tree)))
+        for node in range(len(tree)):
+            text = [*said, *tree.tokens[tree.path(node)[1:]].tolist()]
+            open_ = {token for token in allowed if not any(
+                tuple([*text, token][-len(word) :]) == word for word in words)}
+            open_ -= {5} if len(text) < 3 else set()
+            bits = np.unpackbits(masks[node].view(np.uint8), bitorder="little")
+            assert set(np.flatnonzero(bits).tolist()) == (open_ or {5}), (words, allowed, text)
+        kept = permitted.kept(tree)
+        for node in range(1, len(tree)):
+            parent = int(tree.parents[node])
+            bits = np.unpackbits(masks[parent].view(np.uint8), bitorder="little")
+            assert (node in kept) == (parent in kept and bool(bits[tree.tokens[node]]))
+
+
+@pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
+def test_the_modes_of_log_probabilities_are_what_they_say(mode: LogprobsMode) -> None:
+    logits = torch.randn(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(temperature=0.5, top_k=4, logit_bias=((3, 2.0),))
+    session = ChoiceRows(sampling, range(1, 3), [5, 6], [0, 1], None, [[], []])
+    row = logits[2].clone()
+    if mode != "raw":
+        row[3] += 2.0
+        row /= 0.5
+    if mode == "processed":
+        row[row < row.topk(4).values[-1]] = -math.inf
+    law = torch.log_softmax(row, 0)
+    token = int(law.argmax())
+    (told,) = chosen_logprobs(logits, session, [1], [token], 6, mode)
+    assert told.logprob == pytest.approx(float(law[token]), abs=1e-12)
+    assert len(told.top) == (4 if mode == "processed" else 6)
+    assert all(logged == pytest.approx(float(law[i]), abs=1e-12) for i, logged in told.top)
+
+
+@pytest.fixture
+async def routed(folders: dict[str, Path]) -> AsyncIterator[Routing]:
+    async with target(folders["target"], limits=FEW) as rig, routing(folders["target"], rig.service) as found:
+        yield found
+
+
+async def test_clients_get_prompts_and_scores_in_the_shapes_they_know(routed: Routing, right: torch.Tensor) -> None:
+    own = right[:-1].gather(1, torch.tensor(list(TEXT.encode())[1:])[:, None])[:, 0].numpy()
+    asked = {"prompt": [TEXT, TEXT], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0,
+             "prompt_logprobs": 2}
+    body = (await routed.post(COMPLETIONS, **asked)).json()
+    ids = (await routed.post(COMPLETIONS, **asked | {"prompt": list(TEXT.encode())})).json()
+    for choice in [*body["choices"], *ids["choices"]]:
+        columns = choice["logprobs"]
+        assert choice["text"].startswith(TEXT) and len(columns["tokens"]) == len(TEXT) + 1
+        assert columns["tokens"][:-1] == list(TEXT) and columns["text_offset"] == list(range(len(TEXT) + 1))
+        assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
+        np.testing.assert_allclose(columns["token_logprobs"][1:-1], own, atol=1e-5)
+        assert all(len(top) == 1 for top in columns["top_logprobs"][1:])
+        first, second = choice["prompt_logprobs"][:2]
+        assert first is None and len(choice["prompt_logprobs"]) == len(TEXT)
+        entry = second[str(TEXT.encode()[1])]
+        assert entry["decoded_token"] == TEXT[1] and entry["logprob"] == columns["token_logprobs"][1]
+        assert entry["rank"] == 1 + int((right[0] > right[0, TEXT.encode()[1]]).sum())
+        assert sorted(value["rank"] for value in second.values())[:2] == [1, 2]
+    only = (await routed.post(COMPLETIONS, **asked | {"max_tokens": 0, "prompt": TEXT})).json()["choices"][0]
+    assert only["text"] == TEXT and only["finish_reason"] == "length" and len(only["logprobs"]["tokens"]) == len(TEXT)
+    streamed = events((await routed.post(COMPLETIONS, **asked | {"stream": True, "prompt": TEXT})).text)
+    whole = body["choices"][0]
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == whole["text"]
+    joined = [value for chunk in streamed for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
+    assert joined[0] is None  # float64 on torch: sums of other rows beside it differ in the last bit
+    np.testing.assert_allclose(joined[1:], whole["logprobs"]["token_logprobs"][1:], atol=1e-12)
+    chat = (await routed.post(CHAT, messages=HELLO, prompt_logprobs=0, max_tokens=2)).json()
+    assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+
+
+async def test_what_is_asked_of_choices_is_heard_over_http_and_grpc(routed: Routing) -> None:
+    said = (await routed.post(COMPLETIONS, prompt=TEXT, allowed_token_ids=[97, 98], max_tokens=9)).json()
+    assert set(said["choices"][0]["text"]) <= {"a", "b"}
+    free = (await routed.post(COMPLETIONS, prompt=TEXT, temperature=0, max_tokens=20)).json()["choices"][0]["text"]
+    word = next(letter for letter in free[1:] if letter.isascii() and letter.isalnum())
+    bound = (await routed.post(COMPLETIONS, prompt=TEXT, temperature=0, max_tokens=20, bad_words=[word])).json()
+    assert word in free and word not in bound["choices"][0]["text"]
+    async with AsyncClient(f"127.0.0.1:{routed.service.grpc_port}") as client:
+        deltas = [delta async for delta in client.complete(TEXT, max_tokens=3, temperature=0.0, echo=True,
+                                                           top_logprobs=2, bad_words=(word,))]
+    prompt = [token for delta in deltas for token in delta.prompt]
+    assert [token.id for token in prompt] == list(TEXT.encode()) and prompt[0].logprob is None
+    assert all(token.logprob is not None and token.rank >= 1 and len(token.top) == 2 for token in prompt[1:])
+    assert "".join(delta.text for delta in deltas).startswith(TEXT)
+
+
+@pytest.mark.parametrize(("fields", "named"), [
+    ({"prompt": ["x" * 500] * 30, "echo": True, "logprobs": 20}, "echo"),
+    ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt": "x", "logprobs_mode": "raw_logits"},
+                                                                  "logprobs_mode"),
+    ({"prompt": "x", "allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
+    ({"prompt": "x", "allowed_token_ids": [1], "guided_choice": ["a"]}, "allowed_token_ids"),
+    ({"prompt": "x", "bad_words": ["a" * 40]}, "bad_words[0]"),
+    ({"prompt": "x", "bad_words": ["a"] * 129}, "bad_words"),
+    ({"prompt": "x", "allowed_token_ids": [97], "bad_words": ["a"]}, "bad_words"),
+])
+async def test_what_asks_for_too_much_is_refused_by_name(fields: dict[str, Any], named: str, routed: Routing) -> None:
+    assert MAX_SCORES < 500 * 30 * 21
+    refused = await routed.post(COMPLETIONS, **fields)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == named, refused.text
