@@ -1,0 +1,79 @@
+"""``make conformance``: run every client against one server, print what works and what fails, with versions.
+
+``--write`` puts the table into docs/API.md. A client whose packages are not there is told of and counts as failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.base.errors import SlipstreamError
+from slipstream.cli.terminal import complain
+from tests_clients.clients import CLIENTS, Client, Outcome, tried
+from tests_clients.server import served
+
+PAGE = Path("docs/API.md")
+LOGS = Path("build/clients")
+MARKS = re.compile(r"<!-- clients -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """The table of the page."""
+    rows = [f"| {outcome.name} {outcome.version} | {', '.join(outcome.works) or 'nothing'} | {_failures(outcome)} |"
+            for outcome in outcomes]
+    return "\n".join(("| client | works | fails |", "|---|---|---|", *rows))
+
+
+def _failures(outcome: Outcome) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in outcome.fails.items()).replace("|", "\\|")
+
+
+def show(outcomes: Sequence[Outcome]) -> None:
+    table = Table("client", "version", "works", "fails")
+    for outcome in outcomes:
+        table.add_row(outcome.name, outcome.version, ", ".join(outcome.works), _failures(outcome))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+async def run(clients: Sequence[Client], rooms: Mapping[str, Path]) -> list[Outcome]:
+    """Raises what a server that does not start raises."""
+    outcomes = []
+    LOGS.mkdir(parents=True, exist_ok=True)
+    async with served(LOGS) as place:
+        for client in clients:
+            print(f"{client.name} …", flush=True)
+            outcomes.append(await tried(client, rooms, place, LOGS))
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", type=Path, required=True, help="what `make conformance` installed")
+    parser.add_argument("--vllm", type=Path, default=Path(), help="what `make vllm` installed")
+    parser.add_argument("--only", nargs="+", choices=[client.name for client in CLIENTS], help="these clients")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
+    arguments = parser.parse_args()
+    chosen = [client for client in CLIENTS if not arguments.only or client.name in arguments.only]
+    rooms = {"vllm": arguments.vllm, **{name: arguments.packages / name for name in ("clients", "older", "loads", "node")}}
+    try:
+        outcomes = asyncio.run(run(chosen, rooms))
+    except SlipstreamError as error:
+        complain(error)
+        sys.exit(1)
+    show(outcomes)
+    if arguments.write:
+        PAGE.write_text(MARKS.sub(lambda _: f"<!-- clients -->\n{markdown(outcomes)}\n<!-- end -->",
+                                  PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(any(outcome.fails for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The server that all clients ask: the default model and its drafts in one process, behind a key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.fleet import Process, free_port
+from slipstream.base.config import ModelSection
+from slipstream.models.folder import resolve
+
+KEY = "sk-conformance"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the router listens, and the model's name there."""
+
+    url: str
+    model: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What clients read by themselves, and the rest of what programs need."""
+        return {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_BASE": f"{self.url}/v1", "OPENAI_API_KEY": KEY,
+                "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": KEY, "SLIPSTREAM_URL": self.url,
+                "SLIPSTREAM_MODEL": self.model, "SLIPSTREAM_TOKENIZER": str(resolve(self.model))}
+
+
+@asynccontextmanager
+async def served(logs: Path) -> AsyncIterator[Place]:
+    """A server on free ports until the end of the block. Raises Unavailable."""
+    keys = logs / "keys"
+    keys.write_text(f"{KEY} name=conformance\n", encoding="utf-8")
+    ports = {name: free_port() for name in ("router.listen", "router.grpc_listen", "router.metrics_listen",
+                                            "target.metrics_listen")}
+    settings = [*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()), f"router.api_keys_file={keys}"]
+    log = logs / "server.log"
+    log.unlink(missing_ok=True)
+    server = Process("slipstream", settings, ports["router.metrics_listen"], log, ("serve", "--colocated"))
+    server.start()
+    try:
+        await server.ready()
+        yield Place(f"http://127.0.0.1:{ports['router.listen']}", ModelSection().path)
+    finally:
+        server.stop()
