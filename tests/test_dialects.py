@@ -178,6 +178,10 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
                 assert [item["status"] for item in response["output"]] == statuses, "an open call is not to be made"
         refused = (await r.post(RESPONSES, input="hello", previous_response_id="resp_1")).json()["error"]
         assert refused["param"] == "previous_response_id"
+        theirs = await r.post(RESPONSES, input="hello", max_output_tokens=1, tools=[FUNCTION, {"type": "web_search"}])
+        assert theirs.status_code == 200 and theirs.headers["x-slipstream-ignored"] == "tools[].web_search"
+        refused = (await r.post(RESPONSES, input="x", tools=[{"type": "mcp"}], tool_choice="required")).json()["error"]
+        assert refused["param"] == "tool_choice", "only what is run here can be forced"
 
 
 async def test_an_answer_that_breaks_off_ends_with_an_error_event(tiny_folder: Path) -> None:
@@ -223,7 +227,7 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     (responses.chat_of, 1, "body"), (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]},
                                                                        "input[0].type"),
     (responses.chat_of, {"input": [{"type": "item_reference"}]}, "input[0].type"),
-    (responses.chat_of, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (responses.chat_of, {"input": "x", "tools": [1]}, "tools"),
     (responses.chat_of, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
 ])
 def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, field: str) -> None:

@@ -3,7 +3,7 @@
 Rules:
 1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
-3. Tools are functions; of input items only messages, calls, their results and reasoning are known.
+3. Tools are functions, others are left out and named; of input items only messages, calls, their results and reasoning are known.
 
 It knows nothing about models, routes or the network.
 """
@@ -95,16 +95,14 @@ def _tools(tools: Any, choice: Any) -> Json:
         return {"tool_choice": choice} if choice is not None else {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a list of functions")
-    for i, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            raise InvalidRequest(f"tools[{i}].type", "must be 'function': nothing else is run here",
-                                 "unsupported_parameter")
     made = [{"type": "function", "function": {
         "name": tool.get("name"), "description": tool.get("description") or "",
-        "parameters": tool.get("parameters") or {}}} for tool in tools]
+        "parameters": tool.get("parameters") or {}}} for tool in tools if tool.get("type") == "function"]
+    # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
+    others: Json = {f"tools[].{tool.get('type')}": True for tool in tools if tool.get("type") != "function"}
     if isinstance(choice, dict):
         choice = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
-    return {"tools": made, **({"tool_choice": choice} if choice is not None else {})}
+    return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **others}
 
 
 class ResponsesReply:
