@@ -134,8 +134,8 @@ async def test_drafts_die_join_and_drain_while_every_answer_stays_the_same(tmp_p
         await asyncio.gather(*tasks)
         assert all(reader.answers for reader in readers)
         answers = sum(reader.answers for reader in readers)
-        assert await fleet.total("requests_total", outcome="length") == answers, "an answer was lost or made twice"
-        assert await fleet.total("requests_total") == answers
+        assert await fleet.total("answers_total", outcome="length") == answers, "an answer was lost or made twice"
+        assert await fleet.total("answers_total") == answers
         await until("nobody holds a session", lambda: idle(fleet))
 
 

@@ -46,7 +46,6 @@ def show(outcomes: Sequence[Outcome]) -> None:
 async def run(clients: Sequence[Client], rooms: Mapping[str, Path]) -> list[Outcome]:
     """Raises what a server that does not start raises."""
     outcomes = []
-    LOGS.mkdir(parents=True, exist_ok=True)
     async with served(LOGS) as place:
         for client in clients:
             print(f"{client.name} …", flush=True)
@@ -62,7 +61,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE}")
     arguments = parser.parse_args()
     chosen = [client for client in CLIENTS if not arguments.only or client.name in arguments.only]
-    rooms = {"vllm": arguments.vllm, **{name: arguments.packages / name for name in ("clients", "older", "loads", "node")}}
+    rooms = {name: arguments.packages / name for name in ("clients", "older", "loads", "node")} | {
+        "vllm": arguments.vllm}
+    LOGS.mkdir(parents=True, exist_ok=True)
     try:
         outcomes = asyncio.run(run(chosen, rooms))
     except SlipstreamError as error:

@@ -78,8 +78,8 @@ async def tried(client: Client, rooms: Mapping[str, Path], place: Place, logs: P
     command = await asyncio.to_thread(_command, client, room)
     home = (logs / "home" / client.name.replace(" ", "-")).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **place.environment, "HOME": str(home), "PWD": str(home), "SLIPSTREAM_SCRATCH": str(home),
-                   "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, **place.environment, "HOME": str(home), "PWD": str(home),
+                   "SLIPSTREAM_SCRATCH": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PYTHONPATH", None)
     log = logs / f"{client.program.partition('.')[0].rstrip('_')}.log"
     with log.open("wb") as file:

@@ -40,7 +40,7 @@ ROUNDS = Row("Rounds", (
           text="One growth of all sessions of a batch, in the draft."),
     Panel("Rows of a step", "none", quantiles("slipstream_step_rows", "$target"),
           text="Prompt rows, plain steps and tree nodes together."),
-    Panel("Nodes grown", "none", ((rate("slipstream_draft_tokens_total", "$draft", "model"), "{{model}}"),),
+    Panel("Nodes grown", "none", ((rate("slipstream_grown_nodes_total", "$draft", "model"), "{{model}}"),),
           stacked=True, text="By drafter. What is grown and not verified above was too late, or not worth a row."),
     Panel("Commits absorbed", "cps", ((rate("slipstream_commits_total", "$draft", "model"), "{{model}}"),)),
     Panel("Sessions at drafts", "none", (("sum by (model) (slipstream_sessions_open{$draft})", "{{model}}"),)),

@@ -3,7 +3,8 @@
 Rules:
 1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
-3. Tools are functions, others are left out and named; of input items only messages, calls, their results and reasoning are known.
+3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
+   known.
 
 It knows nothing about models, routes or the network.
 """

@@ -8,7 +8,8 @@ Rules:
 4. Each object has its own registry: several services live in one process without sharing series.
 5. What is counted begins at 0, not with its first event: ``increase`` does not see an event that makes its series.
    Gauges begin when they are set, as 0 would be a claim.
-6. ``scope`` of a mode tells who decides: pool, a router for all answers of a model's drafts; session, a target for one.
+6. A name has one meaning on all services. One that was replaced is shown for one more release, and its text says so.
+7. ``scope`` of a mode tells who decides: pool, a router for all answers of a model's drafts; session, a target for one.
 
 The only importer of prometheus_client. It knows nothing about sessions, trees or sockets of the services.
 """
@@ -22,8 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from slipstream import __version__
 from slipstream.base.errors import STATUS
@@ -58,6 +60,21 @@ class Series(Generic[M]):
             self.metric.remove(*self.fixed, *values)
 
 
+class Replaced(Collector):
+    """A counter once more, under the name ``old`` that it had in the release before."""
+
+    def __init__(self, counter: Counter, old: str) -> None:
+        self._counter = counter
+        self._old = old
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._counter.collect():
+            again = Metric(self._old, f"Gone with the next release: read {family.name}_total.", "counter")
+            again.samples = [sample._replace(name=sample.name.replace(family.name, self._old, 1))
+                             for sample in family.samples]
+            yield again
+
+
 class Registry:
     """The metrics of one service and model."""
 
@@ -69,8 +86,11 @@ class Registry:
         self.gauge("build_info", "Always 1; the labels say what runs.", "version").of(__version__).set(1)
         self._certificate = self.gauge("tls_certificate_expiry_seconds", "Unix time at which our certificate ends.")
 
-    def counter(self, name: str, text: str, *labels: str) -> Series[Counter]:
+    def counter(self, name: str, text: str, *labels: str, before: str = "") -> Series[Counter]:
+        """``before``: its name until this release, which is shown, too."""
         metric = Counter(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors)
+        if before:
+            self._collectors.register(Replaced(metric, f"slipstream_{before}".removesuffix("_total")))
         return self._begun(Series(metric, self._fixed), labels)
 
     def gauge(self, name: str, text: str, *labels: str) -> Series[Gauge]:
@@ -279,8 +299,8 @@ class TargetMetrics:
         self._there: tuple[int, int] | None = None  # sessions
         registry.settle = self._settle
         self.mode = ModeMetrics(registry, "session")
-        self._requests = registry.counter("requests_total", "Requests ended.", "outcome")
-        self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens taken.")
+        self._answers = registry.counter("answers_total", "Answers ended.", "outcome", before="requests_total")
+        self._prompt = registry.counter("answer_prompt_tokens_total", "Prompt tokens.", before="prompt_tokens_total")
         self._cached = registry.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self._step = registry.histogram("step_seconds", "One step by phase.", STEP_SECONDS, "phase")
         self._rows = registry.histogram("step_rows", "Rows of one forward.", (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
@@ -297,7 +317,7 @@ class TargetMetrics:
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
         self._preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.")
-        self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with drafts.", "direction")
+        self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
         self._lost = registry.counter("drafter_lost_total", "Streams to drafts that broke.", "reason").begin(
             ("stopped",), ("closed",), ("unavailable",), ("overflow",))
         self._invalid = registry.counter("invalid_growths_total", "Growths refused by validation.")
@@ -317,7 +337,7 @@ class TargetMetrics:
 
     def request(self, outcome: str) -> None:
         """``outcome``: stop, length, cancelled, refused, handed_back or failed."""
-        self._requests.of(outcome).inc()
+        self._answers.of(outcome).inc()
 
     def prompt(self, tokens: int, cached: int) -> None:
         self._prompt.of().inc(tokens)
@@ -439,10 +459,10 @@ class DraftMetrics:
         self._expired = registry.counter("session_expirations_total", "Sessions freed without a close.",
                                          "reason").begin(("lease",))
         self._grow = registry.histogram("draft_seconds", "One growth of all sessions of a batch.", STEP_SECONDS)
-        self._nodes = registry.counter("draft_tokens_total", "Nodes grown.")
+        self._nodes = registry.counter("grown_nodes_total", "Nodes grown.", before="draft_tokens_total")
         self._commits = registry.counter("commits_total", "Commits absorbed.")
         self._tokens = registry.counter("committed_tokens_total", "Tokens of absorbed commits.")
-        self._wire = registry.counter("wire_bytes_total", "Bytes exchanged with targets.", "direction")
+        self._wire = registry.counter("wire_bytes_total", "Bytes between targets and drafts.", "direction")
         self._invalid = registry.counter("invalid_items_total", "Items refused by validation.")
         self._peers = registry.gauge("targets_connected", "Target streams that are up.")
         self.sessions_open(0)

@@ -51,7 +51,8 @@ def _() -> None:
     answer = bound.invoke("Paint the wall red.")
     call = answer.tool_calls[0]
     assert call["args"]["colour"] in ("red", "blue")
-    history = [("user", "Paint the wall red."), answer, ToolMessage(paint.invoke(call["args"]), tool_call_id=call["id"])]
+    result = ToolMessage(paint.invoke(call["args"]), tool_call_id=call["id"])
+    history = [("user", "Paint the wall red."), answer, result]
     assert MODEL_OF_CHAT.bind_tools([paint]).invoke(history, max_tokens=8)
 
 

@@ -39,8 +39,8 @@ for provider in ("openai", "hosted_vllm"):
 
 @check("completions")
 def _() -> None:
-    answer = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="One, two,", api_base=API, api_key=KEY,
-                                     max_tokens=4)
+    answer = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="One, two,", api_base=API,
+                                     api_key=KEY, max_tokens=4)
     assert answer.choices[0].text
 
 

@@ -106,7 +106,7 @@ def _() -> None:
 
 @check("errors")
 def _() -> None:
-    for wrong, kind in ((dict(temperature=-1), openai.BadRequestError), (dict(model="none"), openai.NotFoundError)):
+    for wrong, kind in (({"temperature": -1}, openai.BadRequestError), ({"model": "none"}, openai.NotFoundError)):
         try:
             CLIENT.chat.completions.create(**{"model": MODEL, "messages": ASKED, **wrong})
         except kind as error:
