@@ -111,8 +111,7 @@ class BlockPass:
         if bias is not None:
             heat = torch.tensor([max(self._heat[node.row], 1e-3) if self._heat[node.row] else 1.0 for node in asked])
             scores = scores + self._biases(conditional, asked, bias).to("cpu", torch.float64) / heat[:, None]
-        whole = (scores.exp().sum(-1) + left).log()
-        scores = scores - whole[:, None]
+        scores = scores - torch.logaddexp(scores.logsumexp(-1), left.log())[:, None]
         if chance is not None:
             scores = scores + chance.to("cpu", torch.float64)[:, None]
         best, where = scores.topk(min(topk, scores.shape[1]), 1)
