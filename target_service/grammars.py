@@ -2,7 +2,7 @@
 
 Rules:
 1. One grammar is compiled at a time, in a thread of its own, which lets others run. It is tried before: who asks a
-   target may be no router.
+   target may be no router. Where another engine compiles it, it is tried alone.
 2. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
    an answer must not end early because of another one's.
 
@@ -12,8 +12,10 @@ It knows nothing about engines.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 from slipstream.base.errors import CapacityError
 from slipstream.grammar.compiling import Vocabulary
@@ -23,32 +25,48 @@ from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Request
 
 MAX_WAITING = 64
+T = TypeVar("T")
 
 
-class Grammars:
-    """Of one model. Make it anywhere, use it on one event loop."""
+class Trials:
+    """Of one model's grammars. Make it anywhere, use it on one event loop."""
 
-    def __init__(self, vocabulary: Vocabulary, trial: Trial) -> None:
-        self._vocabulary, self._trial = vocabulary, trial
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._waiting = 0
 
-    def compile(self, request: Request) -> asyncio.Future[Matcher]:
-        """A matcher that stands where ``request`` goes on; it may fail with InvalidRequest. Raises CapacityError."""
+    def check(self, grammar: Grammar) -> asyncio.Future[None]:
+        """It may fail with InvalidRequest. Raises CapacityError."""
+        return self.after(grammar, lambda: None)
+
+    def after(self, grammar: Grammar, work: Callable[[], T]) -> asyncio.Future[T]:
+        """``work``, in the thread, when ``grammar`` has been tried. Raises CapacityError."""
         if self._waiting >= MAX_WAITING:
             raise CapacityError(f"{self._waiting} grammars wait to be compiled already")
+        self._waiting += 1
+        done = asyncio.wrap_future(self._thread.submit(self._tried, grammar, work))
+        done.add_done_callback(self._left)
+        return done
+
+    def _tried(self, grammar: Grammar, work: Callable[[], T]) -> T:
+        self._trial.check(grammar)
+        return work()
+
+    def _left(self, _: object) -> None:
+        self._waiting -= 1
+
+
+class Grammars:
+    """Of one model, for our own engine. Make it anywhere, use it on one event loop."""
+
+    def __init__(self, vocabulary: Vocabulary, trial: Trial) -> None:
+        self._vocabulary, self._trials = vocabulary, Trials(trial)
+
+    def compile(self, request: Request) -> asyncio.Future[Matcher]:
+        """A matcher that stands where ``request`` goes on; it may fail with InvalidRequest. Raises CapacityError."""
         assert request.grammar is not None
         sampling = request.sampling
         ends = Ends(sampling.stop_token_ids, sampling.min_tokens)
         answered = request.tokens[len(request.tokens) - request.answered :]
-        self._waiting += 1
-        made = asyncio.wrap_future(self._thread.submit(self._compile, request.grammar, ends, answered))
-        made.add_done_callback(self._left)
-        return made
-
-    def _compile(self, grammar: Grammar, ends: Ends, answered: Sequence[int]) -> Matcher:
-        self._trial.check(grammar)
-        return self._vocabulary.compile(grammar, ends, answered)
-
-    def _left(self, _: asyncio.Future[Matcher]) -> None:
-        self._waiting -= 1
+        return self._trials.after(request.grammar, partial(self._vocabulary.compile, request.grammar, ends, answered))

@@ -1,7 +1,8 @@
 """vLLM as a target: its ``AsyncLLM`` behind the wire of ours. ``VllmService`` implements ``requests.Backend``.
 
 Rules:
-1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``parameters``).
+1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_asked``). A grammar is tried
+   first: vLLM compiles it in the process of its engine.
 2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted.
 3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
    noise is keyed. Another is refused.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,14 +26,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.base.config import TargetSection
-from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
+from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
 from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob, Without
 from target_service.drain import drained
+from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.served import MAX_WAITING, Served
+from target_service.vllm_asked import field_of, parameters, prompt, resumes
 
 LOOK_S = 1.0  # between two looks at the drafts and at the engine's health
 FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
@@ -84,43 +88,7 @@ class Running:
     keyed: bool  # whether a seed fixes a sampled answer
     fill: Fill
     rounds: Rounds
-
-
-def parameters(request: Request, drafted: bool, keyed: bool) -> dict[str, Any]:
-    """What is left of ``request`` in vLLM's words. Raises InvalidRequest for what it has none for."""
-    sampling, answered = request.sampling, request.answered
-    min_p = 0.0 if sampling.greedy else sampling.min_p
-    checks = (
-        ("answered", not answered or resumes(request, keyed),
-         "an answer that another target began cannot go on in vLLM if it is sampled with vLLM's own noise, or has "
-         "presence or frequency penalties"),
-        ("min_p", not drafted or min_p == 0.0, "vLLM takes it only where target.drafts is empty"),
-        ("logit_bias", not drafted or not sampling.logit_bias, "vLLM takes it only where target.drafts is empty"),
-    )
-    for field, holds, message in checks:
-        if not holds:
-            raise InvalidRequest(field, message)
-    return {
-        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": min_p,
-        "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty, "logit_bias": dict(sampling.logit_bias) or None,
-        "min_tokens": max(0, sampling.min_tokens - answered), "max_tokens": request.max_tokens - answered,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # the end-of-text tokens are among those
-        "seed": None if sampling.greedy else sampling.seed, "logprobs": request.top_logprobs,
-    }
-
-
-def prompt(request: Request) -> dict[str, Any]:
-    """In vLLM's words; its prefix cache keeps prompts of different salts apart."""
-    salt = {"cache_salt": request.namespace} if request.namespace else {}
-    return {"type": "token", "prompt_token_ids": list(request.tokens), **salt}
-
-
-def resumes(request: Request, keyed: bool) -> bool:
-    """Whether another vLLM could go on with the answer to ``request``. ``keyed``: a seed fixes a sampled one."""
-    sampling = request.sampling
-    return (sampling.greedy or keyed) and sampling.presence_penalty == sampling.frequency_penalty == 0.0
+    trials: Trials | None = None  # of grammars; None: vLLM's tokenizer is of no use for them
 
 
 class VllmAnswer:
@@ -130,7 +98,7 @@ class VllmAnswer:
                  over: Callable[[VllmAnswer], None]) -> None:
         """over: told when it is over or handed back."""
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
-        self._refusals, self._keyed = running.refusals, running.keyed
+        self._refusals, self._keyed, self._trials = running.refusals, running.keyed, running.trials
         self._request = request
         asked = parameters(request, running.drafted, running.keyed)
         self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
@@ -198,10 +166,16 @@ class VllmAnswer:
 
     async def _begin(self) -> None:
         try:
+            if self._request.grammar is not None and self._trials is not None:
+                await self._trials.check(self._request.grammar)
             collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
+        except SlipstreamError:
+            self._outcome = "refused"
+            raise
         except self._refusals as error:
             self._outcome = "refused"
-            raise InvalidRequest(getattr(error, "parameter", None) or "request", f"vLLM refuses it: {error}") from error
+            field = field_of(getattr(error, "parameter", None), self._request)
+            raise InvalidRequest(field, f"vLLM refuses it: {error}") from error
         self._known = collected.request_id
         self._rounds.follow(self._known)
         # Each step's output alone: vLLM joins those that its reader is behind with, and what was drafted is lost.
@@ -269,7 +243,7 @@ def _logprobs(completion: Any, wanted: int | None) -> tuple[TokenLogprob, ...]:
     told = list[TokenLogprob]()
     for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
         best = sorted((entry.rank, other, entry.logprob) for other, entry in place.items()
-                      if entry.rank is not None and entry.rank <= wanted)
+                      if entry.rank is not None and entry.rank <= wanted and entry.logprob > -math.inf)
         told.append(TokenLogprob(place[token].logprob, tuple((other, logprob) for _, other, logprob in best[:wanted])))
     return tuple(told)
 
@@ -293,8 +267,8 @@ class VllmService:
             raise Draining("the target is shutting down; another one will take the request")
         if self._running.engine.errored:
             raise Unavailable("vLLM's engine has ended; the service has to be restarted")
-        for need in sorted(request.needs):  # and ``info`` says so; it must not be answered as if it were not there
-            raise InvalidRequest(need, "a target on vLLM does not honour it", "unsupported_parameter")
+        if request.grammar is not None and self._running.trials is None:  # and ``info`` says so
+            raise InvalidRequest("grammar", "this model's tokenizer is of no use for one", "unsupported_parameter")
         served = self._running.served
         served.check(request, min(served.max_context, served.num_slots))
         if (waiting := len(self._answers) - self._config.max_sessions) > MAX_WAITING:
@@ -309,7 +283,7 @@ class VllmService:
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           min(all_, most), max(0, all_ - most), served.num_slots, self._free, self._draining,
                           self._drafts, engine=f"vllm {self._running.version}", without=self._without,
-                          identity=served.identity)
+                          identity=served.identity, grammars=self._running.trials is not None)
 
     @property
     def _without(self) -> tuple[Without, ...]:

@@ -18,17 +18,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slipstream.base.config import Config, ModelSection, TargetSection
-from slipstream.base.errors import ConfigError, ModelError, Unavailable
+from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
+from slipstream.grammar.trial import Trial
 from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
+from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
+from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.served import Served
 from target_service.vllm import Fill, Running, VllmService
@@ -69,7 +71,12 @@ def arguments(config: Config, folder: Path, name: str, known: Sequence[str], rou
         ours["max_model_len"] = target.max_context
     if model.quantize == "fp8":
         ours["quantization"] = "fp8"
-    return {**ours, **_drafting(config, given, rounds), **given}
+    # One that reads what the router has tried; vLLM would take what the first request needs, for all that follow.
+    grammars = given.pop("structured_outputs_config", {})
+    if not isinstance(grammars, Mapping):
+        raise ConfigError("target.engine.vllm.structured_outputs_config: must be a table, as {backend: guidance}")
+    return {**ours, **_drafting(config, given, rounds), **given,
+            "structured_outputs_config": {"backend": "guidance", **grammars}}
 
 
 def _drafting(config: Config, given: dict[str, Any], rounds: Path) -> dict[str, Any]:
@@ -109,13 +116,22 @@ def _installed() -> str:
     return version
 
 
+def _args(config: Config, folder: Path, name: str, rounds: Path) -> Any:
+    """As ``arguments``, for vLLM."""
+    from vllm.config import StructuredOutputsConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    wanted = arguments(config, folder, name, [field.name for field in fields(AsyncEngineArgs)], rounds)
+    grammars = StructuredOutputsConfig(**wanted.pop("structured_outputs_config"))
+    return AsyncEngineArgs(**wanted, structured_outputs_config=grammars)
+
+
 def start(config: Config) -> Running:
     """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
     version = _installed()
     from slipstream_vllm.sampling import refusal
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -133,8 +149,7 @@ def start(config: Config) -> Running:
         def log_engine_initialized(self) -> None: ...
 
     try:
-        wanted = arguments(config, folder, name, [field.name for field in fields(AsyncEngineArgs)], rounds.path)
-        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**wanted), stat_loggers=[Filled])
+        engine = AsyncLLM.from_engine_args(_args(config, folder, name, rounds.path), stat_loggers=[Filled])
     except Exception as error:
         rounds.close()
         if isinstance(error, ConfigError):
@@ -146,10 +161,27 @@ def start(config: Config) -> Running:
                     _identity(engine.vllm_config, folder, version, config.target.vllm or {}))
     logger("target").info("model ready", model=name, engine=f"vllm {version}", dtype=str(shape.dtype), slots=slots,
                           max_context=served.max_context, drafts=drafts(config))
-    options = wanted.get("additional_config", {}).get("slipstream", {})
+    options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
-    return Running(engine, version, partial(SamplingParams, output_kind=RequestOutputKind.DELTA, detokenize=False),
-                   (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds)
+
+    def params(structured_outputs: Mapping[str, Any] | None, **asked: Any) -> SamplingParams:
+        bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
+        return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound, **asked)
+
+    return Running(engine, version, params, (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds,
+                   _trials(folder))
+
+
+def _trials(folder: Path) -> Trials | None:
+    """Of grammars for the model in ``folder``; None where its tokenizer is of no use for them."""
+    trial = Trial(folder)
+    try:
+        trial.check(JSON_OBJECT)
+    except (ModelError, InvalidRequest) as error:
+        trial.close()
+        logger("target").warning("no grammars", why=str(error))
+        return None
+    return Trials(trial)
 
 
 def node_rank(config: Config) -> int:
@@ -166,13 +198,10 @@ class Node:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError."""
         self._version = _installed()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
         folder = resolve(config.model.path)
         # Nobody on this machine serves the answers, so nobody is told of a step.
-        wanted = arguments(config, folder, config.router.model_name or folder.name,
-                           [field.name for field in fields(AsyncEngineArgs)], Path(tempfile.gettempdir()) / "nobody")
-        self._args = AsyncEngineArgs(**wanted)
+        self._args = _args(config, folder, config.router.model_name or folder.name,
+                           Path(tempfile.gettempdir()) / "nobody")
         self._executor: Any = None
         self._ended = False
 

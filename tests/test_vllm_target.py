@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -23,12 +24,13 @@ from slipstream.base.errors import CapacityError, ConfigError, Draining, Invalid
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, NoSpans, Spans, Value
-from slipstream.protocol.grammar import JSON_OBJECT
+from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import DraftStatus, Piece, Request, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
+from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.served import MAX_WAITING, Served
 from target_service.vllm import ALLOW, DRAFTS, Fill, Running, VllmService
@@ -41,8 +43,8 @@ from tests.test_vllm import drafted as following
 IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
-             "tensor_parallel_size", "speculative_config", "additional_config", "worker_extension_cls",
-             "per_request_spec_decode_metrics", "gpu_memory_utilization"]
+             "tensor_parallel_size", "structured_outputs_config", "speculative_config", "additional_config",
+             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
 PLAIN = {"certificate": "", "key": "", "authority": "", "server_name": "", "allowed_names": []}
 
@@ -140,20 +142,29 @@ class FakeEngine:
 def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, counts: Any) -> Any:
     """As vLLM's RequestOutput of one step."""
     places = [{token: SimpleNamespace(rank=2, logprob=-1.5), 7: SimpleNamespace(rank=1, logprob=-0.5),
-               8: SimpleNamespace(rank=3, logprob=-2.5)} for token in tokens]
+               8: SimpleNamespace(rank=3, logprob=-2.5), 9: SimpleNamespace(rank=4, logprob=-math.inf)}
+              for token in tokens]
     completion = SimpleNamespace(token_ids=list(tokens), finish_reason=finish, spec_decode_metrics=counts,
                                  logprobs=places if logprobs is not None else None)
     return SimpleNamespace(outputs=[completion], finished=finish is not None, num_cached_tokens=16,
                            metrics=SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25))
 
 
+class Tried:
+    """As ``Trial``: one regular expression is none."""
+
+    def check(self, grammar: Grammar) -> None:
+        if grammar.source == "(":
+            raise InvalidRequest("grammar", "unclosed group")
+
+
 @asynccontextmanager
 async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, spans: Spans | None = None,
-                 **settings: Any) -> AsyncIterator[VllmService]:
+                 tries: bool = True, **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", dict, (Refused,), served, drafted, keyed,
-                      Fill(0.25), engine.rounds)
+                      Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
     service = VllmService(running, TargetSection(**settings), TargetMetrics("function"),
                           spans or NoSpans())
     with engine.rounds.heard():
@@ -322,9 +333,6 @@ async def test_what_vllm_cannot_do_while_drafts_are_asked_is_refused_by_field(as
 
 async def test_what_vllm_refuses_is_refused_by_its_field() -> None:
     async with served(FakeEngine()) as service:
-        assert not (await service.info()).grammars
-        with pytest.raises(InvalidRequest, match="grammar"):
-            service.submit(replace(request(), grammar=JSON_OBJECT))
         with pytest.raises(InvalidRequest) as refused:
             await taken(service.submit(request(top_k=13, temperature=1.0)))
         assert refused.value.field == "top_k"
@@ -333,14 +341,39 @@ async def test_what_vllm_refuses_is_refused_by_its_field() -> None:
         assert (await service.info()).sessions_running == 0
 
 
+async def test_an_answer_is_bound_to_a_grammar_that_was_tried() -> None:
+    engine = FakeEngine()
+    bound = replace(request(stop_token_ids=(2,)), grammar=Grammar("regex", "[a-z]+"))
+    async with served(engine) as service:
+        assert (await service.info()).grammars
+        await taken(service.submit(bound))
+        assert (engine.asked[0]["structured_outputs"], engine.asked[0]["ignore_eos"]) == ({"regex": "[a-z]+"}, False)
+        with pytest.raises(InvalidRequest, match="unclosed group"):
+            await taken(service.submit(replace(bound, grammar=Grammar("regex", "("))))
+        with pytest.raises(InvalidRequest, match="stop_token_ids"):
+            service.submit(replace(bound, sampling=Sampling()))
+        with pytest.raises(InvalidRequest, match="answered"):
+            service.submit(bound.after((7,)))
+        with pytest.raises(InvalidRequest) as refused:
+            await taken(service.submit(replace(bound, sampling=Sampling(top_k=13, stop_token_ids=(2,)))))
+        assert refused.value.field == "top_k"
+        assert len(engine.asked) == 1 and (await service.info()).sessions_running == 0
+    async with served(engine, tries=False) as service:
+        assert not (await service.info()).grammars
+        with pytest.raises(InvalidRequest, match="grammar"):
+            service.submit(bound)
+
+
 async def test_log_probabilities_are_those_of_the_best_and_of_the_chosen() -> None:
     engine = FakeEngine()
     async with served(engine) as service:
         pieces = await taken(service.submit(replace(request(4), top_logprobs=1)))
         alone = await taken(service.submit(replace(request(4), top_logprobs=0)))
+        many = await taken(service.submit(replace(request(4), top_logprobs=5)))
     assert [len(piece.logprobs) for piece in pieces] == [len(piece.tokens) for piece in pieces]
     assert pieces[1].logprobs[0] == TokenLogprob(-1.5, ((7, -0.5),))
     assert alone[0].logprobs == (TokenLogprob(-1.5),)
+    assert [token for token, _ in many[0].logprobs[0].top[1:]] == [many[0].tokens[0], 8], "nothing forbidden"
 
 
 async def test_a_greedy_answer_goes_on_and_a_sampled_one_is_refused() -> None:
@@ -488,7 +521,8 @@ def test_settings_become_vllms_arguments() -> None:
                       Path("/models/m"), "m", ARGUMENTS, Path("/r"))
     assert given == {
         "model": "/models/m", "served_model_name": "m", "dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 1024,
-        "tensor_parallel_size": 2, "gpu_memory_utilization": 0.8, "per_request_spec_decode_metrics": "detailed",
+        "tensor_parallel_size": 2, "gpu_memory_utilization": 0.8,
+        "structured_outputs_config": {"backend": "guidance"}, "per_request_spec_decode_metrics": "detailed",
         "worker_extension_cls": "slipstream_vllm.worker.Drafted",
         "speculative_config": {"method": "custom_class", "model": "slipstream_vllm.RemoteDrafter",
                                "num_speculative_tokens": 4},
@@ -510,6 +544,7 @@ def test_settings_become_vllms_arguments() -> None:
     (("model.quantize=int8",), "model.quantize"),
     (("target.engine={vllm: {gpu_memory_utilisation: 0.8}}",), "did you mean gpu_memory_utilization"),
     (("target.engine={vllm: {model: x}}",), "model.path says it"),
+    (("target.engine={vllm: {structured_outputs_config: x}}",), "structured_outputs_config: must be a table"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
 ])
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:

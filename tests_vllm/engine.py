@@ -5,9 +5,9 @@
                                                                      ->  {"tokens": [[...], ...], "accepted": 12, ...}
 
 The first two arguments behind the model: our options (null: no drafts), and settings of ``LLM``. "each" are more of
-``SamplingParams``, one a prompt. Without "chat" a prompt is text or tokens, as it is. Answers of n > 1 stand
-one behind the other. With "abort": N the first prompt is asked once more beforehand, beside the second, and given up
-after N steps.
+``SamplingParams``, one a prompt; "structured_outputs" among it is an object of vLLM's fields. Without "chat" a prompt
+is text or tokens, as it is. Answers of n > 1 stand one behind the other. With "abort": N the first prompt is asked once
+more beforehand, beside the second, and given up after N steps.
 It runs in vLLM's environment and imports nothing of ours.
 """
 
@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 CHAIN = 4
@@ -63,7 +64,7 @@ def main() -> None:
         order = json.loads(line)
         asked = order["prompts"]
         each = order.get("each") or [{}] * len(asked)
-        sampling = [SamplingParams(**{**order["sampling"], **more}) for more in each]
+        sampling = [parameters({**order["sampling"], **more}) for more in each]
         done = list[Any]()
         if order.get("abort"):
             give_up(engine, asked[:2], sampling[0], order["abort"])
@@ -78,7 +79,8 @@ def main() -> None:
         seconds = time.perf_counter() - began_s
         outputs = [one for answer in done for one in answer.outputs]
         counts = {metric.name: getattr(metric, "value", 0) for metric in engine.get_metrics()}
-        say({"tokens": [list(one.token_ids) for one in outputs], "prompts": [one.prompt_token_ids for one in done],
+        say({"tokens": [list(one.token_ids) for one in outputs], "texts": [one.text for one in outputs],
+             "finishes": [one.finish_reason for one in outputs], "prompts": [one.prompt_token_ids for one in done],
              "logprobs": [[at[token].logprob for token, at in zip(one.token_ids, one.logprobs or (), strict=False)]
                           for one in outputs],
              "seconds": seconds, "propose_s": proposing.seconds, "steps": proposing.steps,
@@ -87,6 +89,11 @@ def main() -> None:
              "preempted": counts.get("vllm:num_preemptions", 0), "cached": counts.get("vllm:prefix_cache_hits", 0),
              "drafted": counts.get("vllm:spec_decode_num_draft_tokens", 0),
              "accepted": counts.get("vllm:spec_decode_num_accepted_tokens", 0)})
+
+
+def parameters(asked: dict[str, Any]) -> SamplingParams:
+    bound = asked.pop("structured_outputs", None)
+    return SamplingParams(**asked, structured_outputs=StructuredOutputsParams(**bound) if bound else None)
 
 
 def give_up(engine: LLM, prompts: list[str], sampling: SamplingParams, steps: int) -> None:

@@ -7,12 +7,14 @@ The tests go on with what the one before left: the draft comes after the plain a
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -142,6 +144,32 @@ async def test_fields_are_honoured_or_refused_by_name(stack: Stack) -> None:
     assert all(len(place.top_logprobs) == 2 and place.logprob <= 0.0 for place in places)
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         await ask(model=MODEL, messages=messages, max_tokens=8, logit_bias={"7": 2})
+
+
+async def test_answers_keep_to_grammars_and_forced_tools_with_drafts(stack: Stack) -> None:
+    ask = stack.client.chat.completions.create
+    messages = [{"role": "user", "content": PROMPTS[1]}]
+    schema = {"type": "object", "properties": {"facts": {"type": "array", "items": {"enum": ["round", "far", "grey"]},
+                                                         "minItems": 3, "maxItems": 5}},
+              "required": ["facts"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
+
+    forced = {"type": "function", "function": {"name": "tell"}}
+
+    async def said(**more: Any) -> Any:
+        answer = await ask(model=MODEL, messages=messages, temperature=0.0, max_tokens=TOKENS, **more)
+        assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+        return answer.choices[0].message
+
+    bound = {"response_format": {"type": "json_schema", "json_schema": {"name": "facts", "schema": schema}}}
+    plain = await said(**bound, extra_body={"speculate": False})
+    assert (await said(**bound)).content == plain.content
+    assert 3 <= len(json.loads(plain.content)["facts"]) <= 5
+    assert (await said(extra_body={"guided_choice": ["yes", "no"]})).content in ("yes", "no")
+    (call,) = (await said(tools=[tool], tool_choice=forced)).tool_calls
+    assert call.function.name == "tell" and 3 <= len(json.loads(call.function.arguments)["facts"]) <= 5
+    with pytest.raises(openai.BadRequestError, match="min_tokens"):
+        await ask(model=MODEL, messages=messages, max_tokens=8, **bound, extra_body={"min_tokens": 2})
 
 
 async def test_answers_of_a_target_that_is_killed_go_on_exactly(stack: Stack, plain: Sequence[str]) -> None:

@@ -1,0 +1,128 @@
+"""What a request asks, in vLLM's words.
+
+Rules:
+1. Each field of a request stands in ``FIELDS``: it becomes a parameter of vLLM, it goes another way, which is named, or
+   it is refused.
+2. What has no way is refused by field (``barred``), before vLLM sees it. What vLLM itself refuses bears the
+   field of ours that the parameter came from.
+3. A grammar is vLLM's structured output of the same kind. JSON has our spaces between its parts, for the backend that
+   knows them (``vllm_start`` asks for it).
+
+It imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import SPACE
+from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.requests import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What becomes of a field: a parameter of vLLM's ``SamplingParams``, what ``goes`` says, or a refusal."""
+
+    parameter: str = ""
+    goes: str = ""
+    refused: bool = False  # where it asks for anything
+
+
+_SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+         "logit_bias", "min_tokens", "max_tokens", "stop_token_ids", "seed")
+FIELDS: Mapping[str, Way] = MappingProxyType({  # of ``Request`` and of its ``Sampling``
+    **{name: Way(name) for name in _SAME},
+    "top_logprobs": Way("logprobs"),
+    "grammar": Way("structured_outputs"),
+    **{name: Way(refused=True) for name in ("prompt_logprobs", "logprobs_mode", "allowed_token_ids", "bad_words")},
+    "request_id": Way(goes="the request's name"),
+    "tokens": Way(goes="the prompt"),
+    "answered": Way(goes="tokens of the prompt, less in max_tokens and min_tokens"),
+    "namespace": Way(goes="the prompt's cache_salt"),
+    "speculate": Way(goes="told to the workers"),
+    "trace": Way(goes="extra_args, for the draft's span"),
+    "identity": Way(goes="compared before"),
+    "sampling": Way(goes="its fields stand here"),
+})
+_FIELD_OF = {way.parameter: field for field, way in FIELDS.items() if way.parameter}
+
+
+def field_of(parameter: str | None, request: Request) -> str:
+    """Which field of ours vLLM refuses when it names ``parameter``; a structured output it does not name."""
+    if parameter is None:
+        return "request" if request.grammar is None else "grammar"
+    return _FIELD_OF.get(parameter, parameter)
+
+
+def resumes(request: Request, keyed: bool) -> bool:
+    """Whether another vLLM could go on with the answer to ``request``. ``keyed``: a seed fixes a sampled one."""
+    sampling = request.sampling
+    return ((sampling.greedy or keyed) and sampling.presence_penalty == sampling.frequency_penalty == 0.0
+            and request.grammar is None)
+
+
+def barred(request: Request, drafted: bool, keyed: bool) -> tuple[str, str] | None:
+    """The first field that has no way, and why."""
+    sampling = request.sampling
+    checks: tuple[tuple[str, bool, str], ...] = (
+        ("answered", not request.answered or resumes(request, keyed),
+         "an answer that another target began cannot go on in vLLM if it is sampled with vLLM's own noise, has "
+         "presence or frequency penalties, or is bound to a grammar"),
+        ("min_p", not drafted or sampling.greedy or sampling.min_p == 0.0,
+         "vLLM takes it only where target.drafts is empty"),
+        ("logit_bias", not drafted or not sampling.logit_bias, "vLLM takes it only where target.drafts is empty"),
+        # It would allow nothing at all where the grammar has ended, and the answer would end as an error.
+        ("min_tokens", request.grammar is None or sampling.min_tokens == 0, "vLLM takes none beside a grammar"),
+    )
+    # A need that is no field (a max_tokens of 0) is none that vLLM has.
+    checks += tuple((need, False, "a target on vLLM does not honour it") for need in sorted(request.needs - {"grammar"}))
+    return next(((field, message) for field, holds, message in checks if not holds), None)
+
+
+def parameters(request: Request, drafted: bool, keyed: bool) -> dict[str, Any]:
+    """Of vLLM's ``SamplingParams``, for what is left of ``request``. Raises InvalidRequest."""
+    if (found := barred(request, drafted, keyed)) is not None:
+        raise InvalidRequest(*found, "unsupported_parameter")
+    sampling, answered = request.sampling, request.answered
+    return {
+        "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
+        "min_p": 0.0 if sampling.greedy else sampling.min_p,
+        "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty, "logit_bias": dict(sampling.logit_bias) or None,
+        "min_tokens": max(0, sampling.min_tokens - answered), "max_tokens": request.max_tokens - answered,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        # The end-of-text tokens are among those; where a grammar ends, vLLM allows its tokenizer's own.
+        "ignore_eos": request.grammar is None,
+        "seed": None if sampling.greedy else sampling.seed, "logprobs": request.top_logprobs,
+        "structured_outputs": None if request.grammar is None else structured(request.grammar),
+    }
+
+
+def structured(grammar: Grammar) -> dict[str, Any]:
+    """Of vLLM's ``StructuredOutputsParams``. Raises InvalidRequest."""
+    if grammar.kind == "regex":
+        return {"regex": grammar.source}
+    if grammar.kind == "lark":
+        return {"grammar": grammar.source}
+    try:
+        content = json.loads(grammar.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("grammar", "is not JSON") from error
+    if grammar.kind == "choice":
+        return {"choice": content}
+    if not isinstance(content, dict):
+        raise InvalidRequest("grammar", "must be a JSON object")
+    own = content.get("x-guidance")
+    return {"json": {**content, "x-guidance": {**(own if isinstance(own, dict) else {}), "whitespace_pattern": SPACE}}}
+
+
+def prompt(request: Request) -> dict[str, Any]:
+    """In vLLM's words; its prefix cache keeps prompts of different salts apart."""
+    salt = {"cache_salt": request.namespace} if request.namespace else {}
+    return {"type": "token", "prompt_token_ids": list(request.tokens), **salt}

@@ -1,0 +1,96 @@
+"""What a request becomes in vLLM's words: every field passes, goes another way that is named, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import SPACE
+from slipstream.protocol.grammar import JSON_OBJECT, Grammar
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Request
+from target_service.vllm_asked import FIELDS, barred, field_of, parameters, resumes, structured
+
+ASKED = Request("r", (5, 6, 7), Sampling(temperature=0.5, stop_token_ids=(2,)), 12)
+OTHERWISE: dict[str, Any] = {
+    "temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5, "logit_bias": ((3, 1.0),), "min_tokens": 2, "max_tokens": 9, "stop_token_ids": (2, 4),
+    "seed": 77, "top_logprobs": 3, "grammar": JSON_OBJECT}
+REFUSED: dict[str, Any] = {"prompt_logprobs": 0, "logprobs_mode": "processed", "allowed_token_ids": (3,),
+                           "bad_words": ((3, 4),)}
+
+
+def asked(field: str, value: Any) -> Request:
+    if field in {one.name for one in fields(Sampling)}:
+        return replace(ASKED, sampling=replace(ASKED.sampling, **{field: value}))
+    return replace(ASKED, **{field: value})
+
+
+def test_every_field_of_a_request_has_its_way() -> None:
+    assert set(FIELDS) == {one.name for one in (*fields(Request), *fields(Sampling))}
+    assert all([bool(way.parameter), bool(way.goes), way.refused].count(True) == 1 for way in FIELDS.values())
+
+
+@pytest.mark.parametrize("field", [field for field, way in FIELDS.items() if way.parameter])
+def test_a_field_changes_its_parameter_and_no_other(field: str) -> None:
+    plain = parameters(ASKED, drafted=False, keyed=False)
+    changed = parameters(asked(field, OTHERWISE[field]), drafted=False, keyed=False)
+    different = {name for name in plain if plain[name] != changed[name]}
+    assert different - {"ignore_eos"} == {FIELDS[field].parameter}, "ignore_eos stands for the end of a grammar"
+
+
+@pytest.mark.parametrize(("request_", "drafted", "keyed", "field"), [
+    (asked("min_p", 0.1), True, True, "min_p"), (asked("logit_bias", ((3, 1.0),)), True, True, "logit_bias"),
+    (replace(asked("min_tokens", 2), grammar=JSON_OBJECT), False, False, "min_tokens"),
+    (ASKED.after((7,)), True, False, "answered"), (asked("presence_penalty", 0.5).after((7,)), True, True, "answered"),
+    (replace(ASKED, grammar=JSON_OBJECT).after((7,)), True, True, "answered"),
+    *((asked(field, REFUSED[field]), False, False, field) for field, way in FIELDS.items() if way.refused),
+])
+def test_what_vllm_has_no_way_for_is_refused_by_field(request_: Request, drafted: bool, keyed: bool,
+                                                      field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parameters(request_, drafted, keyed)
+    assert refused.value.field == field and field in FIELDS
+
+
+def test_an_answer_of_no_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="no_tokens"):
+        parameters(replace(ASKED, max_tokens=0), drafted=False, keyed=False)
+
+
+def test_what_goes_on_elsewhere_is_what_is_taken_from_there() -> None:
+    for request in (ASKED, asked("presence_penalty", 0.5), asked("temperature", 0.0), replace(ASKED,
+                                                                                             grammar=JSON_OBJECT)):
+        for keyed in (True, False):
+            assert resumes(request, keyed) == (barred(request.after((7,)), True, keyed) is None)
+
+
+@pytest.mark.parametrize(("grammar", "found"), [
+    (Grammar("regex", "[0-9]+"), {"regex": "[0-9]+"}), (Grammar("choice", '["yes", "no"]'), {"choice": ["yes", "no"]}),
+    (Grammar("lark", 'start: "a"'), {"grammar": 'start: "a"'}),
+    (JSON_OBJECT, {"json": {"type": "object", "x-guidance": {"whitespace_pattern": SPACE}}}),
+    (Grammar("json_schema", '{"x-guidance": {"lenient": true, "whitespace_pattern": "x"}}'),
+     {"json": {"x-guidance": {"lenient": True, "whitespace_pattern": SPACE}}}),
+])
+def test_grammars_are_structured_outputs_of_the_same_kind(grammar: Grammar, found: dict[str, Any]) -> None:
+    assert structured(grammar) == found
+    bound = parameters(replace(ASKED, grammar=grammar), drafted=True, keyed=True)
+    assert bound["structured_outputs"] == found and not bound["ignore_eos"]
+
+
+@pytest.mark.parametrize("source", ["[", "[" * 60_000, "3", '["a"]'])
+def test_what_is_no_schema_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        structured(Grammar("json_schema", source))
+    assert refused.value.field == "grammar"
+
+
+def test_what_vllm_refuses_bears_the_field_that_it_came_from() -> None:
+    bound = replace(ASKED, grammar=Grammar("json_schema", json.dumps({"type": "object"})))
+    assert field_of("logprobs", ASKED) == "top_logprobs" and field_of("top_k", bound) == "top_k"
+    assert (field_of(None, ASKED), field_of(None, bound)) == ("request", "grammar")
+    assert field_of("prompt", bound) == "prompt", "what is no parameter bears its own name"
