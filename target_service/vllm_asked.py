@@ -81,7 +81,8 @@ def barred(request: Request, drafted: bool, keyed: bool) -> tuple[str, str] | No
         ("min_tokens", request.grammar is None or sampling.min_tokens == 0, "vLLM takes none beside a grammar"),
     )
     # A need that is no field (a max_tokens of 0) is none that vLLM has.
-    checks += tuple((need, False, "a target on vLLM does not honour it") for need in sorted(request.needs - {"grammar"}))
+    needs = sorted(request.needs - {"grammar"})
+    checks += tuple((need, False, "a target on vLLM does not honour it") for need in needs)
     return next(((field, message) for field, holds, message in checks if not holds), None)
 
 
