@@ -1,7 +1,8 @@
 """The HTTP surface: what every request passes, the routes of the OpenAI API, health and version.
 
 Rules:
-1. Every path but ``/live``, ``/health`` and ``/ping`` needs a key where keys are set, also paths that do not exist.
+1. Every path but ``/live``, ``/ready``, ``/health`` and ``/ping`` needs a key where keys are set, also paths that do
+   not exist. OPTIONS does nothing, and needs none.
 2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
 4. A body is capped before it is read, and read before anything is done for it.
@@ -9,6 +10,8 @@ Rules:
    ``{"error": …}`` followed by ``[DONE]``.
 6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
    the last of them with the same body gets what came after it. Nobody else pays for them.
+7. A page of another origin may read answers where keys are set, as it has to show one; else only a page of this
+   machine: what is open to all who reach it is not for every page that they visit. No cookies are ever known.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -20,7 +23,7 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -63,12 +66,18 @@ ADVICE = {
     405: "this page does not take that method; what makes answers or counts takes POST, all others GET",
 }
 MAX_TOLD = 256  # unknown fields that the log names once
-OPEN_PATHS = frozenset({"/live", "/health", "/ping"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
+POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
+HERE = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
+EXPOSED = b"x-request-id, x-slipstream-mode, x-slipstream-ignored, retry-after"
+ASKED_HEADERS = b"access-control-request-headers"
+DECENT_HEADERS = re.compile(rb"[A-Za-z0-9, _-]{1,2048}")
 REQUEST_ID = "slipstream.request_id"  # in the scope, for whoever logs
 TENANT = "slipstream.tenant"  # in the scope: who asks
 DECENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
+Measured = Callable[[str], tuple[str, bytes]]  # what a scraper takes -> content type, page
 
 
 class Narrative(Protocol):
@@ -86,17 +95,18 @@ class Narrative(Protocol):
     def whole(self, usage: Usage, stop: str | None) -> dict[str, Any]: ...
 
 
-def create_app(gateway: Gateway, keys: ApiKeys) -> ASGIApp:
-    """The ASGI application around ``gateway``."""
-    return Gate(Surface(gateway), keys, lambda: gateway.leaving)
+def create_app(gateway: Gateway, keys: ApiKeys, measured: Measured | None = None) -> ASGIApp:
+    """The ASGI application around ``gateway``. measured: its page of metrics, where it is one of these."""
+    return Gate(Surface(gateway, measured), keys, lambda: gateway.leaving)
 
 
 class Surface:
     """All routes. Requests for tokens go past FastAPI, whose layers every further token would have to pass as well; it
     has the same routes, for its schema and for other methods, and answers the rest."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, measured: Measured | None = None) -> None:
         self._gateway = gateway
+        self._measured = measured
         self._started_at = int(time.time())
         self._log = logger("http")
         self._left_out_told: set[str] = set()
@@ -113,8 +123,9 @@ class Surface:
                            ("/detokenize", self.detokenize), (f"{MESSAGES}/count_tokens", self.count_tokens)):
             app.add_api_route(path, post, methods=["POST"])
         for path, get in (("/v1/models", self.models), ("/v1/models/{model_id:path}", self.model),
-                          ("/health", self.health), ("/live", self.live), ("/ping", self.health), ("/load", self.load),
-                          ("/version", self.version), ("/", self.version)):
+                          ("/health", self.health), ("/ready", self.health), ("/ping", self.health),
+                          ("/live", self.live), ("/load", self.load), ("/version", self.version), ("/", self.version),
+                          *((("/metrics", self.metrics),) if measured is not None else ())):
             app.add_api_route(path, get, methods=["GET"])
             app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
 
@@ -191,6 +202,11 @@ class Surface:
 
     async def version(self) -> Response:
         return json_response({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        assert self._measured is not None
+        content_type, page = self._measured(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": content_type})
 
     async def refused(self, request: Request, error: Exception) -> Response:
         if request.url.path in ENDPOINTS:
@@ -434,10 +450,14 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                ours = [(b"x-request-id", request_id), *([(b"connection", b"close")] if self._leaving() else [])]
+                ours = [(b"x-request-id", request_id), *([(b"connection", b"close")] if self._leaving() else []),
+                        *self._readers(headers)]
                 message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 
+        if scope["method"] == "OPTIONS":
+            await Response(status_code=204, headers=_methods(scope["path"]))(scope, receive, answer)
+            return
         tenant = scope[TENANT] = self._keys.tenant(_key(headers))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
@@ -450,6 +470,22 @@ class Gate:
                             at=_places(error))
             if not started:
                 await problem_response(problem_of(error), scope["path"])(scope, receive, answer)
+
+
+    def _readers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """What says to a browser that the page which asks may read the answer."""
+        origin = headers.get(b"origin")
+        if origin is None or not (self._keys or HERE.fullmatch(origin)):
+            return []
+        asked = headers.get(ASKED_HEADERS, b"")
+        allowed = [(b"access-control-allow-headers", asked)] if DECENT_HEADERS.fullmatch(asked) else []
+        return [(b"access-control-allow-origin", origin), (b"vary", b"origin"),
+                (b"access-control-expose-headers", EXPOSED), *allowed]
+
+
+def _methods(path: str) -> dict[str, str]:
+    methods = "POST, OPTIONS" if path in POSTED else "GET, HEAD, OPTIONS"
+    return {"allow": methods, "access-control-allow-methods": methods, "access-control-max-age": "600"}
 
 
 def _request_id(shown: bytes) -> bytes:

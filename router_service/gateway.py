@@ -507,6 +507,8 @@ class Run:
         metrics = self._gateway.metrics
         for tally in (completion.tally for completion in self.completions):
             metrics.answered(tally.tokens, tally.drafted, tally.accepted, self.mode)
+            if metrics.for_vllm is not None:
+                metrics.for_vllm.answered(tally.drafts, tally.drafted, tally.accepted, tally.reached)
         if self._failed:
             return
         done = all(completion.finished for completion in self.completions)

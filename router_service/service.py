@@ -17,6 +17,7 @@ from router_service.front import GatewayFront
 from router_service.gateway import Gateway
 from router_service.tenants import ApiKeys
 from router_service.text.tokens import TextCodec
+from slipstream.base.address import host_port
 from slipstream.base.config import Config
 from slipstream.grammar.trial import Trial
 from slipstream.models.folder import resolve, tokenizer_hash
@@ -44,17 +45,21 @@ class RouterService:
         section = config.router
         folder = resolve(config.model.path)
         self._keys = ApiKeys.load(section.api_keys_file)
-        metrics = RouterMetrics(section.model_name or folder.name)
+        # One port for both, and not any that is free: what is measured is a page of the API.
+        shared = section.metrics_listen == section.listen and host_port(section.listen)[1] != 0
+        metrics = RouterMetrics(section.model_name or folder.name, shared)
         self._targets = Targets(targets, connect)
         self._balancer = Balancer(self._targets, metrics, tokenizer_hash(folder))
         self._fallback = PoolFallback(config.target.policy, metrics)
         self.gateway = Gateway(TextCodec(folder), self._balancer, self._fallback, metrics, section,
                                spans_of(config.log, "router"), Trial(folder))
-        self._http = HttpListener(create_app(self.gateway, self._keys), section, config.wire, metrics,
+        app = create_app(self.gateway, self._keys, metrics.registry.page if shared else None)
+        self._http = HttpListener(app, section, config.wire, metrics,
                                   [path.encode() for path in OPEN_PATHS], self.gateway.admission.all_in_s)
         self._grpc = GrpcServer(section.grpc_listen, config.wire, [InferenceServicer(self._front)])
         self.vitals = Vitals("router")
-        self._metrics = MetricsServer(section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)
+        self._metrics = None if shared else MetricsServer(
+            section.metrics_listen, metrics.registry, lambda: self.gateway.ready, self.vitals)
         self._tls = tls_files(config.wire.tls)
         self._tasks: list[asyncio.Task[None]] = []
         self._log = logger("router")
@@ -69,7 +74,7 @@ class RouterService:
 
     @property
     def metrics_port(self) -> int:
-        return self._metrics.port
+        return self.http_port if self._metrics is None else self._metrics.port
 
     def _front(self, key: str) -> GatewayFront | None:
         tenant = self._keys.tenant(key)
@@ -81,7 +86,8 @@ class RouterService:
 
     async def start(self) -> None:
         """Listen, after one look at the targets; whether one is ready shows in the health."""
-        self._metrics.start()
+        if self._metrics is not None:
+            self._metrics.start()
         await self._balancer.poll()
         await self._grpc.start()
         self.vitals.follow(await self._http.start())
@@ -112,7 +118,8 @@ class RouterService:
         await calls  # cancelled instead, it would take down what both wait for
         await self._http.close()
         self.gateway.close()
-        await asyncio.to_thread(self._metrics.close)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
         self.vitals.end()
         self._log.info("stopped", left=self.gateway.admission.in_flight)
 

@@ -97,6 +97,10 @@ class ApiKeys:
             except ConfigError as error:
                 self._log.error("keys not read again; the old ones stay", problem=str(error))
 
+    def __bool__(self) -> bool:
+        """Whether a key is asked for."""
+        return bool(self._tenants)
+
     def tenant(self, key: str) -> Tenant | None:
         """Whose ``key`` is; None: nobody's, and the door stays shut."""
         if not self._tenants:

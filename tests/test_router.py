@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from bench.fleet import free_port
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BODY_BYTES
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
@@ -446,3 +448,47 @@ async def test_the_pages_that_the_documents_name_are_there(tiny_folder: Path) ->
         wrong = await r.http.get(CHAT)
         assert wrong.status_code == 405 and "POST" in wrong.json()["error"]["message"]
     assert set(codes.values()) == {200}, codes
+
+
+async def test_what_is_measured_is_a_page_of_the_api_where_both_have_one_port(tiny_folder: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    async with routing(tiny_folder, EchoTarget(), listen=listen, metrics_listen=listen) as r:
+        assert (await r.http.get("/ready")).status_code == 200 and r.service.metrics_port == r.service.http_port
+        answer = await r.openai.completions.create(model="tiny", prompt="hello", max_tokens=9)
+        told = answer.usage
+        assert told is not None and told.completion_tokens_details is not None
+        page = (await r.http.get("/metrics")).text
+        counts = {family.name: {tuple(sample.labels.values()): sample.value for sample in family.samples}
+                  for family in text_string_to_metric_families(page) if family.name.startswith("vllm:spec_decode_num_")}
+        accepted = told.completion_tokens_details.accepted_prediction_tokens
+        assert accepted, "this target's drafts are taken"
+        assert sum(counts["vllm:spec_decode_num_accepted_tokens"].values()) == accepted
+        assert sum(counts["vllm:spec_decode_num_accepted_tokens_per_pos"].values()) == accepted
+        assert sum(counts["vllm:spec_decode_num_draft_tokens"].values()) >= accepted
+        assert "slipstream_requests_total" in page
+    async with routing(tiny_folder, EchoTarget()) as r:
+        assert (await r.http.get("/metrics")).status_code == 404 and "vllm:" not in await r.metrics()
+
+
+async def test_pages_of_other_origins_read_answers_where_a_key_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key-of-mine\n")
+    theirs, ours = {"origin": "https://app.example"}, {"origin": "http://localhost:3000"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+    allowed = "access-control-allow-origin"
+    async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
+        before = await r.http.options(CHAT, headers=theirs | asks)
+        assert before.status_code == 204 and before.headers[allowed] == theirs["origin"]
+        assert "POST" in before.headers["access-control-allow-methods"]
+        assert before.headers["access-control-allow-headers"] == asks["access-control-request-headers"]
+        refused = await r.http.post(CHAT, json={}, headers=theirs)
+        assert refused.status_code == 401 and refused.headers[allowed] == theirs["origin"], "its page may read why"
+    async with routing(tiny_folder, EchoTarget()) as r:
+        for origin in (theirs["origin"], "http://localhost.evil.example", "http://127.0.0.1:3000.example", "null"):
+            for answer in (await r.http.options(CHAT, headers=asks | {"origin": origin}),
+                           await r.http.get("/v1/models", headers={"origin": origin})):
+                assert answer.is_success and allowed not in answer.headers, origin
+        assert (await r.http.get("/v1/models", headers=ours)).headers[allowed] == ours["origin"]
+        assert (await r.http.options("/v1/models")).headers["allow"] == "GET, HEAD, OPTIONS"
+        for page in ("/v1/models", "/health", "/openapi.json", "/load", "/version"):
+            assert (await r.http.head(page)).status_code == 200, page

@@ -10,6 +10,7 @@ import asyncio
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -46,10 +47,11 @@ def show(outcomes: Sequence[Outcome]) -> None:
 async def run(clients: Sequence[Client], rooms: Mapping[str, Path]) -> list[Outcome]:
     """Raises what a server that does not start raises."""
     outcomes = []
-    async with served(LOGS) as place:
-        for client in clients:
-            print(f"{client.name} …", flush=True)
-            outcomes.append(await tried(client, rooms, place, LOGS))
+    for keyed, alike in groupby(clients, key=lambda client: client.keyed):
+        async with served(LOGS, keyed) as place:
+            for client in alike:
+                print(f"{client.name} …", flush=True)
+                outcomes.append(await tried(client, rooms, place, LOGS))
     return outcomes
 
 

@@ -25,11 +25,13 @@ TOLD_CHARS = 160
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """``packages``: the folder of its environment, below the one that is given, or vllm."""
+    """``packages``: the folder of its environment, below the one that is given, or vllm. ``keyed``: it shows its key on
+    every page that it reads."""
 
     name: str
     program: str
     packages: str = "clients"
+    keyed: bool = True
 
 
 CLIENTS = (
@@ -53,8 +55,8 @@ CLIENTS = (
     Client("lm-eval", "lm_eval_.py", "loads"),
     Client("guidellm", "guidellm_.py", "loads"),
     Client("aiperf", "aiperf_.py", "loads"),
-    Client("vllm bench", "vllm_bench.py", "vllm"),
     Client("sglang bench", "sglang_bench.py", "loads"),
+    Client("vllm bench", "vllm_bench.py", "vllm", keyed=False),
 )
 
 

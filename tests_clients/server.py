@@ -1,4 +1,4 @@
-"""The server that all clients ask: the default model and its drafts in one process, behind a key."""
+"""The server that clients ask: the default model and its drafts in one process, metrics on the API's port."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ class Place:
 
 
 @asynccontextmanager
-async def served(logs: Path) -> AsyncIterator[Place]:
-    """A server on free ports until the end of the block. Raises Unavailable."""
+async def served(logs: Path, keyed: bool) -> AsyncIterator[Place]:
+    """A server on free ports until the end of the block; ``keyed``: behind a key. Raises Unavailable."""
     keys = logs / "keys"
     keys.write_text(f"{KEY} name=conformance\n", encoding="utf-8")
-    ports = {name: free_port() for name in ("router.listen", "router.grpc_listen", "router.metrics_listen",
-                                            "target.metrics_listen")}
-    settings = [*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()), f"router.api_keys_file={keys}"]
+    ports = {name: free_port() for name in ("router.listen", "router.grpc_listen", "target.metrics_listen",
+                                            "draft.metrics_listen")}
+    ports["router.metrics_listen"] = ports["router.listen"]
+    settings = [*(f"{name}=127.0.0.1:{port}" for name, port in ports.items()),
+                *([f"router.api_keys_file={keys}"] if keyed else [])]
     log = logs / "server.log"
     log.unlink(missing_ok=True)
     server = Process("slipstream", settings, ports["router.metrics_listen"], log, ("serve", "--colocated"))

@@ -24,9 +24,9 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,6 +279,8 @@ class Tally:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0  # rounds that verified any
+    reached: Counter[int] = field(default_factory=Counter)  # how many of them accepted so many
     cached_tokens: int = 0
     lossy: bool = False
     first_state: State | None = None
@@ -360,7 +362,10 @@ class Completion:
         tally.first_state = tally.first_state or piece.state
         tally.rounds += 1 if piece.tokens else 0
         tally.lossy = tally.lossy or piece.lossy
-        tally.drafted += piece.drafted
+        if piece.drafted:
+            tally.drafted += piece.drafted
+            tally.drafts += 1
+            tally.reached[piece.accepted] += 1
         tally.cached_tokens = max(tally.cached_tokens, piece.cached_tokens)
         for i, token in enumerate(piece.tokens):
             last = piece.finish == "stop" and i == len(piece.tokens) - 1

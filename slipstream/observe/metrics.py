@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from collections import Counter as Counted
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -92,6 +93,10 @@ class Registry:
         if before:
             self._collectors.register(Replaced(metric, f"slipstream_{before}".removesuffix("_total")))
         return self._begun(Series(metric, self._fixed), labels)
+
+    def add(self, collector: Collector) -> None:
+        """Show what it tells, too."""
+        self._collectors.register(collector)
 
     def gauge(self, name: str, text: str, *labels: str) -> Series[Gauge]:
         return Series(Gauge(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors), self._fixed)
@@ -163,11 +168,44 @@ POSITIONS = tuple(str(depth) for depth in range(1, 5))
 MOST_TENANTS = 200  # that have series of their own
 
 
+class VllmMetrics(Collector):
+    """Drafts of ended answers under vLLM's names, as its benchmark reads them from the port that it loads."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens"), 0)
+        self._positions = Counted[int]()
+
+    def answered(self, drafts: int, drafted: int, accepted: int, reached: Mapping[int, int]) -> None:
+        """Of one answer. ``reached``: accepted draft tokens of a draft -> how many drafts."""
+        for name, count in zip(self._counts, (drafts, drafted, accepted), strict=True):
+            self._counts[name] += count
+        for length, count in reached.items():
+            for position in range(length):
+                self._positions[position] += count
+
+    def collect(self) -> Iterator[Metric]:
+        names, labels = ["model_name", "engine"], [self._model, "0"]
+        for name, count in self._counts.items():
+            family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", "As vLLM counts them.", labels=names)
+            family.add_metric(labels, count)
+            yield family
+        family = CounterMetricFamily("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM counts them.",
+                                     labels=[*names, "position"])
+        for position, count in sorted(self._positions.items()):
+            family.add_metric([*labels, str(position)], count)
+        yield family
+
+
 class RouterMetrics:
     """Requests as clients see them."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, as_vllm: bool = False) -> None:
+        """as_vllm: drafts are told under vLLM's names, too."""
         self.registry = registry = Registry("router", model)
+        self.for_vllm = VllmMetrics(model) if as_vllm else None
+        if self.for_vllm is not None:
+            registry.add(self.for_vllm)
         self.mode = ModeMetrics(registry, "pool")
         self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
         self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant", "reason")
