@@ -1,6 +1,6 @@
 """``make conformance``: run every client against one server, print what works and what fails, with versions.
 
-``--write`` puts the table into docs/API.md. A client whose packages are not there is told of and counts as failed.
+``--write`` puts it into docs/API.md, in short. A client whose packages are not there is told of and counts as failed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MARKS = re.compile(r"<!-- clients -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table of the page."""
-    rows = [f"| {outcome.name} {outcome.version} | {', '.join(outcome.works) or 'nothing'} | {_failures(outcome)} |"
-            for outcome in outcomes]
-    return "\n".join(("| client | works | fails |", "|---|---|---|", *rows))
+    """What the page says: who works, with the number of things tried, and a line for each who does not."""
+    works = [f"{outcome.name} {outcome.version} ({len(outcome.works)})" for outcome in outcomes if not outcome.fails]
+    fails = [f"- {outcome.name} {outcome.version} fails: {_failures(outcome)}" for outcome in outcomes if outcome.fails]
+    return "\n".join((", ".join(works) + ".", *fails))
 
 
 def _failures(outcome: Outcome) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in outcome.fails.items()).replace("|", "\\|")
+    return "; ".join(f"{name}: {reason}" for name, reason in outcome.fails.items())
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
