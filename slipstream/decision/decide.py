@@ -296,8 +296,8 @@ def _enough(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing) ->
     return max(0.0, whole - (1 + whole) * mean_s / prices.steps[nodes])
 
 
-def _deadline_s(beliefs: Beliefs, standing: Standing, rules: Rules) -> float:
-    usual_s, left_s = usual_wait_s(beliefs, rules), standing.probe_left_s
+def _deadline_s(usual_s: float, standing: Standing, rules: Rules) -> float:
+    left_s = standing.probe_left_s
     if left_s is None:
         return usual_s
     return min(usual_s, max(left_s, rules.deadline_min_s)) if left_s > 0 else 0.0
@@ -333,21 +333,24 @@ def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads
 def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[Decision]:
     """The coming rounds of sessions that were in one step."""
     prices: Prices | None = None
-    turns = list[Turn]()
+    turns, due = list[Turn](), False
     for case in cases:
         if prices is None or prices.rows != case.seen.others + 1:  # all of a step have the same
             prices = Prices.of(beliefs, case.seen.others, case.standing.most)
-        turns.append(_turn(beliefs, case, prices, rules))
+            due = beliefs.costs.due(prices.rows, rules.plain_every)
+        turns.append(_turn(beliefs, case, prices, rules, due))
     waits = _together(turns, beliefs, rules) if beliefs.together else [_asks(turn, beliefs, rules) for turn in turns]
-    return [_decision(beliefs, turn, wait, rules) for turn, wait in zip(turns, waits, strict=True)]
+    usual_s = usual_wait_s(beliefs, rules)
+    return [_decision(beliefs, turn, wait, rules, usual_s) for turn, wait in zip(turns, waits, strict=True)]
 
 
-def _turn(beliefs: Beliefs, case: Case, prices: Prices, rules: Rules) -> Turn:
+def _turn(beliefs: Beliefs, case: Case, prices: Prices, rules: Rules, due: bool) -> Turn:
+    """``due``: see ``StepCosts.due``."""
     standing, seen, _ = case
     nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
     lookup = _lookup(prices, nodes, beliefs, standing, seen, rules) if seen.chances else 0
     if beliefs.costs.guessed:  # one plain step of all, or nobody learns what it costs
-        plain = beliefs.costs.due(prices.rows, rules.plain_every) and not rules.whole_trees
+        plain = due and not rules.whole_trees
         lookup = 0 if plain else lookup
     else:
         plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
@@ -361,7 +364,8 @@ def _turn(beliefs: Beliefs, case: Case, prices: Prices, rules: Rules) -> Turn:
     return Turn(case, prices, nodes, lookup, True, loses_s, wants, False)
 
 
-def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules) -> Decision:
+def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules, usual_s: float) -> Decision:
+    """``usual_s``: see ``usual_wait_s``."""
     (standing, seen, leads), prices, nodes, lookup, plain, loses_s, wants, drafts = turn
     if lookup and wait.tries:
         wait = REFUSED
@@ -372,7 +376,7 @@ def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules) -> Decisio
     want = verify if asks and not lookup else 0
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
                     want > 0 and seen.grows_ahead and leads and not shared,
-                    _deadline_s(beliefs, standing, rules) if granted and _waits(turn) else 0.0,
+                    _deadline_s(usual_s, standing, rules) if granted and _waits(turn) else 0.0,
                     _enough(prices, nodes, beliefs, standing) if wants and not lookup else 0.0,
                     _why(turn, wait), loses_s if plain else wait.spends_s, wait.tries, nodes > 0)
 

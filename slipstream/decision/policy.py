@@ -103,6 +103,7 @@ class SpeculationPolicy:
         self._won_s = 0.0  # since speculation began
         self._risk_s = 0.0  # the running sum of rule 1
         self._probe: Probe | None = None
+        self._asking = False  # for drafts
 
     @property
     def mode(self) -> Mode:
@@ -151,12 +152,17 @@ class SpeculationPolicy:
     def _takes(self, decision: Decision, seen: Seen) -> None:
         beliefs = self._beliefs
         self._stands, self._others = decision, seen.others
-        beliefs.asks(self, decision.want > 0)
+        self._asks(decision.want > 0)
         if decision.tries and not self._at.trying:
             beliefs.purse.pay_wait(decision.spends_s)
             self._at.trying = True
         elif decision.spends_s:
             beliefs.purse.pay(decision.spends_s)
+
+    def _asks(self, asks: bool) -> None:
+        if asks is not self._asking:  # seldom; a set of weak references is slow
+            self._asking = asks
+            self._beliefs.asks(self, asks)
 
     def _take_back(self, decision: Decision) -> None:
         self._stands = None
@@ -192,8 +198,9 @@ class SpeculationPolicy:
         if round_.plain_s is not None:
             plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
-            steps, waiting = beliefs.steps(beside + 1, drafted), others + 1
-            plain_s, step_s = steps[0], steps[-1]
+            # As many as a decision asks for, so that they are made once.
+            steps, waiting = beliefs.steps(beside + 1, max(drafted, self._at.most)), others + 1
+            plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
         if (drafted or wait_s) and not round_.lookup:
@@ -315,7 +322,7 @@ class SpeculationPolicy:
         at.mode, self._since_s = after, now_s
         at.silent = at.idle = at.since_plain = 0
         if after is not Mode.SPECULATE:
-            self._beliefs.asks(self, False)
+            self._asks(False)
         return Transition(now_s, before, after, reason, self.gain) if before is not after else None
 
     def _due(self, now_s: float) -> bool:

@@ -201,14 +201,10 @@ class DraftPool:
             sums[1] += accepted > 0
             sums[2] += drafted
             sums[3] += accepted
-        totals = Counter[str](), Counter[str]()
         for link, (rounds, agreed, drafted, accepted) in of.items():
             if (hello := self._ready.get(link)) is not None:
-                totals[0][hello.drafter] += drafted
-                totals[1][hello.drafter] += accepted
+                self._metrics.judged(hello.drafter, drafted, accepted)
                 self._agrees(link, rounds, agreed)
-        for drafter, drafted in totals[0].items():
-            self._metrics.judged(drafter, drafted, totals[1][drafter])
 
     def _agrees(self, link: Link, rounds: int, agreed: int) -> None:
         agreement = self._agreement.get(link)

@@ -172,7 +172,8 @@ class Chains:
         self._told.clear()
         self.following.inbox.drain(until_s=now_s + GLANCE_S)
         step = self._measured(rows, scheduled, now_s)
-        asked = self._heard([row if row.new and row.drafts and self._wanted(row) else None for row in rows], step)
+        asked = self._heard([row if row.new and row.drafts and (row.asked is None or self._wanted(row)) else None
+                             for row in rows], step)
         self.following.flush()
         self._say(step)
         waits_s = self._clock()
@@ -188,8 +189,8 @@ class Chains:
 
     def _measured(self, rows: Sequence[Row], scheduled: int, now_s: float) -> Step:
         """The step that ended now, as rule 4 has it."""
-        drafted = sum(row.drafted for row in rows)
-        began_s = self._ended_s if any(row.request in self._before for row in rows) else now_s
+        drafted = sum([row.drafted for row in rows])
+        began_s = now_s if self._before.isdisjoint([row.request for row in rows]) else self._ended_s
         prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new for row in rows)
         return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prompts)
 
