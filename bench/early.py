@@ -35,7 +35,7 @@ from slipstream.drafting.heads.checkpoint import lent_lm_head, read_head
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import CausalModel
+from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import head_for, packaged_head, resolve
 
@@ -192,9 +192,11 @@ def speeds(hits: Sequence[bool], length: float, done: float, trip_ms: float, dra
 
 
 def run(arguments: argparse.Namespace) -> None:
-    layers = tuple(arguments.layers)
+    layers, deep = tuple(arguments.layers), ModelConfig.from_folder(resolve(arguments.target)).num_layers
+    if not all(0 < layer < deep for layer in layers):
+        raise SystemExit(f"--layers: {layers} are not layers before the end of a target with {deep}")
     runner, length, blank = gathered(arguments, layers)
-    hidden, deep = runner.config.hidden_size, runner.config.num_layers
+    hidden = runner.config.hidden_size
     states = torch.cat([early for early, _ in runner.plain])
     chosen = torch.tensor([token for _, tokens in runner.plain for token in tokens])
     rows, ranks = list[Row](), dict[int, list[int]]()
