@@ -59,10 +59,6 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "less_than": "must be below {lt:g}",
     "less_than_equal": "must be at most {le:g}",
 })
-# Settings that went -> what is to be done instead.
-WENT: Mapping[str, str] = MappingProxyType({
-    "draft.compile": "torch.compile was slower than what serves without it; leave it out",
-})
 LONGEST = 80  # characters of a wrong value that are shown
 
 
@@ -105,6 +101,7 @@ class DraftSection(Section):
                        "head inside the target's own folder")
     token_map: str = Field("", description="a file with the token ids to draft from (FR-Spec); not for eagle3, "
                            "block, ngram")
+    compile: bool = Field(False, description="torch.compile for the draft model or head; needs a C++ compiler")
     quantize: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto", description="of the draft model or head, as in model, int8 not for eagle2, mtp, block; auto: int8 for "
                             "an EAGLE-3 head on kernels of our own, else none; it may cost acceptance, never an answer")
@@ -265,8 +262,6 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _mistake(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "configuration"
-    if problem["type"] == "extra_forbidden" and key in WENT:
-        return f"{key}: this setting went: {WENT[key]}"
     if problem["type"] == "extra_forbidden":
         known = _keys_at([str(part) for part in problem["loc"][:-1]])
         near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)

@@ -5,9 +5,9 @@ It knows nothing about how a network works.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from slipstream.drafting.heads.checkpoint import (
 )
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
-from slipstream.drafting.neural import Levels, Network, NeuralDrafter
+from slipstream.drafting.neural import Levels, Network, NeuralDrafter, run_network
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.flashinfer import FlashInferAttention
@@ -37,12 +37,14 @@ from slipstream.engine.graphs import CudaCapture
 from slipstream.engine.int8 import check_int8
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import Fields, ModelConfig, device_of, dtype_of, read_json, tell_unread
+from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, LayerOps, Linear, layer_names
 from slipstream.engine.runner import ModelRunner, default_slots, free_memory, kv_bytes
 from slipstream.models.folder import resolve
 from slipstream.observe.log import logger
 
+N = TypeVar("N", bound=Network)
 REPEATED = (OWN_EMBEDDING, OWN_LM_HEAD)
 
 
@@ -55,7 +57,7 @@ def load_standalone(section: DraftSection, target: ModelSection, num_slots: int 
     vocabulary = _token_map(section, config.vocab_size)
     own = ModelSection(dtype=section.dtype, device=section.device, kernels=_kernels(target),
                        quantize="none" if section.quantize == "auto" else section.quantize)
-    model = load_model(folder, own)
+    model = load_model(folder, own, compile_layers=section.compile)
     if vocabulary is not None:
         model = MappedModel(model, lent_lm_head(folder, config, vocabulary))
         vocabulary = vocabulary.to(model.device)
@@ -79,10 +81,13 @@ def load_eagle(section: DraftSection, model: ModelSection, num_slots: int = 0) -
     head = read_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
     _check_int8(section, model)
-    ours = ("native" if section.quantize == "int8" else "torch" if section.quantize == "fp8" else _kernels(model))
-    spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if device.type == "cuda" else 0
-    network = EagleNetwork(head, section.dtype, device, num_slots, True, _operations(section, model, head.config),
-                           kernels=ours, spare_slots=spare, whole=section.quantize in ("auto", "int8"))
+    ours = ("native" if section.quantize == "int8" else "torch" if section.compile or section.quantize == "fp8"
+            else _kernels(model))
+    graphs = device.type == "cuda" and not section.compile
+    spare = spare_slots(section.growth.topk, section.growth.num_steps - 1) if graphs else 0
+    network = _ready(section, model, lambda ops: EagleNetwork(
+        head, section.dtype, device, num_slots, True, ops, kernels=ours, spare_slots=spare,
+        whole=section.quantize in ("auto", "int8")), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network, network.native if network.native is not None
                     else _graphs(section, network) if spare else None)
@@ -97,7 +102,8 @@ def load_eagle2(section: DraftSection, model: ModelSection, num_slots: int = 0) 
     vocabulary = _token_map(section, ModelConfig.from_folder(target).vocab_size)
     head = read_eagle2_head(resolve(section.model), target, vocabulary)
     device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
-    network = EagleNetwork(head, section.dtype, device, num_slots, ops=_operations(section, model, head.config))
+    network = _ready(section, model, lambda ops: EagleNetwork(
+        head, section.dtype, device, num_slots, ops=ops), head.config)
     _quantized(section, network.linears())
     return _drafter(section, network)
 
@@ -107,9 +113,12 @@ def load_block(section: DraftSection, model: ModelSection, num_slots: int = 0) -
     ModelError."""
     if section.quantize == "int8":
         raise ModelError("draft.quantize: int8 is for eagle3 and standalone; use none or fp8 with block")
+    if section.compile:
+        raise ModelError("draft.compile: it is not for block")
     head = read_block_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
-    network = BlockNetwork(head, section.dtype, device, num_slots, True, _operations(section, model, head.config))
+    network = BlockNetwork(head, section.dtype, device, num_slots, True, operations_for(
+        _kernels(model), head.config, dtype_of(section.dtype), device))
     _quantized(section, network.linears())
     return _drafter(section, network)
 
@@ -123,10 +132,16 @@ def load_mtp(section: DraftSection, model: ModelSection, num_slots: int = 0) -> 
     head = read_mtp(resolve(section.model) if section.model else target, target)
     vocabulary = _token_map(section, head.vocab_size)
 
-    ops = TORCH if head.layout.own_kind else _operations(section, model, ModelConfig.from_folder(head.folder))
-    blocks = mtp_blocks(head, section.dtype, section.device, ops)
-    return _drafter(section, MtpNetwork(head, blocks, section.dtype, num_slots or _num_slots(section, blocks.config),
-                                        vocabulary))
+    def build(ops: LayerOps) -> Network:
+        blocks = mtp_blocks(head, section.dtype, section.device, ops)
+        return MtpNetwork(head, blocks, section.dtype, num_slots or _num_slots(section, blocks.config), vocabulary)
+
+    if head.layout.own_kind:
+        if section.compile:
+            logger("draft").warning("not compiled: these layers run on transformers; eager goes on",
+                                    what=section.drafter)
+        return _drafter(section, build(TORCH))
+    return _drafter(section, _ready(section, model, build, ModelConfig.from_folder(head.folder)))
 
 
 def mtp_blocks(head: MtpHead, dtype: str, device: str, ops: LayerOps = TORCH) -> Blocks:
@@ -153,15 +168,19 @@ def _kernels(target: ModelSection) -> Literal["auto", "torch"]:
     return "torch" if target.kernels == "torch" else "auto"
 
 
-def _operations(section: DraftSection, target: ModelSection, config: ModelConfig) -> LayerOps:
+def _ready(section: DraftSection, target: ModelSection, build: Callable[[LayerOps], N], config: ModelConfig) -> N:
     """config: of the layers."""
-    return operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device))
+    if section.compile and section.quantize not in ("auto", "none"):
+        raise ModelError("draft.quantize: it is for drafters without compile")
+    if section.compile:
+        return compiled(build, run_network, section.drafter)
+    return build(operations_for(_kernels(target), config, dtype_of(section.dtype), device_of(section.device)))
 
 
 def _check_int8(section: DraftSection, target: ModelSection) -> None:
     if section.quantize == "int8":
-        check_int8("draft.quantize", section.quantize, section.dtype, section.device,
-                   native=target.kernels != "torch")
+        native = target.kernels != "torch" and not section.compile
+        check_int8("draft.quantize", section.quantize, section.dtype, section.device, native=native)
 
 
 def _quantized(section: DraftSection, linears: Iterable[Linear]) -> None:

@@ -34,7 +34,7 @@ from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, ranked
 from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.tree import NO_SLOTS, ROOT, DraftContext, GrowingTree, Indices
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import DTYPES
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
@@ -80,6 +80,19 @@ def wire_rows(features: Sequence[Features], spec: FeatureSpec, device: torch.dev
     content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join(f.rows for f in features)
     rows = torch.frombuffer(content, dtype=DTYPES[spec.dtype]).view(-1, spec.width)
     return rows.to(device, dtype, non_blocking=True)
+
+
+def run_network(network: Network, num_rows: int) -> None:
+    """One forward of so many rows of token 0, whose slots are free again afterwards."""
+    states, spec = None, network.features
+    if spec is not None:
+        content = bytes(num_rows * spec.width * FEATURE_DTYPES[spec.dtype])
+        (states,) = network.read([Features(0, 0, content, num_rows, spec.dtype)])
+    slots = network.slots.alloc(num_rows)
+    try:
+        network.forward(rows_batch(slots, network.device, states))
+    finally:
+        network.slots.free(slots)
 
 
 def apart(rows: torch.Tensor, features: Sequence[Features]) -> list[torch.Tensor]:

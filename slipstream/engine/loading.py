@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from slipstream import __version__
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.batch import BatchBuilder, rows_batch
 from slipstream.engine.decoder import Decoder, unread_names
 from slipstream.engine.flashinfer import FlashInferAttention, attention_for
 from slipstream.engine.fp8 import with_fp8
@@ -33,26 +33,30 @@ from slipstream.engine.native import native_or
 from slipstream.engine.native.compiled_kernels import kernels
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.native.program import Team
+from slipstream.engine.ops.compiled import compiled
 from slipstream.engine.ops.fused import operations_for
+from slipstream.observe.log import logger
 from slipstream.protocol.identity import Identity
 
 CONTEXT, ROWS = 120, 16  # of the trial of exactness: tokens before a random tree, and its rows
 
 
-def load_model(folder: str | Path, section: ModelSection) -> CausalModel:
+def load_model(folder: str | Path, section: ModelSection, compile_layers: bool = False) -> CausalModel:
     """The model in ``folder`` as ``section`` says, ready; where it lies and on how many devices is not its to read.
-    Raises ModelError."""
+    compile_layers: see ``compiled``. Raises ModelError."""
     noted, insisted = holds_int8(folder), section.kernels == "native"
     whole = noted or section.quantize == "int8"
-    ours = section.engine == "decoder" and section.kernels != "torch"
+    ours = section.engine == "decoder" and not compile_layers and section.kernels != "torch"
     if whole:
         check_int8("model.quantize", section.quantize, section.dtype, section.device, native=ours)
-    elif section.quantize == "fp8" and (insisted or section.engine != "decoder"):
-        raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native")
+    elif section.quantize == "fp8" and (insisted or section.engine != "decoder" or compile_layers):
+        raise ModelError("model.quantize: fp8 is for engine decoder, without kernels native and without compile")
     if insisted and (not ours or section.dtype != "bfloat16" or torch.device(section.device).type != "cpu"):
-        raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder; "
+        raise ModelError("model.kernels: native is for dtype bfloat16, device cpu and engine decoder, without compile; "
                          "float32 and float64 need no such kernels")
     if section.engine == "hf":
+        if compile_layers:
+            logger("engine").warning("not compiled: engine hf has no compiled layers; eager goes on")
         # transformers takes seconds to import, which the default engine need not pay.
         from slipstream.engine.hf import HFModel
 
@@ -68,7 +72,7 @@ def load_model(folder: str | Path, section: ModelSection) -> CausalModel:
         return NativeDecoder(config, tensors, team, whole)
 
     model = native_or(choice, dtype, device, "model", native,
-                      partial(_torch_decoder, config, tensors, dtype, device, section))
+                      partial(_torch_decoder, config, tensors, dtype, device, section, compile_layers))
     return check_exact(model) if insisted else model
 
 
@@ -94,11 +98,19 @@ def graphed(model: CausalModel) -> CausalModel:
 
 
 def _torch_decoder(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device,
-                   section: ModelSection) -> Decoder:
+                   section: ModelSection, compile_layers: bool) -> Decoder:
     attention = attention_for(config, dtype, device)
-    decoder = Decoder.from_tensors(config, tensors, dtype, device, attention=attention,
-                                   ops=operations_for(section.kernels, config, dtype, device))
+    make = partial(Decoder.from_tensors, config, tensors, dtype, device, attention=attention)
+    decoder = (compiled(lambda ops: make(ops=ops), _first_rows, "model") if compile_layers
+               else make(ops=operations_for(section.kernels, config, dtype, device)))
     return with_fp8(decoder) if section.quantize == "fp8" else decoder
+
+
+def _first_rows(decoder: Decoder, rows: int) -> None:
+    """One forward of ``rows`` rows on a pool of its own."""
+    config = decoder.config
+    pool = KVPool(config.num_layers, rows, config.num_kv_heads, config.head_dim, decoder.dtype, decoder.device)
+    decoder.forward(rows_batch(np.arange(rows), decoder.device), pool)
 
 
 def check_exact(model: CausalModel) -> CausalModel:

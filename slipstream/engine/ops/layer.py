@@ -19,10 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from slipstream.engine.attention import Attend, Attention
 from slipstream.engine.batch import ForwardBatch
@@ -68,8 +69,27 @@ class Linear:
             return y if self._bias is None else y.add_(self._bias)
         if not self._packed:
             return F.linear(x, self._weight, self._bias)
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return product
+        if torch.compiler.is_compiling():
+            opaque: torch.Tensor = torch.ops.slipstream.packed_linear(x, self._weight, self._bias)
+            return opaque
+        return _packed_linear(x, self._weight, self._bias)
+
+
+def _packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
+
+
+def _packed_shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+# A compiled graph takes packed weights as constants or not at all, so there the operation is one of our own. Registered
+# by hand, because what ``library.custom_op`` does around each call shows in a step's time.
+_OPERATIONS: Any = library.Library("slipstream", "DEF")  # type: ignore[no-untyped-call]
+_OPERATIONS.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_OPERATIONS.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
+library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATIONS)
 
 
 def _onednn_works() -> bool:
@@ -247,24 +267,34 @@ class Operations:
     silu_mul: Callable[[torch.Tensor], torch.Tensor]  # [T, 2 I] -> [T, I]: silu of the first half times the second
 
     def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        heads = layer.heads
-        rows = layer.qkv(x if layer.norm is None else rms_norm(x, layer.norm, heads.eps))
-        return self.place(rows.view(x.shape[0], heads.queries + 2 * heads.kv, heads.size), heads, step, kv)
+        return self.place(heads_of(layer, x), layer.heads, step, kv)
 
     def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         x, normed = self.add_norm(x, layer.o(attended), layer.post_norm, layer.heads.eps)
         return x + layer.down(self.silu_mul(layer.gate_up(normed)))
 
 
-def place(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
-    """Normed and turned -> queries [T, Q, D]; KV is written at the step's slots."""
+def heads_of(layer: LayerWeights[Linear], x: torch.Tensor) -> torch.Tensor:
+    """x [T, in], normed unless the layer has no norm -> queries, keys and values [T, Q + 2 G, D]."""
+    heads = layer.heads
+    rows = layer.qkv(x if layer.norm is None else rms_norm(x, layer.norm, heads.eps))
+    return rows.view(x.shape[0], heads.queries + 2 * heads.kv, heads.size)
+
+
+def turned(rows: torch.Tensor, heads: Heads, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows [T, Q + 2 G, D], which are written -> queries [T, Q, D], and KV to be written [T, 2, G, D]."""
     queries, both = heads.queries, heads.queries + heads.kv
     if heads.q_norm is not None and heads.k_norm is not None:
         rows[:, :queries] = rms_norm(rows[:, :queries], heads.q_norm, heads.eps)
         rows[:, queries:both] = rms_norm(rows[:, queries:both], heads.k_norm, heads.eps)
-    rotate(rows[:, :both], step.cos, step.sin)
-    kv.index_copy_(0, step.slots, rows[:, queries:].view(rows.shape[0], 2, heads.kv, heads.size))
-    return rows[:, :queries]
+    rotate(rows[:, :both], cos, sin)
+    return rows[:, :queries], rows[:, queries:].view(rows.shape[0], 2, heads.kv, heads.size)
+
+
+def place(rows: torch.Tensor, heads: Heads, step: Step, kv: torch.Tensor) -> torch.Tensor:
+    q, written = turned(rows, heads, step.cos, step.sin)
+    kv.index_copy_(0, step.slots, written)
+    return q
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""torch.compile for the two halves of a decoder layer: what stands before attention, and what stands after it.
+
+Rules:
+1. Only the halves are compiled: their one changing size is the number of rows, so two graphs (one row, more rows) serve
+   every layer of a model. Planning, KV writes and attention change shape with every batch and stay eager.
+2. All graphs are made before anything is served, by running the model once for each kind of batch.
+3. Whatever goes wrong there (no C++ compiler, an operation that cannot be compiled) is a warning, and eager goes on.
+4. Fused sums round otherwise: results agree with eager ones to rounding, not bit for bit. Target steps of one process
+   all take the same path, so exactness is what it was.
+
+It knows nothing about files, sessions or the kind of model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from slipstream.engine.ops.layer import TORCH, LayerOps, LayerWeights, Linear, Step, heads_of, turned
+from slipstream.observe.log import logger
+
+ROWS = (1, 3)  # one row is a graph of its own
+
+M = TypeVar("M")
+
+
+def before_attention(layer: LayerWeights[Linear], x: torch.Tensor, cos: torch.Tensor,
+                     sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``TORCH.before`` without its writing: queries, and KV to be written."""
+    return turned(heads_of(layer, x), layer.heads, cos, sin)
+
+
+def after_attention(layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    return TORCH.after(layer, x, attended)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledOps:
+    """A ``layer.LayerOps``."""
+
+    queries: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor, torch.Tensor],
+                      tuple[torch.Tensor, torch.Tensor]]
+    rest: Callable[[LayerWeights[Linear], torch.Tensor, torch.Tensor], torch.Tensor]
+
+    def before(self, layer: LayerWeights[Linear], x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        q, written = self.queries(layer, x, step.cos, step.sin)
+        kv.index_copy_(0, step.slots, written)
+        return q
+
+    def after(self, layer: LayerWeights[Linear], x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self.rest(layer, x, attended)
+
+
+def compiled(build: Callable[[LayerOps], M], run: Callable[[M, int], object], what: str) -> M:
+    """What ``build`` makes of compiled halves, after ``run`` took it through so many rows; of eager ones where that
+    fails. what: for the log."""
+    log, began_s = logger("engine"), perf_counter()
+    try:
+        model = build(CompiledOps(torch.compile(before_attention), torch.compile(after_attention)))
+        for rows in ROWS:
+            run(model, rows)
+    except Exception as error:  # compilers fail in their own ways, and none of them is a reason not to serve
+        log.warning("not compiled: eager goes on; 'slipstream doctor' looks for a C++ compiler", what=what,
+                    error=type(error).__name__, reason=str(error).strip().partition("\n")[0][:300])
+        return build(TORCH)
+    log.info("compiled", what=what, seconds=round(perf_counter() - began_s, 1))
+    return model
