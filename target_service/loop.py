@@ -46,13 +46,16 @@ class Telling:
         self._metrics, self._costs, self._dispatch = metrics, costs, dispatch
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
-    def round(self, outcome: Outcome, verified: Verified, record: RoundRecord, step: Step) -> None:
+    def plain_s(self, step: Step) -> float:
+        """What it would have taken without anybody's draft tokens."""
+        return step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
+
+    def round(self, outcome: Outcome, verified: Verified, record: RoundRecord, step: Step, plain_s: float) -> None:
         """A round of one sequence is committed."""
         one, tokens, finish = outcome.sequence, verified.tokens, verified.finish
         mode = one.followed.policy.mode
         one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows, step_s=step.seconds,
                        wait_s=record.waited_s, mode=mode.value, why=record.why)
-        plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
         piece = Piece(tokens, record.accepted, record.drafted, outcome.logprobs[: len(tokens)], finish, step.seconds,
                       record.waited_s, mode.value, lossy=outcome.lossy, plain_s=plain_s)
         piece = self._first(one, piece)
@@ -345,8 +348,9 @@ class TargetWorker:
             self._telling.prompt(one, scores)
         for one in done.prefilled:
             self._end_if_over(one)
+        plain_s = self._telling.plain_s(step)
         for outcome, verified, record in committed:
-            self._telling.round(outcome, verified, record, step)
+            self._telling.round(outcome, verified, record, step, plain_s)
             if verified.finish:
                 self._end(outcome.sequence)
         waited_s = max((record.waited_s for _, _, record in committed), default=0.0)

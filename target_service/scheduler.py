@@ -30,15 +30,15 @@ from collections import Counter, abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import NamedTuple
 
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from target_service.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """One answer as the scheduler sees it. ``key`` is the caller's."""
+class Facts(NamedTuple):
+    """One answer as the scheduler sees it. ``key`` is the caller's. A named tuple: one is made of each every step."""
 
     key: int
     held: int  # slots of its own that would come free if it were put back

@@ -75,6 +75,7 @@ class Sequence:
     borrowed: int = 0
     match: Match | None = None
     cached_tokens: int = 0
+    bare: bool = False  # nothing but the argmax is asked of its logits
     first_step_s: float | None = None
     told: bool = False  # its reader has had a piece
     scored: int = 0  # rows of its prompt, each of which scores the token behind it
@@ -92,7 +93,10 @@ class Sequence:
             history.append(request.tokens[prompt:])
         followed = following.open(number, request.tokens, prompt, request.sampling, prompt + request.max_tokens,
                                   request.speculate, span.parent)
-        return Sequence(number, request, sink, arrived_s, followed, history, span, rule)
+        asked = request.sampling
+        bare = (asked.greedy and not (asked.path_dependent or asked.logit_bias) and rule is None
+                and request.top_logprobs is None)
+        return Sequence(number, request, sink, arrived_s, followed, history, span, rule, bare=bare)
 
     @property
     def tokens(self) -> list[int]:
@@ -142,10 +146,11 @@ class Sequence:
         return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
 
     def take(self, rows: int) -> DraftTree:
-        """What to verify, in at most so many rows: nothing that its rule forbids."""
+        """What to verify in so many rows, at most ``followed.nodes``: nothing that its rule forbids."""
+        side = self.followed.side
         if self.rule is not None:
-            self.followed.side.keep(self.rule.kept(self.followed.side.tree))
-        return self.followed.take(rows)
+            side.keep(self.rule.kept(side.tree))
+        return side.tree.best(rows)
 
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""
@@ -153,6 +158,14 @@ class Sequence:
         new = np.asarray(slots, np.int64)
         self.row.put(self.computed, new)
         self.computed += len(new)
+
+    def take_path(self, own: list[int], path: tuple[int, ...]) -> None:
+        """The nodes on ``path``, root first, are committed. own: the slots of all nodes; they stand behind the computed
+        ones since the step was built."""
+        if path[-1] == len(path) - 1:  # they stand where they belong
+            self.computed += len(path)
+        else:
+            self.take_slots([own[node] for node in path])
 
     def untake_slots(self, count: int) -> NDArray[np.int64]:
         """The newest ``count`` slots, which hold nothing after all."""

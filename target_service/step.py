@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +33,7 @@ from slipstream.protocol.tree import DraftTree, Thresholds, Verdict, relaxed, wa
 from target_service.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What one sequence got out of a step."""
 
     sequence: Sequence
@@ -65,10 +65,10 @@ class Scoring:
 
 
 Scored = list[tuple[Sequence, PromptScores]]
+Trees = abc.Sequence[tuple[Sequence, DraftTree]]
 
 
-def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
-             trees: abc.Sequence[tuple[Sequence, DraftTree]], thresholds: Thresholds,
+def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], trees: Trees, thresholds: Thresholds,
              meanwhile: abc.Callable[[], None]) -> tuple[list[Outcome], Scored]:
     """Compute the prompt chunks (so many rows each) and verify the trees. Slots must be there: the caller made room.
     ``meanwhile`` is called when all is ready: what it wakes other threads for, they do while the device computes.
@@ -78,15 +78,10 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
     """
     builder = BatchBuilder()
     scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
-    sessions, depths, first = list[ChoiceRows](), list[int](), 0
     taken = runner.slots.alloc(sum([len(tree.tokens) for _, tree in trees]))  # of all nodes
     slots: list[int] = taken.tolist()
-    for one, tree in trees:
-        levels, end = tree.levels(), first + len(tree.tokens)
-        depths.append(max(levels))
-        _add_tree(builder, one, tree, levels, slots[first:end])
-        sessions.append(_choice_rows(one, tree, levels, first))
-        first = end
+    levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
+    sessions = _sessions(trees, levels)
     try:
         batch = builder.build(runner.model.device)
         returns_at_once = batch.device.type != "cpu"
@@ -106,53 +101,66 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]],
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    outcomes = [_outcome(one, tree, session, depth, nodes, choices, logits, thresholds)
-                for (one, tree), session, depth, nodes in zip(trees, sessions, depths, known, strict=True)]
-    _keep(runner, outcomes, slots)
+    outcomes = _outcomes(runner, trees, levels, sessions, known, choices, logits, thresholds, slots)
     return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
-def _keep(runner: ModelRunner, outcomes: abc.Iterable[Outcome], slots: list[int]) -> None:
-    """Slots of accepted nodes are the answers', all others are given back at once."""
-    first, refused = 0, list[int]()
-    for outcome in outcomes:
-        end, path = first + len(outcome.tree.tokens), outcome.verdict.path
-        own = slots[first:end]
-        outcome.sequence.take_slots([own[node] for node in path])
-        refused += [slot for node, slot in enumerate(own) if node not in path]
-        first = end
-    runner.slots.free(np.array(refused, np.int64))
+def _sessions(trees: Trees, levels: abc.Sequence[list[int]]) -> list[ChoiceRows]:
+    """What the rows are chosen by, answer by answer; where all are bare ones, of all together."""
+    if all(one.bare for one, _ in trees):
+        return [_bare_rows(trees[0][0], 0, sum(map(len, levels)))] if trees else []
+    sessions, first = list[ChoiceRows](), 0
+    for (one, tree), level in zip(trees, levels, strict=True):
+        sessions.append(_bare_rows(one, first, len(level)) if one.bare else _choice_rows(one, tree, level, first))
+        first += len(level)
+    return sessions
 
 
-Known = frozenset[int] | None  # the nodes where it is known what the rule allows; None: there is no rule
+def _bare_rows(one: Sequence, first: int, count: int) -> ChoiceRows:
+    return ChoiceRows(one.request.sampling, range(first, first + count), (), (), None, ())
 
 
-def _bound(trees: abc.Sequence[tuple[Sequence, DraftTree]],
-           sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], list[Known]]:
-    """``sessions`` with what their rules allow at the nodes of their ``trees``, and where that is known."""
-    bound, known = list[ChoiceRows](), list[Known]()
-    for (one, tree), session in zip(trees, sessions, strict=True):
-        masks, nodes = (None, None) if one.rule is None else one.rule.masks(tree)
-        bound.append(session if masks is None else replace(session, allowed=masks))
-        known.append(nodes)
+def _bound(trees: Trees, sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], dict[int, frozenset[int]]]:
+    """``sessions`` with what their rules allow at the nodes of their trees, and where that is known, by place."""
+    known, bound = dict[int, frozenset[int]](), sessions
+    for place, (one, tree) in enumerate(trees):
+        if one.rule is None:
+            continue
+        masks, nodes = one.rule.masks(tree)
+        if nodes is not None:
+            known[place] = nodes
+        if masks is not None:
+            bound = sessions.copy() if bound is sessions else bound
+            bound[place] = replace(sessions[place], allowed=masks)
     return bound, known
 
 
-def _outcome(one: Sequence, tree: DraftTree, session: ChoiceRows, depth: int, known: Known, choices: abc.Sequence[int],
-             logits: torch.Tensor, thresholds: Thresholds) -> Outcome:
-    begin, end = session.rows.start, session.rows.stop
-    own, lossy = choices[begin:end], _is_lossy(tree, session, thresholds)
-    verdict = walk(tree, _relaxed(tree, own, logits, session, thresholds) if lossy else own)
-    if known is not None and not known.issuperset(verdict.path):
-        count = next(place for place, node in enumerate(verdict.path) if node not in known)
-        verdict = Verdict(verdict.path[:count], verdict.tokens[:count])
-    wanted = one.request.top_logprobs
-    ranked: tuple[TokenLogprob, ...] = ()
-    if wanted is not None:
-        ranked = tuple(chosen_logprobs(logits, session, verdict.path, verdict.tokens, wanted,
-                                       one.request.logprobs_mode))
-    lenient = sum(own[node] != token for node, token in zip(verdict.path, verdict.tokens, strict=True))
-    return Outcome(one, tree, verdict, depth, ranked, lossy, lenient)
+def _outcomes(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], sessions: list[ChoiceRows],
+              known: abc.Mapping[int, frozenset[int]], choices: abc.Sequence[int], logits: torch.Tensor,
+              thresholds: Thresholds, slots: list[int]) -> list[Outcome]:
+    """Walk all trees. Slots of accepted nodes are the answers', all others are given back at once."""
+    outcomes, refused, first = list[Outcome](), list[int](), 0
+    for place, ((one, tree), level) in enumerate(zip(trees, levels, strict=True)):
+        end = first + len(level)
+        own, held, lenient = choices[first:end], slots[first:end], 0
+        lossy = thresholds.lossy and end - first > 1 and not one.request.sampling.greedy
+        verdict = walk(tree, _relaxed(tree, own, logits, sessions[place], thresholds) if lossy else own)
+        if place in known and not known[place].issuperset(verdict.path):
+            count = next(at for at, node in enumerate(verdict.path) if node not in known[place])
+            verdict = Verdict(verdict.path[:count], verdict.tokens[:count])
+        path = verdict.path
+        if lossy:
+            lenient = sum(own[node] != token for node, token in zip(path, verdict.tokens, strict=True))
+        wanted = one.request.top_logprobs
+        ranked = () if wanted is None else tuple(
+            chosen_logprobs(logits, sessions[place], path, verdict.tokens, wanted, one.request.logprobs_mode))
+        outcomes.append(Outcome(one, tree, verdict, max(level), ranked, lossy, lenient))
+        if path:
+            one.take_path(held, path)
+        refused += [slot for node, slot in enumerate(held) if node not in path] if len(path) < len(held) else ()
+        first = end
+    runner.slots.free(np.array(refused, np.int64))
+    return outcomes
 
 
 def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows: int) -> Scoring | None:
@@ -167,18 +175,6 @@ def _add_prefill(builder: BatchBuilder, runner: ModelRunner, one: Sequence, rows
     first, last = max(start, one.scored), min(start + rows, one.followed.side.prompt_len - 1)
     # What it had scored before it was put back may have to be computed again.
     return Scoring(one, range(added.start + first - start, added.start + last - start), first) if first < last else None
-
-
-def _add_tree(builder: BatchBuilder, one: Sequence, tree: DraftTree, levels: list[int], slots: list[int]) -> None:
-    root = tree.base - 1
-    plain = len(tree) == 1
-    assert one.row is not None
-    builder.add_row(tree.tokens.tolist(), [root + level for level in levels], slots, one.row, one.computed,
-                    words=None if plain else tree.ancestors(), mask_len=0 if plain else len(tree))
-
-
-def _is_lossy(tree: DraftTree, session: ChoiceRows, thresholds: Thresholds) -> bool:
-    return thresholds.lossy and len(tree) > 1 and not session.sampling.greedy
 
 
 def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, session: ChoiceRows,

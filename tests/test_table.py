@@ -90,6 +90,24 @@ class Population:
             self.runner.slots.free([slot for node, slot in enumerate(own) if node not in kept])
 
 
+def test_trees_of_a_step_are_segments_added_one_by_one() -> None:
+    dice, table = np.random.default_rng(3), SlotTable()
+    for counts in ([1], [1, 1], [64], [2, 1, 9, 64, 1, 33]):
+        trees = [(random_tree(dice, size, vocab=VOCAB), table.take(200), int(dice.integers(1, 90))) for size in counts]
+        slots = dice.permutation(1000)[: sum(counts) + 2].tolist()
+        found, right = BatchBuilder(), BatchBuilder()
+        for builder in (found, right):  # behind a prompt's rows
+            builder.add_row([1, 2], [5, 6], slots[:2], table.take(9), 5, logits="none")
+        levels, first = found.add_trees(trees, slots[2:]), 2
+        for (tree, row, length), depths in zip(trees, levels, strict=True):
+            plain, own = len(tree) == 1, slots[first : first + len(tree)]
+            assert depths == tree.levels()
+            right.add_row(tree.tokens.tolist(), [tree.base - 1 + depth for depth in depths], own, row, length,
+                          None if plain else tree.ancestors(), 0 if plain else len(tree))
+            first += len(tree)
+        same(right.build(), found.build(), 0)
+
+
 @pytest.mark.parametrize(("kind", "changes", "section"), [
     ("llama", {}, ModelSection(kernels="native")), ("mistral", {"sliding_window": 70}, ModelSection(kernels="native")),
     ("llama", {}, ModelSection(dtype="float64")), ("mistral", {"sliding_window": 70}, ModelSection(kernels="torch"))])

@@ -49,7 +49,7 @@ RUNNERS_UP = 8  # ranked beyond what is asked for, so that equal scores at the e
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRows:
-    """One session's rows of the logits. All sequences have one entry a row."""
+    """One session's rows of the logits. All sequences have one entry a row; of a plain greedy one nobody reads them."""
 
     sampling: Sampling
     rows: range  # of the logits

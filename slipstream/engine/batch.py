@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.engine.table import Row, SlotTable
-from slipstream.protocol.tree import MAX_NODES
+from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 SENT = ("tokens", "positions", "slots", "words", "logit_rows")  # of ``HostRows``
 
@@ -170,6 +170,41 @@ class BatchBuilder:
         self.table = row.table
         self.kv_begins.append(row.number * row.table.width)
         return self._add(tokens, positions, slots, length, words, mask_len, logits)
+
+    def add_trees(self, trees: Sequence[tuple[DraftTree, Row, int]], slots: Sequence[int]) -> list[list[int]]:
+        """As ``add_row`` for each tree, behind so many of its row's first entries; one of one node is causal. slots: of
+        all nodes, tree by tree. Returns the nodes' depths.
+
+        Written out: a step has as many as there are answers, and calls of a few numbers each cost more than these."""
+        tokens, positions, words, rows, entries = self.tokens, self.positions, self.words, self.q_indptr, self.kv_indptr
+        first, begin, seen, found = rows[-1], rows[-1], entries[-1], list[list[int]]()
+        for tree, row, length in trees:
+            root, levels, own = tree.base - 1, [0], [1]
+            tokens += tree.tokens.tolist()
+            count = len(tree.tokens)
+            if count > 1:
+                for node, parent in enumerate(tree.parents.tolist()):
+                    if node:
+                        levels.append(levels[parent] + 1)
+                        own.append(1 << node | own[parent])
+                positions += [root + level for level in levels]
+                words += own if count < MAX_NODES else _signed(own)
+                self.mask_lens.append(count)
+            else:
+                positions.append(root)
+                words.append(0)
+                self.mask_lens.append(0)
+            assert count <= MAX_NODES and (self.table is row.table or not seen)
+            self.table = row.table
+            self.kv_begins.append(row.begin)
+            first, seen = first + count, seen + length + count
+            rows.append(first)
+            entries.append(seen)
+            found.append(levels)
+        assert len(slots) == first - begin
+        self.slots += slots
+        self.logit_rows += range(begin, first)
+        return found
 
     def _add(self, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int], length: int,
              words: Sequence[int] | None, mask_len: int, logits: str) -> range:
