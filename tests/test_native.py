@@ -68,6 +68,25 @@ def test_prompts_trees_and_features_are_as_near_to_float64_as_torch_is(runners: 
         assert ours < max(1.2 * theirs, 4e-3), f"native {ours:.1e}, torch {theirs:.1e}"
 
 
+def test_states_of_a_layer_that_is_asked_for_twice_are_there_twice(runners: dict[str, ModelRunner]) -> None:
+    """From a forward with scores and from one without."""
+    runner, found = runners["native"], []
+    for taps in ((1, 2), (1, 2, 1, 2)):
+        runner.set_taps(taps)
+        slots = runner.slots.alloc(3)
+        builder = BatchBuilder()
+        builder.add([1, 2, 3], range(3), slots.tolist(), np.zeros(0, np.int64))
+        batch = builder.build()
+        _, tapped = runner.model.forward(batch, runner.pool, taps)
+        runner.scored(batch)
+        assert tapped is not None
+        found.append((tapped, runner.features(slots).clone()))
+        runner.slots.free(slots)
+    runner.set_taps((0, 1, 2))
+    for once, twice in zip(*found, strict=True):
+        assert torch.equal(twice, torch.cat((once, once), 1))
+
+
 def test_scored_says_what_forward_and_logits_say_bit_for_bit(runners: dict[str, ModelRunner]) -> None:
     runner = runners["native"]
     _, context = run(runner, TEXT)

@@ -123,19 +123,18 @@ class NativeDecoder:
     def _list(self, taps: tuple[int, ...], scores: bool) -> Listed:
         config, program, hidden = self.config, Program(self._team), self.config.hidden_size
         buffers, tapped = Buffers.of(config, self._rows, hidden), None
-        places: dict[int, torch.Tensor | Kept] = {tap: Kept(i * hidden, len(taps) * hidden)
-                                                  for i, tap in enumerate(taps)}
+        places: list[torch.Tensor | Kept] = [Kept(i * hidden, len(taps) * hidden) for i in range(len(taps))]
         if taps and not scores:
             tapped = torch.empty(self._rows, len(taps) * hidden, dtype=torch.bfloat16)
-            places.update(zip(taps, torch.split(tapped, hidden, 1), strict=True))
+            places = list(torch.split(tapped, hidden, 1))
         program.embed(self._embedding, buffers.stream)
         for i, layer in enumerate(self._layers):
-            if i in places:
-                program.rounded(buffers.stream, places[i])
+            for place in _of(i, taps, places):
+                program.rounded(buffers.stream, place)
             layer.read(program, buffers.stream, buffers.read)
             layer.write(program, buffers, i)
-        if config.num_layers in places:
-            program.norm(buffers.stream, self._norm, config.norm_eps, places[config.num_layers])
+        for place in _of(config.num_layers, taps, places):
+            program.norm(buffers.stream, self._norm, config.norm_eps, place)
         program.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed, few=scores)
         few = self._few if scores else 0
         logits, best = torch.empty(few, config.vocab_size), torch.empty(few, dtype=torch.int64)
@@ -149,3 +148,8 @@ def _doubled(size: int, wanted: int) -> int:
     while size < wanted:
         size *= 2
     return size
+
+
+def _of(layer: int, taps: tuple[int, ...], places: list[torch.Tensor | Kept]) -> list[torch.Tensor | Kept]:
+    """Where a layer's states go: a layer may be tapped twice."""
+    return [place for tap, place in zip(taps, places, strict=True) if tap == layer]
