@@ -315,6 +315,15 @@ def test_what_nothing_would_read_is_refused(tmp_path: Path, target: Path, name: 
         read_head(write_eagle_folder(tmp_path, tensors=tensors), target)
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_weights_of_a_kind_that_is_not_computed_with_are_refused(tmp_path: Path, target: Path,
+                                                                 kind: torch.dtype) -> None:
+    tensors = eagle_tensors(eagle_config())
+    tensors["fc.weight"] = tensors["fc.weight"].to(kind)
+    with pytest.raises(ModelError, match=f"tensor fc.weight holds {kind}: quantized heads are not read"):
+        read_head(write_eagle_folder(tmp_path, tensors=tensors), target)
+
+
 @pytest.mark.parametrize(("change", "match"), [
     ({"num_aux_hidden_states": 2}, "num_aux_hidden_states: 2, but .* names 3 layers"),
     ({"bias": True}, "bias: True, but tensor fc.bias is missing"),

@@ -81,6 +81,7 @@ LAYER = "layers.0"
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
+MAPS = ("d2t", "t2d")  # between vocabularies: tensors that are no weights
 CONVERSION = "read it there and write its tensors with safetensors.torch.save_file(tensors, 'model.safetensors')"
 
 
@@ -163,13 +164,22 @@ def layer_shapes(config: ModelConfig, in_features: int, layer: str = LAYER) -> d
 
 def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
                   shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelError for a tensor of ``shapes`` that is missing or of another shape, and for one left over."""
+    """Raises ModelError for a tensor of ``shapes`` that is missing, of another shape or quantized, and for one left
+    over."""
     for name, shape in shapes.items():
-        take(tensors, name, *shape)
+        tensor = take(tensors, name, *shape)
+        if name not in MAPS:
+            _check_float(folder, name, tensor)
     left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(UNREAD)]
     if left:
         raise ModelError(f"{folder}: tensor {left[0]} is no part of the head that config.json describes; a head of "
                          "another kind, or a field that is missing (attention_bias, qkv_bias, norm_before_fc)")
+
+
+def _check_float(folder: str | Path, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES.values():
+        raise ModelError(f"{folder}: tensor {name} holds {tensor.dtype}: quantized heads are not read; convert the "
+                         "checkpoint to bfloat16")
 
 
 def fc_bias(published: Published, tensors: Mapping[str, torch.Tensor], hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -486,9 +496,7 @@ def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: 
     own = {name for name in names if name.startswith(tuple(prefixes)) or name in shared}
     held = load_tensors(folder, own)
     for name, tensor in held.items():
-        if tensor.dtype not in DTYPES.values():
-            raise ModelError(f"{folder}: tensor {name} holds {tensor.dtype}: quantized heads are not read; convert the "
-                             "checkpoint to bfloat16")
+        _check_float(folder, name, tensor)
     # Only MiMo's names say that a layer is a head's: a layer of the target's body never stands in for one.
     lendable = tuple(prefix for prefix in prefixes if prefix.startswith("model.mtp_layers."))
     lent = {name for name in tensor_names(target_folder) - own
