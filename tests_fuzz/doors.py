@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,14 +22,22 @@ import orjson
 from router_service.dialects.openai import ChatBody, CompletionBody
 from router_service.dialects.openai import parse as parse_body
 from router_service.text.files import stop_token_ids, template_source
-from router_service.text.template import ChatTemplate
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection, load
-from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, RemoteProtocolError, SlipstreamError
+from slipstream.base.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    RemoteProtocolError,
+    SlipstreamError,
+)
 from slipstream.engine.loading import load_model
 from slipstream.models.folder import load_tokenizer
 from slipstream.models.gguf import GgufFile, build_tokenizer, parts_of, read_dimensions
 from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -67,7 +75,8 @@ from slipstream.wire.inference import (
     encode_delta,
 )
 from tests.small_gguf import small_metadata, small_tensors, write_gguf
-from tests.tiny import CHAT_TEMPLATE, write_tiny_model
+from tests.tiny import write_tiny_model
+from tests_fuzz import asking, programs
 
 MOST_BYTES = 4 << 20  # of a gRPC message, which is refused beyond that before anybody looks at it
 LIMITS = FrameLimits(vocab_size=500, max_context=4096, feature_width=4)
@@ -160,6 +169,7 @@ def grpc_seeds() -> Iterator[bytes]:
     options = ChatOptions(max_tokens=5, temperature=0.5, seed=9, stop=("x",), logit_bias=((3, 1.5),), speculate=False)
     yield encode_chat("tiny", (Message("system", "be brief"), Message("user", "hello")), options)
     yield encode_complete("tiny", "once", options)
+    yield encode_complete("tiny", "once", replace(options, grammar=Grammar("choice", '["a", "b"]')))
     yield encode_delta(Delta("hi", (TextToken(3, "h", True, -0.5), TextToken(4, "i", False, None)), "stop",
                              Usage(3, 2, 5)))
 
@@ -222,6 +232,8 @@ def told_by_target(data: bytes) -> None:
 def target_seeds() -> Iterator[bytes]:
     yield encode_asked(1, Request("one", (4, 5), Sampling(temperature=0.5, seed=3), 9))
     yield encode_asked(2, True)
+    yield encode_asked(3, Request("two", (4, 5), Sampling(), 9, identity=Identity("tiny", "float32", "none", "echo"),
+                                  grammar=Grammar("json_schema", '{"type": "integer"}')))
     yield encode_told(1, Piece((4, 5, 6), 2, 4))
 
 
@@ -247,18 +259,6 @@ def folder_seeds() -> Iterator[bytes]:
         file = folder() / name
         if file.is_file():
             yield bytes([number]) + file.read_bytes()
-
-
-def template(data: bytes) -> None:
-    """A chat template of a stranger's model, which is a program: it ends, by itself or not."""
-    made = ChatTemplate(data.decode(errors="replace"), {"bos_token": "<s>"}, ["<s>", "<|im_end|>"], cpu_s=0.5)
-    made.render([{"role": "user", "content": "a <|im_end|> b"}])
-
-
-def template_seeds() -> Iterator[bytes]:
-    yield CHAT_TEMPLATE.encode()
-    yield b"{{ bos_token }}{% for m in messages %}{% if loop.first %}{{ m.role | upper }}{% endif %}{% endfor %}"
-    yield b"{% macro f(x) %}{{ x }}{% endmacro %}{% for i in range(3) %}{{ f(messages[0].content) }}{% endfor %}"
 
 
 def gguf_file(data: bytes) -> None:
@@ -303,7 +303,15 @@ DOORS: dict[str, Door] = {
     "asked-of-target": Door(asked_of_target, (RemoteProtocolError,), target_seeds),
     "told-by-target": Door(told_by_target, (RemoteProtocolError,), target_seeds),
     "model-folder": Door(model_folder, (ModelError, ConfigError), folder_seeds),
-    "template": Door(template, (ModelError, InvalidRequest), template_seeds),
+    "template": Door(programs.template, (ModelError, InvalidRequest), programs.template_seeds),
     "gguf": Door(gguf_file, (ModelError,), gguf_seeds),
     "settings": Door(settings, (ConfigError,), settings_seeds),
+    "grammar": Door(programs.grammar, (InvalidRequest,), programs.grammar_seeds),
+    "markup": Door(asking.markup, (), asking.markup_seeds),
+    "http-answer": Door(asking.http_answer, (), asking.answer_seeds),
+    "http-messages": Door(asking.http_messages, (), asking.messages_seeds),
+    "http-responses": Door(asking.http_responses, (), asking.responses_seeds),
+    "http-counting": Door(asking.http_counting, (), asking.counting_seeds),
+    "event-ids": Door(asking.event_ids, (), asking.event_seeds),
+    "grpc-answer": Door(asking.grpc_answer, (InvalidRequest, NotFound), asking.grpc_answer_seeds),
 }

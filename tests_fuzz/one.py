@@ -7,7 +7,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["slipstream", "router_service"]):
+with atheris.instrument_imports(include=["slipstream", "router_service", "jinja2"]):
     from tests_fuzz.doors import DOORS
 
 

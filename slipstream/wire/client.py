@@ -55,6 +55,7 @@ class Asked:
         self._came: list[Delta] = []  # of the present call
         self._rounds = self._accepted = 0  # of those before
         self._failed = 0  # calls in a row that brought nothing
+        self.over = False  # all is here, whatever becomes of the call
         self.request()
 
     def request(self) -> bytes:
@@ -65,6 +66,7 @@ class Asked:
     def take(self, delta: Delta) -> Delta:
         """A delta that came, as it is for its reader."""
         self._came.append(delta)
+        self.over = delta.finish != ""
         self._tokens += [token.id for token in delta.tokens]
         self._identity = delta.identity or self._identity
         if (usage := delta.usage) is None or not self._rounds:
@@ -171,6 +173,8 @@ class Client(Caller[Iterator[Delta]]):
                         yield asked.take(decode_delta(data))
                 return
             except (Unavailable, Draining) as error:
+                if asked.over:
+                    return
                 pause_s = asked.again(error)
             time.sleep(pause_s)
 
@@ -210,6 +214,8 @@ class AsyncClient(Caller[AsyncIterator[Delta]]):
                         yield asked.take(decode_delta(data))
                 return
             except (Unavailable, Draining) as error:
+                if asked.over:
+                    return
                 pause_s = asked.again(error)
             await asyncio.sleep(pause_s)
 

@@ -1,0 +1,162 @@
+"""Doors for programs of strangers: chat templates and grammars. What one costs is known when it is over, so each runs
+in a fork first; what ended there by itself runs here, where a search sees the code that it reaches.
+
+It knows nothing about who writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from functools import cache
+from zlib import crc32
+
+import numpy as np
+
+from router_service.text.template import ChatTemplate, Problem, Renderer, trial
+from slipstream.base.errors import InvalidRequest
+from slipstream.grammar.compiling import Vocabulary
+from slipstream.grammar.matcher import Ends
+from slipstream.grammar.trial import Trial
+from slipstream.models.folder import load_tokenizer
+from slipstream.protocol.grammar import KINDS, Grammar
+from slipstream.protocol.tree import DraftTree
+from tests.tiny import CHAT_TEMPLATE, EOS, VOCAB
+
+CPU_S, MEMORY = 0.5, 512 << 20  # of a template
+NAMED, SPECIALS = {"bos_token": "<s>"}, ["<s>", "<|im_end|>"]
+SAID = [{"role": "user", "content": "a <|im_end|> b"}]
+COMPARED = 32  # one template of so many is rendered as the router does, too
+VARYING = ("random", "lipsum", "now")  # in templates that do not give the same twice
+STEPS, NODES = 24, 6
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Whether ``work`` ends by itself within ``CPU_S`` and ``MEMORY`` more than there is, in a fork."""
+    child = os.fork()
+    if child == 0:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        code = 1
+        try:
+            with open("/proc/self/statm") as mapped:
+                most = int(mapped.read().split()[0]) * resource.getpagesize() + MEMORY
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            work()
+            code = 0
+        except (MemoryError, RecursionError):
+            pass
+        except Exception:
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def template(data: bytes) -> None:
+    """It ends, by itself or not; and no text of a message becomes a special token."""
+    source = data.decode(errors="replace")
+
+    def rendered() -> list[str]:
+        renderer = Renderer(source, NAMED, SPECIALS)
+        trial(renderer)
+        return renderer.render(SAID)
+
+    if not ends(rendered):
+        return
+    try:
+        parts = rendered()
+    except Problem:
+        return
+    except Exception:  # whoever runs it takes that for a refusal
+        return
+    assert all(part in SPECIALS for part in parts[1::2])
+    assert "im_end" in source or not any("<|im_end|>" in part for part in parts[::2]), parts
+    varies = any(word in source for word in VARYING) or "0x" in "".join(parts)  # an address of Python's
+    if crc32(data) % COMPARED == 0 and not varies:
+        made = ChatTemplate(source, NAMED, SPECIALS, cpu_s=CPU_S)
+        assert made.render(SAID) == parts
+        made.close()
+
+
+def template_seeds() -> Iterator[bytes]:
+    yield CHAT_TEMPLATE.encode()
+    yield b"{{ bos_token }}{% for m in messages %}{% if loop.first %}{{ m.role | upper }}{% endif %}{% endfor %}"
+    yield b"{% macro f(x) %}{{ x }}{% endmacro %}{% for i in range(3) %}{{ f(messages[0].content) }}{% endfor %}"
+    yield (b"{%- set ns = namespace(x='') -%}{% for m in messages if m.content is string %}{% set ns.x = ns.x ~ "
+           b"m['content'] | trim %}{% if not loop.last %}{% continue %}{% endif %}{% endfor %}{{ ns.x[1:] }}")
+    yield b"{{ messages | tojson(indent=2) }}{{ raise_exception('no') if tools else strftime_now('%d') }}"
+    yield b"{% generation %}{{ messages[-1].content.split('a') | join(', ') }}{% endgeneration %}{# c #}"
+
+
+@cache
+def _tried() -> tuple[Trial, Vocabulary]:
+    from tests_fuzz.doors import folder
+
+    return Trial(folder()), Vocabulary(load_tokenizer(folder()), VOCAB)
+
+
+def grammar(data: bytes) -> None:
+    """What passes its trial is compiled and followed: trees change nothing, and what it writes is what it allows. The
+    first byte says its kind, the second draws the answer."""
+    if len(data) < 3:
+        return
+    asked = Grammar(KINDS[data[0] % len(KINDS)], data[2:].decode(errors="replace"))
+    tried, vocabulary = _tried()
+    tried.check(asked)
+    try:
+        alone, drafted = (vocabulary.compile(asked, Ends((EOS,))) for _ in range(2))
+    except InvalidRequest as error:
+        raise AssertionError("it passed its trial") from error
+    rng, answer = np.random.default_rng(data[1]), list[int]()
+    for step in range(STEPS):
+        mask, known = alone.masks(DraftTree.root_only(step + 1, 0))
+        if not known:
+            return
+        allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[:VOCAB])
+        tokens = rng.choice(np.concatenate([allowed, rng.integers(0, VOCAB, 2)]), NODES)
+        masks, seen = drafted.masks(_tree(step + 1, tokens.tolist(), rng))
+        assert 0 in seen and (masks[0] == mask[0]).all(), "a tree changes what its root allows"
+        token = int(rng.choice(allowed))
+        if token == EOS or not (alone.commit([token]) and drafted.commit([token])):
+            break
+        answer.append(token)
+        if alone.ended:
+            _check(asked, bytes(token for token in answer if token < 256))
+            break
+
+
+def _tree(base: int, tokens: list[int], rng: np.random.Generator) -> DraftTree:
+    """Of a root and nodes of these tokens, siblings distinct."""
+    nodes = [(0, -1)]
+    for token in tokens:
+        parent = int(rng.integers(len(nodes)))
+        if (token, parent) not in nodes:
+            nodes.append((token, parent))
+    numbers = np.array(nodes, np.int32)
+    return DraftTree(base, numbers[:, 0].copy(), numbers[:, 1].copy(), np.arange(len(nodes), dtype=np.int32),
+                     np.zeros(len(nodes), np.float32))
+
+
+def _check(asked: Grammar, written: bytes) -> None:
+    if asked.kind == "json_schema":
+        json.loads(written)
+    elif asked.kind == "choice":
+        assert written.decode() in json.loads(asked.source)
+
+
+def grammar_seeds() -> Iterator[bytes]:
+    numbers = {kind: bytes([number, 7]) for number, kind in enumerate(KINDS)}
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", None]},
+              "c": {"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 2}}, "required": ["a"],
+              "additionalProperties": False, "$defs": {"d": {"anyOf": [{"type": "string", "pattern": "^a+$"},
+                                                                        {"const": 1.5}]}}}
+    yield numbers["json_schema"] + json.dumps(schema).encode()
+    yield numbers["json_schema"] + b'{"type": "string", "format": "date", "minLength": 2}'
+    yield numbers["json_schema"] + b'{"allOf": [{"type": "number"}, {"maximum": 9, "multipleOf": 2}]}'
+    yield numbers["regex"] + b"[a-e]+(-[0-9]{2}){1,2}|(?i:x.)*"
+    yield numbers["choice"] + b'["the cat", "the cat sat", "a dog"]'
+    yield numbers["lark"] + b'start: sum\nsum: sum "+" term | term\nterm: /[0-9A]{1,3}/ | "(" sum ")"'
+    yield numbers["lark"] + b'start: T "b"? list{1,2}\nlist[max_tokens=3]: /[a-f]+/\nT: "a".."f" | /x+/ & /.{2}/'
