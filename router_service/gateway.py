@@ -38,6 +38,7 @@ from router_service.text.tokens import Completion, Numbered, TextCodec, merged, 
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.grammar.trial import Trial
+from slipstream.grammar.turns import Turns
 from slipstream.observe.metrics import RouterMetrics
 from slipstream.observe.spans import Spans
 from slipstream.protocol.chat import Begun, Usage
@@ -128,7 +129,7 @@ class Gateway:
         self._fallback = fallback
         self._section = section
         self._lanes = Lanes()
-        self._trial, self._trials = trial, Lanes()  # a grammar that takes long holds up no text
+        self._trial, self._trials = trial, Turns()  # a grammar that takes long holds up no text
 
     @property
     def ready(self) -> bool:
@@ -200,7 +201,7 @@ class Gateway:
         place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
         try:
-            await self._try(asked.options)
+            await self._try(asked.options, tenant)
             # A conversation may have to wait for the process of its template.
             job = await self._lanes.run(asked.size, partial(self._job, asked), at_once=not asked.messages)
             # The head is as much work for a token that is scored as for one that is answered.
@@ -224,7 +225,9 @@ class Gateway:
         """Those of the prompt that is ``asked`` about. It waits for room as an answer would. Raises as ``start``."""
         place = await self.admission.enter(tenant, 1)
         try:
-            return list((await self._lanes.run(asked.size, partial(self._prompts, asked), not asked.messages))[0])
+            (tokens,) = await self._lanes.run(asked.size, partial(self._prompts, asked), not asked.messages)
+            _check_ids("prompt", tokens, self._info())
+            return list(tokens)
         finally:
             place.leave()
 
@@ -233,8 +236,7 @@ class Gateway:
         info = self._info()
         if not isinstance(tokens, list) or len(tokens) > info.max_context or not set(map(type, tokens)) <= {int}:
             raise InvalidRequest("tokens", f"must be a list of at most {info.max_context} token ids")
-        if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
-            raise InvalidRequest("tokens", f"a token id is outside the vocabulary of {info.vocab_size}")
+        _check_ids("tokens", tokens, info)
         return await self._lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
 
     async def beside(self, size: int, work: Callable[[], Made]) -> Made:
@@ -301,11 +303,12 @@ class Gateway:
             raise InvalidRequest("begun", "is for answers without their prompt")
         return asked
 
-    async def _try(self, options: Options) -> None:
-        """Raises InvalidRequest for a grammar that is none, or too dear."""
-        if options.grammar is not None and not self._trial.passed(options.grammar):
+    async def _try(self, options: Options, tenant: Tenant) -> None:
+        """Raises InvalidRequest for a grammar that is none, or too dear, and CapacityError."""
+        grammar, whose = options.grammar, tenant.namespace
+        if grammar is not None and not self._trial.passed(grammar, whose):
             try:
-                await self._trials.run(len(options.grammar.source), partial(self._trial.check, options.grammar))
+                await self._trials.run(whose, partial(self._trial.check, grammar, whose))
             except InvalidRequest as error:
                 raise InvalidRequest(options.bound_by, error.message) from None
 
@@ -383,6 +386,11 @@ def _too_long() -> DeadlineExceeded:
     return DeadlineExceeded("the request took longer than this server allows")
 
 
+def _check_ids(param: str, tokens: Sequence[int], info: TargetInfo) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
+        raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
+
+
 def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: TargetInfo) -> int:
     """The tokens that the answer to ``prompt`` may have."""
     if not prompt:
@@ -390,8 +398,7 @@ def _room(param: str, prompt: Sequence[int], max_tokens: int | None, info: Targe
     left = info.max_context - len(prompt)
     if left < 0:
         raise too_long(param, info.max_context, f"{len(prompt)} tokens")
-    if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-        raise InvalidRequest(param, f"a token id is outside the vocabulary of {info.vocab_size}")
+    _check_ids(param, prompt, info)
     wanted = 1 if max_tokens is None else max_tokens
     if wanted > left:
         raise InvalidRequest(

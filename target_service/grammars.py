@@ -1,8 +1,8 @@
 """Grammars: what answers are bound to, compiled beside the engine thread and the event loop.
 
 Rules:
-1. One grammar is compiled at a time, in a thread of its own, which lets others run. It is tried before: who asks a
-   target may be no router. Where another engine compiles it, it is tried alone.
+1. One grammar is compiled at a time, in a thread of its own, which lets others run; namespaces take turns. It is tried
+   before: who asks a target may be no router. Where another engine compiles it, it is tried alone.
 2. Every answer has a compilation of its own: what llguidance builds while an answer goes on counts against a limit, and
    an answer must not end early because of another one's.
 
@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from slipstream.base.errors import CapacityError
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends, Matcher
 from slipstream.grammar.trial import Trial
+from slipstream.grammar.turns import Turns
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.requests import Request
 
-MAX_WAITING = 64
 T = TypeVar("T")
 
 
@@ -32,29 +30,19 @@ class Trials:
     """Of one model's grammars. Make it anywhere, use it on one event loop."""
 
     def __init__(self, trial: Trial) -> None:
-        self._trial = trial
-        self._thread = ThreadPoolExecutor(1, "grammars")
-        self._waiting = 0
+        self._trial, self._turns = trial, Turns()
 
-    def check(self, grammar: Grammar) -> asyncio.Future[None]:
+    def check(self, grammar: Grammar, namespace: str = "") -> asyncio.Future[None]:
         """It may fail with InvalidRequest. Raises CapacityError."""
-        return self.after(grammar, lambda: None)
+        return self.after(grammar, namespace, lambda: None)
 
-    def after(self, grammar: Grammar, work: Callable[[], T]) -> asyncio.Future[T]:
-        """``work``, in the thread, when ``grammar`` has been tried. Raises CapacityError."""
-        if self._waiting >= MAX_WAITING:
-            raise CapacityError(f"{self._waiting} grammars wait to be compiled already")
-        self._waiting += 1
-        done = asyncio.wrap_future(self._thread.submit(self._tried, grammar, work))
-        done.add_done_callback(self._left)
-        return done
+    def after(self, grammar: Grammar, namespace: str, work: Callable[[], T]) -> asyncio.Future[T]:
+        """``work``, in its turn, when ``grammar`` has been tried. Raises CapacityError."""
+        return self._turns.run(namespace, partial(self._tried, grammar, namespace, work))
 
-    def _tried(self, grammar: Grammar, work: Callable[[], T]) -> T:
-        self._trial.check(grammar)
+    def _tried(self, grammar: Grammar, namespace: str, work: Callable[[], T]) -> T:
+        self._trial.check(grammar, namespace)
         return work()
-
-    def _left(self, _: object) -> None:
-        self._waiting -= 1
 
 
 class Grammars:
@@ -69,4 +57,5 @@ class Grammars:
         sampling = request.sampling
         ends = Ends(sampling.stop_token_ids, sampling.min_tokens)
         answered = request.tokens[len(request.tokens) - request.answered :]
-        return self._trials.after(request.grammar, partial(self._vocabulary.compile, request.grammar, ends, answered))
+        return self._trials.after(request.grammar, request.namespace,
+                                  partial(self._vocabulary.compile, request.grammar, ends, answered))

@@ -167,7 +167,7 @@ class VllmAnswer:
     async def _begin(self) -> None:
         try:
             if self._request.grammar is not None and self._trials is not None:
-                await self._trials.check(self._request.grammar)
+                await self._trials.check(self._request.grammar, self._request.namespace)
             collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
         except SlipstreamError:
             self._outcome = "refused"

@@ -1,14 +1,19 @@
-"""The client: what it refuses before it asks anybody."""
+"""The client: what it refuses before it asks anybody, and when it has all of an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from slipstream.base.errors import InvalidRequest
-from slipstream.client import Client
+from slipstream.client import AsyncClient, Client
+from slipstream.protocol.chat import Delta, TextToken, Usage
+from slipstream.wire.channel import INFERENCE_SERVICE
+from slipstream.wire.inference import encode_delta
 
 
 @pytest.fixture
@@ -34,3 +39,28 @@ def test_an_unknown_option_is_named(client: Client) -> None:
     with pytest.raises(InvalidRequest) as caught:
         client.chat("x", max_token=4)
     assert caught.value.field == "max_token" and "max_tokens" in str(caught.value)
+
+
+async def test_an_answer_that_is_whole_is_not_asked_for_again() -> None:
+    """Its router dies between the last delta and the end of the call."""
+    asked = 0
+
+    async def complete(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        nonlocal asked
+        asked += 1
+        yield encode_delta(Delta("hi", (TextToken(5, "hi", False, None),), "length", Usage(1, 1), "ab" * 16))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    server = grpc.aio.server()
+    handlers = {"Complete": grpc.unary_stream_rpc_method_handler(complete)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with AsyncClient(address) as client:
+            assert [delta.text async for delta in client.complete("x", max_tokens=1)] == ["hi"]
+        with Client(address) as blocking:
+            found = await asyncio.to_thread(lambda: [delta.text for delta in blocking.complete("x", max_tokens=1)])
+    finally:
+        await server.stop(None)
+    assert found == ["hi"] and asked == 2

@@ -245,6 +245,8 @@ async def test_tokens_and_back(tiny_folder: Path) -> None:
         for tokens in ([260], [-1], "x", [1] * 9999, [True], None):
             assert (await r.http.post("/detokenize", json={"tokens": tokens})).json()["error"]["param"] == "tokens"
         assert (await r.post("/tokenize", prompt=["a", "b"])).status_code == 400
+        for prompt in ([260], [-1]):
+            assert (await r.post("/tokenize", prompt=prompt)).json()["error"]["param"] == "prompt"
         assert r.service.gateway.admission.in_flight == 0
 
 

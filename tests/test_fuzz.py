@@ -9,7 +9,9 @@ import pytest
 from tests_fuzz import kept
 from tests_fuzz.doors import DOORS
 
-SLOW = {"model-folder": 20, "gguf": 20, "template": 3}  # inputs of those that take milliseconds
+# Inputs of those that take milliseconds.
+SLOW = {"model-folder": 20, "gguf": 20, "template": 3, "grammar": 10, "http-answer": 50, "http-messages": 50,
+        "http-responses": 50, "http-counting": 50, "event-ids": 50, "grpc-answer": 50}
 
 
 def mutated(random: Random, data: bytes) -> bytes:

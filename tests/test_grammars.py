@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import pytest
 from numpy.typing import NDArray
 
 from slipstream.base.child import Child
-from slipstream.base.errors import InvalidRequest, ModelError
+from slipstream.base.errors import CapacityError, InvalidRequest, ModelError
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.grammar.trial import Trial
+from slipstream.grammar.turns import MAX_EACH, Turns
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
@@ -75,6 +78,29 @@ def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
     assert not trial.passed(grammar)
     trial.check(grammar)
     assert trial.passed(grammar), "it need not wait for others again"
+
+
+def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
+    grammar = Grammar("regex", "[x-z]+")
+    trial.check(grammar, "one")
+    assert trial.passed(grammar, "one") and not trial.passed(grammar, "other")
+
+
+async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
+    turns, order, held = Turns(), list[str](), threading.Event()
+    first = turns.run("a", held.wait)
+    flood = [turns.run("a", partial(order.append, f"a{i}")) for i in range(MAX_EACH)]
+    with pytest.raises(CapacityError) as refused:
+        turns.run("a", held.wait)
+    assert refused.value.retry_after_s > 0
+    gone, kept = turns.run("b", partial(order.append, "gone")), turns.run("b", partial(order.append, "b"))
+    gone.cancel()
+    held.set()
+    await asyncio.gather(first, *flood, kept)
+    assert order.index("b") <= 2 and "gone" not in order and len(order) == MAX_EACH + 1
+    with pytest.raises(ZeroDivisionError):
+        await turns.run("a", lambda: 1 // 0)
+    turns.close()
 
 
 def test_a_tokenizer_that_is_none_is_told_each_time(tmp_path: Path) -> None:

@@ -188,6 +188,9 @@ async def test_every_field_that_binds_an_answer_becomes_one_grammar(tiny_folder:
                 async with AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
                     assert [delta async for delta in client.complete("x", grammar=grammar)]
                 assert target.requests[-1].grammar == grammar
+        async with AsyncClient(f"127.0.0.1:{r.service.grpc_port}") as client:
+            with pytest.raises(InvalidRequest, match="JSON"):
+                await anext(client.complete("x", grammar=Grammar("choice", '["a\n"]')))
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [

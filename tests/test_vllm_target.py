@@ -153,7 +153,7 @@ def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, coun
 class Tried:
     """As ``Trial``: one regular expression is none."""
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar, namespace: str = "") -> None:
         if grammar.source == "(":
             raise InvalidRequest("grammar", "unclosed group")
 

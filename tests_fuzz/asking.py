@@ -16,8 +16,8 @@ import orjson
 
 from router_service.app import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from router_service.event_id import HEADER
-from router_service.text.markup import Markup, Named
 from router_service.text.marks import BARE, LLAMA, THOUGHTS, Style
+from router_service.text.markup import Markup, Named
 from slipstream.protocol.chat import ChatOptions, Message
 from slipstream.protocol.grammar import Grammar
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat, encode_complete
@@ -217,8 +217,8 @@ def markup_seeds() -> Iterator[bytes]:
     yield b'\x02\x01x [TOOL_CALLS] [{"name": "f", "arguments": {"a": [1, "}"]}}]'
     yield b'\x02\x01[TOOL_CALLS]f[CALL_ID]9[ARGS]{"a": 1}'
     yield b'\x04\x01{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
-    yield '\x08\x02<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'.encode() \
-        + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>".encode()
+    yield ('\x08\x02<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
+           "<｜tool▁call▁end｜><｜tool▁calls▁end｜>").encode()
     yield (b'\x0a\x05<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 2}'
            b"<|tool_call_end|><|tool_calls_section_end|>")
     yield b'\x0c\x01{"a": 1}'

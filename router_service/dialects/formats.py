@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from router_service.dialects import bounded_json
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar, Kind
 
@@ -122,8 +123,8 @@ READERS: Mapping[str, Reader] = MappingProxyType({
 
 
 def fields_of(grammar: Grammar) -> dict[str, Any]:
-    """The field of a body that asks for ``grammar``."""
+    """The field of a body that asks for ``grammar``. Raises InvalidRequest."""
     if grammar.kind == "choice":
-        return {"structured_outputs": {"choice": orjson.loads(grammar.source)}}
+        return {"structured_outputs": {"choice": bounded_json.read("grammar", grammar.source.encode())}}
     key = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]
     return {"structured_outputs": {key: grammar.source}}

@@ -7,7 +7,8 @@ Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
    ``STEPS`` tokens. Each has a fork of the process, ``CPU_S`` of the processor and a part of the usual stack.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
-3. The process is started by the first grammar. What was tried is remembered by its digest.
+3. The process is started by the first grammar. What was tried is remembered by its digest, for each namespace apart:
+   how long a trial takes tells nobody what others asked for.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class Trial:
         self._child: Child | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
 
-    def passed(self, grammar: Grammar) -> bool:
+    def passed(self, grammar: Grammar, namespace: str = "") -> bool:
         """Whether it did before; waits for nobody."""
-        return self._known.get(_digest(grammar)) == ""
+        return self._known.get(_digest(grammar, namespace)) == ""
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar, namespace: str = "") -> None:
         """Raises InvalidRequest, also for a grammar that costs too much; blocks meanwhile."""
-        digest = _digest(grammar)
+        digest = _digest(grammar, namespace)
         with self._lock:
             problem = self._known.get(digest)
             if problem is None:
@@ -83,8 +84,8 @@ class Trial:
         return str(reply)
 
 
-def _digest(grammar: Grammar) -> bytes:
-    return sha256(f"{grammar.kind} {grammar.source}".encode()).digest()
+def _digest(grammar: Grammar, namespace: str) -> bytes:
+    return sha256(f"{namespace} {grammar.kind} {grammar.source}".encode()).digest()
 
 
 def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:

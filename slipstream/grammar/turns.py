@@ -1,0 +1,94 @@
+"""Turns: grammars are tried and compiled in one thread, and those who ask take turns.
+
+Rules:
+1. ``MAX_EACH`` of a namespace may wait, its share of that while others wait too, and ``MAX_WAITING`` of all. Who finds
+   no room is refused, and told to come back when those before him will have been served at the pace of the latest one.
+2. Namespaces take turns, so many grammars of one hold up another's by one at a time.
+3. Who goes away before his turn is passed over.
+
+It knows nothing about what is done in a turn, which has to leave the interpreter to others by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from slipstream.base.errors import CapacityError
+
+MAX_EACH, MAX_WAITING = 64, 256
+Made = TypeVar("Made")
+Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+
+class Turns:
+    """Make it anywhere, use it on one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by namespace, whose turn is next first
+        self._num_waiting = 0
+        self._busy = False
+        self._took_s = 0.1  # the latest turn
+
+    def run(self, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
+        """What ``work`` returns or raises, in its turn. Raises CapacityError."""
+        own = len(self._waiting.get(namespace, ()))
+        share = max(1, MAX_EACH // len({namespace, *self._waiting}))
+        if own >= share or self._num_waiting >= MAX_WAITING:
+            raise CapacityError("too many grammars wait to be compiled; try again later",
+                                self._num_waiting * self._took_s)
+        future: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(namespace, deque()).append((work, future))
+        self._num_waiting += 1
+        self._begin()
+        return future
+
+    def close(self) -> None:
+        """Nobody waits any more; a turn that has begun ends by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for jobs in self._waiting.values():
+            for _, future in jobs:
+                future.cancel()
+        self._waiting.clear()
+        self._num_waiting = 0
+
+    def _begin(self) -> None:
+        while self._waiting and not self._busy:
+            namespace, jobs = self._waiting.popitem(last=False)
+            work, future = jobs.popleft()
+            self._num_waiting -= 1
+            if jobs:
+                self._waiting[namespace] = jobs
+            if not future.done():
+                self._busy = True
+                loop = asyncio.get_running_loop()
+                made = self._thread.submit(self._timed, work)
+                made.add_done_callback(partial(_told, loop, partial(self._end, future)))
+
+    def _end(self, future: asyncio.Future[Any], made: Future[Any]) -> None:
+        self._busy = False
+        if not future.done():
+            error = made.exception()
+            if error is None:
+                future.set_result(made.result())
+            else:
+                future.set_exception(error)
+        self._begin()
+
+    def _timed(self, work: Callable[[], Made]) -> Made:
+        began_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._took_s = time.monotonic() - began_s
+
+
+def _told(loop: asyncio.AbstractEventLoop, end: Callable[[Future[Any]], None], made: Future[Any]) -> None:
+    if not (made.cancelled() or loop.is_closed()):
+        loop.call_soon_threadsafe(end, made)
