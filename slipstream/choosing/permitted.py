@@ -12,7 +12,7 @@ It knows nothing about logits or grammars, which are not combined with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
 class Permitted:
     """Of one answer; see ``target_service.sequence.Rule``. It belongs to one thread at a time."""
 
-    __slots__ = ("_allowed", "_count", "_longer", "_longest", "_min_tokens", "_never", "_stops", "_tail")
+    __slots__ = ("_allowed", "_count", "_lengths", "_longer", "_longest", "_min_tokens", "_never", "_stops", "_tail")
 
     ended = False  # a grammar's affair
 
@@ -37,12 +37,13 @@ class Permitted:
         self._allowed = _bits(allowed, len(every)) if allowed else every
         self._never = _bits([word[0] for word in words if len(word) == 1], len(every))
         self._stops, self._min_tokens = _bits(stops, len(every)), min_tokens
-        # The last token but one -> what stands before the last, and the last.
-        self._longer: dict[int, list[tuple[list[int], int]]] = {}
+        # What stands before the last token -> all last tokens of such words.
+        self._longer: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if len(word) > 1:
-                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
-        self._longest = max(map(len, words), default=1) - 1
+                self._longer.setdefault(tuple(word[:-1]), []).append(word[-1])
+        self._lengths = sorted({len(before) for before in self._longer})
+        self._longest = max(self._lengths, default=0)
         self._tail: list[int] = []  # of the answer: as much as the longest word needs
         self._count = 0
         self.commit(answered)
@@ -83,9 +84,11 @@ class Permitted:
 
     def _mask(self, path: list[int]) -> Masks:
         text = [*self._tail, *path]
-        near = self._longer.get(text[-1], ()) if text else ()
-        unsaid = [last for before, last in near if text[-len(before) :] == before]
-        open_ = self._allowed & ~self._never & ~_bits(unsaid, len(self._allowed))
+        unsaid = [last for length in self._lengths if length <= len(text)
+                  for last in self._longer.get(tuple(text[-length:]), ())]
+        open_ = self._allowed & ~self._never
+        if unsaid:
+            open_ &= ~_bits(unsaid, len(open_))
         if self._count + len(path) < self._min_tokens:
             open_ &= ~self._stops
         if not open_.any():
@@ -93,8 +96,7 @@ class Permitted:
         return open_
 
 
-def _bits(tokens: Iterable[int], words: int) -> Masks:
-    bits = np.zeros(words, np.uint32)
-    for token in tokens:
-        bits[token >> 5] |= np.uint32(1 << (token & 31))
+def _bits(tokens: Sequence[int], words: int) -> Masks:
+    bits, places = np.zeros(words, np.uint32), np.array(tokens, np.uint32)
+    np.bitwise_or.at(bits, places >> 5, np.uint32(1) << (places & 31))
     return bits
