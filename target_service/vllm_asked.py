@@ -77,11 +77,11 @@ def barred(request: Request, drafted: bool, keyed: bool) -> tuple[str, str] | No
         ("min_p", not drafted or sampling.greedy or sampling.min_p == 0.0,
          "vLLM takes it only where target.drafts is empty"),
         ("logit_bias", not drafted or not sampling.logit_bias, "vLLM takes it only where target.drafts is empty"),
+        ("max_tokens", request.max_tokens > 0, "vLLM makes one token at least"),
         # It would allow nothing at all where the grammar has ended, and the answer would end as an error.
         ("min_tokens", request.grammar is None or sampling.min_tokens == 0, "vLLM takes none beside a grammar"),
     )
-    # A need that is no field (a max_tokens of 0) is none that vLLM has.
-    needs = sorted(request.needs - {"grammar"})
+    needs = sorted(request.needs - {"grammar", "no_tokens"})
     checks += tuple((need, False, "a target on vLLM does not honour it") for need in needs)
     return next(((field, message) for field, holds, message in checks if not holds), None)
 
