@@ -358,6 +358,7 @@ class TargetWorker:
 
     def _end_if_over(self, one: Sequence) -> None:
         if one.over:
+            one.first_step_s = one.first_step_s or self._clock()  # all of its prompt may be cached: it needs no step
             self._telling.prompt(one, None, "length")
             self._end(one)
 

@@ -69,12 +69,15 @@ async def test_a_prompt_is_scored_in_chunks_as_transformers_scores_it(folders: d
         alone = await rig.answer(asked(max_tokens=0))
         nothing = await rig.answer(asked(max_tokens=0, prompt_logprobs=None))
         one = await rig.answer(replace(asked(max_tokens=0), tokens=(5,)))
+        follows = await rig.answer(asked(prompt_logprobs=None))
         await rig.check()
     assert tokens_of(cached) == tokens_of(plain) and cached[0].cached_tokens == 0
     assert sum(piece.prompt is not None for piece in cached) > 3, "it came in one chunk"
     check(scores_of(cached), right)
     assert scores_of(alone) == scores_of(cached) and alone[-1] == alone[-1]._replace(tokens=(), finish="length")
     assert [piece.finish for piece in nothing] == [piece.finish for piece in one] == ["length"]
+    # A prompt that needs no step says how much of it was cached, too.
+    assert nothing[0].cached_tokens == follows[0].cached_tokens == len(TEXT) - 1
 
 
 @pytest.mark.parametrize("fate", ["colocated", "late"])
