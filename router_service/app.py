@@ -298,6 +298,9 @@ class Surface:
         asked = self._gateway.plan_chat(body)
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
+        if asked.options.tells_prompt:
+            raise InvalidRequest("prompt_logprobs", f"is told by {CHAT} and {COMPLETIONS} alone",
+                                 "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         client, run = await self._begun(request, asked)
@@ -470,7 +473,6 @@ class Gate:
                             at=_places(error))
             if not started:
                 await problem_response(problem_of(error), scope["path"])(scope, receive, answer)
-
 
     def _readers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """What says to a browser that the page which asks may read the answer."""

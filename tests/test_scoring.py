@@ -254,6 +254,14 @@ async def test_what_is_asked_of_choices_is_heard_over_http_and_grpc(routed: Rout
     assert "".join(delta.text for delta in deltas).startswith(TEXT)
 
 
+async def test_where_no_prompt_is_told_none_is_scored(routed: Routing) -> None:
+    for path, body in (("/v1/messages", {"messages": HELLO, "max_tokens": 2}),
+                       ("/v1/responses", {"input": "hello", "max_output_tokens": 2})):
+        assert (await routed.post(path, **body)).status_code == 200
+        refused = await routed.post(path, prompt_logprobs=0, **body)
+        assert refused.status_code == 400 and "prompt_logprobs: is told by" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("fields", "named"), [
     ({"prompt": ["x" * 500] * 30, "echo": True, "logprobs": 20}, "echo"),
     ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs"), ({"prompt": "x", "logprobs_mode": "raw_logits"},
