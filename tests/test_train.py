@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from slipstream.train.dialogue import plan_of
 from slipstream.train.distil import Distilled, Lesson
 from slipstream.train.evaluate import evaluate, prompts_of
 from slipstream.train.export import export
-from slipstream.train.fit import Progress
+from slipstream.train.fit import Progress, Training
 from slipstream.train.generate import Limits
 from slipstream.train.head import Head, warm_head
 from slipstream.train.recipe import Recipe
@@ -245,6 +246,21 @@ def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path)
     again = Silent()
     make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)
     assert len(again.losses) == 4, "it goes on where it was"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_held_out_conversations_without_an_answer_say_nothing(tiny_folder: Path, kind: Literal["eagle3", "dspark"]
+                                                              ) -> None:
+    """Their questions are longer than what is read of a conversation. Training goes on, and is saved."""
+    config = ModelConfig.from_folder(tiny_folder)
+    head = random_head(tiny_folder) if kind == "eagle3" else warm_block_head(
+        config, load_tensors(tiny_folder), torch.arange(3, 3 + DRAFT_VOCAB), 259, 0, DIRECT)
+    talk, saved = conversation(config, 20, 1), list[int]()
+    asked = replace(talk, roles=np.full(20, GIVEN, np.uint8))
+    training = Training(head, Recipe(minutes=0, tokens=1, steps=2, kind=kind), [talk], [asked],
+                        lambda step, checkpoint: saved.append(step))
+    training.run(math.inf, lambda progress, share: None)
+    assert saved == [2] and [point.held_out for point in training.progress.history] == [()]
 
 
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:

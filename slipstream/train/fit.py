@@ -70,7 +70,8 @@ class Training:
         self.head, self.recipe, self.progress = head, recipe, Progress()
         self._training, self._save = training, save
         self._dice = random.Random(recipe.seed)
-        self._held_out = self._rows(held_out[:VALIDATION], (ANSWER,)) if held_out else None
+        judged = self._rows(held_out[:VALIDATION], (ANSWER,)) if held_out else None
+        self._held_out = judged if judged is not None and judged.num_wanted else None
         self._optimizer = Optimizer(head.tensors, recipe.learning_rate)
         self._device = head.embedding.device
         half = half_is_faster(self._device, head.config.hidden_size)
