@@ -223,6 +223,7 @@ REFUSED = [
     (zlab_config(num_hidden_layers=17), "num_hidden_layers: expected 1 to 16, found 17"),
     (zlab_config(vocab_size=300), "vocab_size: the head was made for 300 tokens"),
     (zlab_config(layer_types=["sliding_attention"] * 2), "layer_types: layers that slide"),
+    (zlab_config(model_type="mistral", sliding_window=64), "sliding_window: layers that slide"),
     (zlab_config(dflash_config={"causal": True, "mask_token_id": 259, "target_layer_ids": [0]}), "causal: .*True"),
     (zlab_config(projector_type="domino"), "projector_type: heads with 'domino' are not supported"),
     (zlab_config(markov_rank=8), "sample_from_anchor: it is missing"),

@@ -83,7 +83,7 @@ def read_block_head(folder: str | Path, target_folder: str | Path) -> BlockHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
     published, target = _published(folder), ModelConfig.from_folder(target_folder)
     config = layer_config(published, target, MAX_LAYERS)
-    _check_layers(published)
+    _check_layers(published, config)
     hidden = published.integer("target_hidden_size", target.hidden_size)
     published.must_fit("target_hidden_size", hidden, target.hidden_size)
     if not published.speculators:
@@ -142,11 +142,12 @@ def _published(folder: str | Path) -> Published:
     return flat
 
 
-def _check_layers(published: Published) -> None:
+def _check_layers(published: Published, config: ModelConfig) -> None:
     kinds = published.raw.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise ModelError(f"{published.where}: layer_types: layers that slide are not supported; use a head whose "
-                         "layers are all full_attention")
+    full = kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds))
+    if not full or config.sliding_window:
+        raise ModelError(f"{published.where}: {'sliding_window' if full else 'layer_types'}: layers that slide are not "
+                         "supported; use a head whose layers are all full_attention")
 
 
 def _markov(published: Published) -> tuple[str, int]:
