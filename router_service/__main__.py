@@ -32,6 +32,7 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
         service = RouterService(config, clients if backends is None else backends, connect)
         async with following(addresses, config.wire.kubeconfig, service.seen, begun=service.vitals.follow):
             await service.start()
+            service.gateway.warm()
             if ready is not None:
                 ready()
             try:

@@ -167,6 +167,10 @@ class Gateway:
         """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
         self.leaving = True
 
+    def warm(self) -> None:
+        """Begin what the first grammar would have to wait for."""
+        self._trial.warm()
+
     def drain(self) -> None:
         """Take no new request; running ones go on."""
         self.admission.close()

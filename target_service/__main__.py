@@ -79,6 +79,7 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
     metrics.start()
     target.worker.start()
+    target.service.warm()
     try:
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
                                    target.vitals.follow),

@@ -130,6 +130,11 @@ class TargetService:
         return TargetAnswer(self._worker, next(self._numbers), request, compiled,
                             Permitted.of(request, self._served.vocab_size))
 
+    def warm(self) -> None:
+        """Begin what the first grammar would have to wait for."""
+        if self._grammars is not None:
+            self._grammars.warm()
+
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,

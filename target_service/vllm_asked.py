@@ -109,7 +109,7 @@ def structured(grammar: Grammar) -> dict[str, Any]:
     """Of vLLM's ``StructuredOutputsParams``. Raises InvalidRequest."""
     if grammar.kind == "regex":
         return {"regex": grammar.source}
-    if grammar.kind == "lark":
+    if grammar.kind in ("lark", "ebnf"):  # it tells them apart
         return {"grammar": grammar.source}
     try:
         content = json.loads(grammar.source)

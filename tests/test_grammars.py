@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,8 @@ WRONG = {
     "unknown keyword": Grammar("json_schema", '{"uniqueItems": true, "type": "array"}'),
     "no regex": Grammar("regex", "(("), "empty": Grammar("regex", "[^\\x00-\\U0010FFFF]"),
     "nested": Grammar("json_schema", '{"items":' * 2000 + "{}" + "}" * 2000),
+    "no rule": Grammar("ebnf", "root ::= other"), "no end": Grammar("ebnf", 'root ::= "a'),
+    "deep ebnf": Grammar("ebnf", f"root ::= {'(' * 9000}'a'{')' * 9000}"),
     "no lark": Grammar("lark", "start: other"), "no token": Grammar("lark", "start: <|none|>"),
 }
 FINE = {
@@ -52,7 +55,9 @@ FINE = {
                                                                          for i in range(200)}})),
 }
 
-SHORT = [Grammar("choice", '["the cat", "the cat sat", "a dog"]'), Grammar("regex", "[a-e]+(-[0-9]{2}){1,2}"),
+EBNF = 'root ::= "sum " term ("+" term)*\nterm ::= [0-9]{1,3} | "(" term ")"\n'
+SHORT = [Grammar("ebnf", EBNF), Grammar("choice", '["the cat", "the cat sat", "a dog"]'),
+         Grammar("regex", "[a-e]+(-[0-9]{2}){1,2}"),
          Grammar("lark", 'start: sum\nsum: sum "+" term | term\nterm: /[0-9A]{1,3}/ | "(" sum ")"'),
          Grammar("json_schema", '{"type": "array", "items": {"enum": ["one", "two"]}, "maxItems": 3}')]
 
@@ -103,6 +108,18 @@ async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
     turns.close()
 
 
+def test_a_process_for_trials_is_ready_before_and_begun_again(tiny_folder: Path) -> None:
+    trial = Trial(tiny_folder)
+    for source in ("a", "b"):
+        trial.warm()
+        while (child := trial.child) is None or child.ended:
+            time.sleep(0.01)
+        trial.check(Grammar("regex", source))
+        assert trial.child is child, "it was begun for the grammar"
+        child.end()
+    trial.close()
+
+
 def test_a_tokenizer_that_is_none_is_told_each_time(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     trial = Trial(tmp_path)
@@ -133,6 +150,8 @@ async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: 
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ]
     async with target(tiny_folder, slots=4096) as rig, routing(tiny_folder, rig.service) as r:
+        summed = await r.post(CHAT, messages=HELLO, guided_grammar=EBNF, max_tokens=6)
+        assert summed.json()["choices"][0]["message"]["content"].startswith("sum ")
         choice = await r.post(CHAT, messages=HELLO, guided_choice=["yes", "no"])
         assert choice.json()["choices"][0]["message"]["content"] in ("yes", "no")
         for fields, named in asked:

@@ -11,6 +11,7 @@ It knows nothing about whether a grammar can be compiled.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +20,10 @@ import orjson
 
 from router_service.dialects import bounded_json
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.grammar import JSON_OBJECT, Grammar, Kind
+from slipstream.protocol.grammar import JSON_OBJECT, MAX_SOURCE, Grammar, Kind
 
 MAX_CHOICES = 1024
+EBNF = re.compile(r"^[ \t]*[A-Za-z][\w-]{0,99}[ \t]*::=", re.MULTILINE | re.ASCII)  # no rule of Lark's begins so
 # vLLM's options of how to compile, with the values that ask for nothing. One way of all.
 ASKED_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "disable_fallback": (False, True), "disable_any_whitespace": (False,), "disable_additional_properties": (False,),
@@ -90,8 +92,9 @@ def _choice(name: str, value: Any) -> Grammar:
     return made(name, "choice", orjson.dumps(value).decode())
 
 
-def _lark(name: str, value: Any) -> Grammar:
-    return made(name, "lark", _text(name, value))
+def _grammar(name: str, value: Any) -> Grammar:
+    text = _text(name, value)
+    return made(name, "ebnf" if EBNF.search(text[:MAX_SOURCE]) else "lark", text)
 
 
 def made(name: str, kind: Kind, source: str) -> Grammar:
@@ -116,15 +119,15 @@ def _text(name: str, value: Any) -> str:
 
 Reader = Callable[[str, Any], Grammar | None]
 PARTS: Mapping[str, Reader] = MappingProxyType({
-    "json": _schema, "regex": _regex, "choice": _choice, "grammar": _lark, "json_object": _any_object})
+    "json": _schema, "regex": _regex, "choice": _choice, "grammar": _grammar, "json_object": _any_object})
 READERS: Mapping[str, Reader] = MappingProxyType({
     "response_format": _response_format, "structured_outputs": _structured_outputs, "guided_json": _schema,
-    "guided_regex": _regex, "guided_choice": _choice, "guided_grammar": _lark})
+    "guided_regex": _regex, "guided_choice": _choice, "guided_grammar": _grammar})
 
 
 def fields_of(grammar: Grammar) -> dict[str, Any]:
     """The field of a body that asks for ``grammar``. Raises InvalidRequest."""
     if grammar.kind == "choice":
         return {"structured_outputs": {"choice": bounded_json.read("grammar", grammar.source.encode())}}
-    key = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[grammar.kind]
+    key = {"json_schema": "json", "regex": "regex", "lark": "grammar", "ebnf": "grammar"}[grammar.kind]
     return {"structured_outputs": {key: grammar.source}}

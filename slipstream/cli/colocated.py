@@ -45,6 +45,8 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     target.worker.start()
     link.restore()
     await router.start()
+    router.gateway.warm()
+    target.service.warm()
     up.set()
     _tell(link, config)
     if ready is not None:

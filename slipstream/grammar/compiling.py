@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from tokenizers import Tokenizer
 
 from slipstream.base.errors import InvalidRequest, ModelError
@@ -75,6 +76,12 @@ def _written(grammar: Grammar) -> str:
         return str(LLMatcher.grammar_from_regex(grammar.source))
     if grammar.kind == "lark":
         return str(LLMatcher.grammar_from_lark(grammar.source))
+    if grammar.kind == "ebnf":
+        try:
+            return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.source)))
+        except Exception as error:  # the converter has no class of its own for all that it cannot take
+            words = " ".join(str(error).split()) or type(error).__name__
+            raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
     try:
         content = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:

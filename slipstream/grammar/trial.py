@@ -7,8 +7,9 @@ Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
    ``STEPS`` tokens. Each has a fork of the process, ``CPU_S`` of the processor and a part of the usual stack.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
-3. The process is started by the first grammar. What was tried is remembered by its digest, for each namespace apart:
-   how long a trial takes tells nobody what others asked for.
+3. The process is started by the first grammar, or before (``warm``), as that takes a second, and again where it has
+   ended. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody
+   what others asked for.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import sys
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from slipstream.grammar.matcher import Ends
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
 
-CPU_S = 0.1  # of one trial: common grammars take a twentieth of it
+CPU_S = 0.075  # of one trial: common grammars take a fifteenth of it
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS = 8
@@ -48,8 +50,16 @@ class Trial:
         """folder: of the model, with a tokenizer.json."""
         self._opening = json.dumps(str(folder / "tokenizer.json")).encode()
         self._lock = threading.Lock()
-        self._child: Child | None = None
+        self.child: Child | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
+
+    def warm(self) -> None:
+        """Have the process ready before somebody waits for it; returns at once."""
+        threading.Thread(target=self._ready, daemon=True, name="trial").start()
+
+    def _ready(self) -> None:
+        with self._lock, suppress(ModelError, OSError):  # the next grammar is told
+            self._begun()
 
     def passed(self, grammar: Grammar, namespace: str = "") -> bool:
         """Whether it did before; waits for nobody."""
@@ -69,17 +79,21 @@ class Trial:
 
     def close(self) -> None:
         """End the process, which would else end with this object."""
-        if self._child is not None:
-            self._child.end()
+        if self.child is not None:
+            self.child.end()
+
+    def _begun(self) -> Child:
+        if self.child is None or self.child.ended:
+            self.child = Child(__spec__.name)
+            if (reply := self.child.ask(self._opening)) != "":
+                self.child.end()
+                raise ModelError(f"tokenizer.json: grammars cannot use it: {reply or 'the trial ends'}")
+        return self.child
 
     def _tried(self, grammar: Grammar) -> str:
-        if self._child is None or self._child.ended:
-            self._child = Child(__spec__.name)
-            if (reply := self._child.ask(self._opening)) != "":
-                self._child.end()
-                raise ModelError(f"tokenizer.json: grammars cannot use it: {reply or 'the trial ends'}")
-        reply = self._child.ask(json.dumps([grammar.kind, grammar.source]).encode())
+        reply = self._begun().ask(json.dumps([grammar.kind, grammar.source]).encode())
         if reply is None:
+            self.warm()
             raise Unavailable("the process that tries grammars has ended; try again")
         return str(reply)
 

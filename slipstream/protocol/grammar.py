@@ -15,14 +15,14 @@ from typing import Literal, get_args
 
 from slipstream.base.errors import InvalidRequest
 
-Kind = Literal["json_schema", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_SOURCE = 64 << 10  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """``source``: a JSON schema, a regular expression, a JSON list of texts, or Lark's notation."""
+    """``source``: a JSON schema, a regular expression, a JSON list of texts, Lark's notation, or GBNF's."""
 
     kind: Kind
     source: str = field(repr=False)
