@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from router_service.text.tokens import Completion, TextCodec, TextDelta
+from slipstream.base.errors import Unavailable
 from slipstream.choosing.permitted import Permitted
 from slipstream.choosing.sampling import ChoiceRows
 from slipstream.choosing.scores import chosen_logprobs
@@ -252,6 +254,25 @@ async def test_what_is_asked_of_choices_is_heard_over_http_and_grpc(routed: Rout
     assert [token.id for token in prompt] == list(TEXT.encode()) and prompt[0].logprob is None
     assert all(token.logprob is not None and token.rank >= 1 and len(token.top) == 2 for token in prompt[1:])
     assert "".join(delta.text for delta in deltas).startswith(TEXT)
+
+
+@pytest.mark.parametrize("spans", [[], [(1, 3)], [(1, 3), (4, 9)], [(2, 9)], [(1, 9), (9, 12)]], ids=str)
+async def test_scores_of_other_tokens_than_the_prompts_are_refused(spans: list[tuple[int, int]],
+                                                                   folders: dict[str, Path]) -> None:
+    """From a target that does not keep its word; those that stand right are taken."""
+    async def told(spans: list[tuple[int, int]]) -> TextDelta:
+        async def answer() -> AsyncIterator[Piece]:
+            for start, end in spans:
+                yield Piece((), prompt=PromptScores(start, (-1.0,) * (end - start), (1,) * (end - start)))
+            yield Piece((65,), finish="length")
+
+        given: Any = answer()
+        request = replace(asked(prompt_logprobs=0), tokens=tuple(range(65, 74)))
+        return await anext(Completion(request, given, TextCodec(folders["target"]), [], VOCAB))
+
+    assert (await told([(1, 4), (4, 9)])).prompt == PromptScores(1, (-1.0,) * 8, (1,) * 8)
+    with pytest.raises(Unavailable, match="scores of other tokens"):
+        await told(spans)
 
 
 async def test_where_no_prompt_is_told_none_is_scored(routed: Routing) -> None:

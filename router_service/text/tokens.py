@@ -27,7 +27,7 @@ import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,6 +307,7 @@ class Completion:
         self._vocab_size = vocab_size
         self._detokenizer = Detokenizer(codec, shown, echo)
         self._scores: list[PromptScores] = []
+        self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
         self._stops = StopStrings(stops, keep_stop) if stops else None
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
         self._length = 0  # of the text so far
@@ -335,8 +336,9 @@ class Completion:
             piece = await anext(self._pieces)
         self._score(piece)
         delta = self._take(piece)
-        if self._scores:
-            delta, self._scores = delta._replace(prompt=_joined(self._scores)), []
+        if self._unscored:
+            delta = delta._replace(prompt=_joined(self._scores, self._unscored))
+            self._scores, self._unscored = [], 0
         if delta.finish:
             self.finished = True
             await self._answer.aclose()
@@ -418,10 +420,12 @@ class Completion:
         return TextDelta(text + tail, tuple(tokens), finish, num_tokens)
 
 
-def _joined(parts: Sequence[PromptScores]) -> PromptScores:
-    """Of parts that follow one another. Raises Unavailable where they do not."""
-    if any(after.start != before.start + len(before.logprobs) for before, after in pairwise(parts)):
-        raise Unavailable("the target sent scores of other tokens than the next")
+def _joined(parts: Sequence[PromptScores], count: int) -> PromptScores:
+    """Of parts that follow one another: of so many tokens, from the second on. Raises Unavailable where they are of
+    others."""
+    ends = [1, *(part.start + len(part.logprobs) for part in parts)]
+    if [part.start for part in parts] != ends[:-1] or ends[-1] != 1 + count:
+        raise Unavailable("the target sent scores of other tokens than the prompt's")
     each = ((part.logprobs, part.ranks, part.top_ids, part.top_logprobs) for part in parts)
     return PromptScores(parts[0].start, *(tuple(chain.from_iterable(column)) for column in zip(*each, strict=True)))
 
