@@ -14,9 +14,8 @@ endif
 PREPARED := $(CACHE)/slipstream/models/$(MODEL)/slipstream.json
 PACKAGES := slipstream draft_service target_service router_service bench deploy
 
-# Three processes take a module of tests each, the longest first (ARGS="-n 0": one process): while a test waits for
-# another process, two cores have work.
-SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes take a module of tests each, the longest first (ARGS="-n 0": one process).
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
