@@ -236,6 +236,9 @@ async def test_clients_get_prompts_and_scores_in_the_shapes_they_know(routed: Ro
     joined = [value for chunk in streamed for value in chunk["choices"][0]["logprobs"]["token_logprobs"]]
     assert joined[0] is None  # float64 on torch: sums of other rows beside it differ in the last bit
     np.testing.assert_allclose(joined[1:], whole["logprobs"]["token_logprobs"][1:], atol=1e-12)
+    ended = (await routed.post(COMPLETIONS, **asked | {"prompt": TEXT, "logit_bias": {str(EOS): 100}})).json()
+    assert ended["choices"][0]["text"] == TEXT and ended["choices"][0]["finish_reason"] == "stop"
+    assert len(ended["choices"][0]["logprobs"]["token_logprobs"]) == len(TEXT) + 1, "lm-eval takes the last one off"
     chat = (await routed.post(CHAT, messages=HELLO, prompt_logprobs=0, max_tokens=2)).json()
     assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 

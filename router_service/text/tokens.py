@@ -306,6 +306,7 @@ class Completion:
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._vocab_size = vocab_size
         self._detokenizer = Detokenizer(codec, shown, echo)
+        self._echo = echo
         self._scores: list[PromptScores] = []
         self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
         self._stops = StopStrings(stops, keep_stop) if stops else None
@@ -373,9 +374,11 @@ class Completion:
             last = piece.finish == "stop" and i == len(piece.tokens) - 1
             tally.tokens += 1
             tally.accepted += i < piece.accepted
-            if last and token in self._silent:
-                break
             logprob = piece.logprobs[i] if i < len(piece.logprobs) else None
+            if last and token in self._silent:
+                if self._echo:  # who scores counts one entry for each token, the one that ends it included
+                    self._held.append((self._length, AnswerToken(token, "", i < piece.accepted, logprob)))
+                break
             if self._push(token, i < piece.accepted, logprob):
                 return self._end("stop", i + 1)
         if piece.finish:
