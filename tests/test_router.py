@@ -450,6 +450,7 @@ async def test_the_pages_that_the_documents_name_are_there(tiny_folder: Path) ->
         assert lost.status_code == 404 and CHAT in lost.json()["error"]["message"]
         wrong = await r.http.get(CHAT)
         assert wrong.status_code == 405 and "POST" in wrong.json()["error"]["message"]
+    assert codes.pop("/metrics") == 404, "it has a port of its own here"
     assert set(codes.values()) == {200}, codes
 
 
