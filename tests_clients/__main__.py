@@ -50,8 +50,9 @@ async def run(clients: Sequence[Client], rooms: Mapping[str, Path]) -> list[Outc
     for keyed, alike in groupby(clients, key=lambda client: client.keyed):
         async with served(LOGS, keyed) as place:
             for client in alike:
-                print(f"{client.name} …", flush=True)
+                print(f"{client.name} …", end=" ", flush=True)
                 outcomes.append(await tried(client, rooms, place, LOGS))
+                print(_failures(outcomes[-1]) or f"{len(outcomes[-1].works)} work", flush=True)
     return outcomes
 
 
