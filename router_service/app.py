@@ -59,8 +59,8 @@ BODY_S = 30.0  # a body that takes longer is refused
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONSES: "chat"}
-PAGES = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/health", "/live", "/ping",
-         "/load", "/version", "/openapi.json")
+PAGES = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/live",
+         "/ping", "/load", "/version", "/openapi.json")
 ADVICE = {
     404: f"no such page; here are POST {CHAT}, POST {COMPLETIONS}, GET /v1/models and GET /health",
     405: "this page does not take that method; what makes answers or counts takes POST, all others GET",

@@ -41,6 +41,8 @@ from tests.tiny import write_tiny_model
 TEXT = b"The ranks of a model sum what each of them has."
 CPU = torch.device("cpu")
 
+RANKS = "slipstream.engine.ranks"  # a target has other children: one tries grammars
+
 
 def with_biases(folder: Path) -> Path:
     """The folder, with a bias wherever a Llama may have one."""
@@ -83,7 +85,6 @@ def tree() -> ForwardBatch:
                 [1, 3, 5, 11], 4)
     builder.add([9], [first], [70], np.arange(first))
     return builder.build()
-
 
 class Threads:
     """Ranks as threads of one process: the group of one of them."""
@@ -205,7 +206,7 @@ class Served:
         self.process.stop()
 
     def rank(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
+        (child,) = (one for one in psutil.Process(self.process.pid).children() if RANKS in one.cmdline())
         return child
 
     async def ended(self) -> int:

@@ -115,7 +115,7 @@ async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> Non
         for path in [*paths, "/openapi.json", "/nothing", "//live", "/live/", "/health/../v1/models"]:
             for method, shown in (("GET", ""), ("POST", ""), ("GET", "Bearer wrong"), ("POST", "Basic first-key")):
                 response = await r.http.request(method, r.base + path, headers={"authorization": shown})
-                free = path in ("/live", "/health", "/ping")
+                free = path in ("/live", "/ready", "/health", "/ping")
                 assert (response.status_code == 401) != free, (method, path, response.status_code)
                 assert free or response.json()["error"]["type"] == "authentication_error"
         for key in ("first-key", "second-key"):
