@@ -86,6 +86,7 @@ def tree() -> ForwardBatch:
     builder.add([9], [first], [70], np.arange(first))
     return builder.build()
 
+
 class Threads:
     """Ranks as threads of one process: the group of one of them."""
 
