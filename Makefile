@@ -100,22 +100,22 @@ bench: setup  ## Slipstream beside transformers and llama.cpp, batches, goals (P
 bench-peers:  ## install what `make bench` and `make bench-load` compare and measure with: builds llama.cpp, minutes, once
 	test -x $(PEERS)/bin/python || "$(PYTHON)" -m venv $(PEERS)
 	LLAMA_CPP_BUILD_JOBS=$$(getconf _NPROCESSORS_ONLN) CMAKE_ARGS="$(PEERS_WITHOUT:%=-DLLAMA_BUILD_%=OFF)" \
-		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers.txt
+		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers/peers.txt
 
 bench-load: setup  ## aiperf against the router: time to the first token, between tokens, throughput at a few rates (see bench-peers)
-	$(BIN)/python -m bench.load --peers $(PEERS) $(ARGS)
+	$(BIN)/python -m bench.peers.load --peers $(PEERS) $(ARGS)
 
 bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
-	$(BIN)/python -m bench.routing $(ARGS)
+	$(BIN)/python -m bench.traffic.routing $(ARGS)
 
 bench-scale: setup  ## up to 4 targets, 4 drafts and 512 streams on timed devices, and what a round and a stream cost the host
-	$(BIN)/python -m bench.scale $(ARGS)
+	$(BIN)/python -m bench.traffic.scale $(ARGS)
 
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems "slipstream-plain slipstream-ngram slipstream-default slipstream-standalone" $(ARGS)
 
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
-	$(BIN)/python -m bench.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
+	$(BIN)/python -m bench.drafters.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 # gRPC's core as services have it (slipstream/cli/process.py).
 bench-host: setup  ## what a round costs besides its forwards, part by part, in microseconds
@@ -123,23 +123,23 @@ bench-host: setup  ## what a round costs besides its forwards, part by part, in 
 		$(BIN)/python -m bench.host $(ARGS)
 
 bench-steps: setup  ## milliseconds of a step by rows and threads, and what a plain step consists of
-	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.steps $(ARGS)
+	GOMP_SPINCOUNT=0 $(BIN)/python -m bench.host.steps $(ARGS)
 
 bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PROMPTS=folder [COUNT=n] [DRAFTERS="ngram eagle3-chain5"])
-	$(BIN)/python -m bench.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
+	$(BIN)/python -m bench.drafters.drafts --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(if $(COUNT),--count $(COUNT)) \
 		$(if $(DRAFTERS),--drafters "$(DRAFTERS)") $(ARGS)
 
 bench-early: setup  ## how well a middle layer foretells how a round ends, and what that gives a draft apart (PROMPTS=folder)
-	$(BIN)/python -m bench.early --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(ARGS)
+	$(BIN)/python -m bench.drafters.early --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(ARGS)
 
 bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep)
-	$(BIN)/python -m bench.network $(ARGS)
+	$(BIN)/python -m bench.traffic.network $(ARGS)
 
 bench-floods: setup  ## what a peer costs that floods: a draft against a target, and a target against a draft that serves another
 	$(BIN)/python -m tests.flooding $(ARGS)
 
 bench-overload: setup  ## goodput, waits and refusals at up to ten times what a timed target can do, in an open loop over sockets
-	$(BIN)/python -m bench.overload $(ARGS)
+	$(BIN)/python -m bench.traffic.overload $(ARGS)
 
 # On a machine without .venv: its own python3, and what gpu-bundle brought.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,PYTHONPATH=build/gpu-bundle/site python3)
@@ -154,13 +154,13 @@ gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch
 	$(BIN)/python -m bench.gpu.bundle $(ARGS)
 
 walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
-	$(BIN)/python -m bench.walk $(ARGS)
+	$(BIN)/python -m bench.host.walk $(ARGS)
 
 families: .venv/.project  ## which causal models of transformers model.engine=hf serves, and why not the others: minutes
 	$(BIN)/python -m bench.families $(ARGS)
 
 demo-fallback: setup  ## on timed devices: a drafter turns bad, speculation stops, the drafter recovers, speculation comes back
-	$(BIN)/python -m bench.demo_fallback $(ARGS)
+	$(BIN)/python -m bench.drafters.demo_fallback $(ARGS)
 
 docs: .venv/.project  ## print the tables of docs/, the chart's values, schema, dashboards and alerts from the code
 	$(BIN)/python -m deploy

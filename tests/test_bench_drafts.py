@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.asking import ask
-from bench.drafts import WHOLE_TREES, Asked, Contender, Score, draft_settings, measure, rows_of
+from bench.drafters.drafts import WHOLE_TREES, Asked, Contender, Score, draft_settings, measure, rows_of
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection, load
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create
@@ -93,8 +93,8 @@ def test_the_command_on_real_processes(tiny_folder: Path, tmp_path: Path) -> Non
     (tmp_path / "short.jsonl").write_text("\n".join(json.dumps({"turns": [f"say {i}"]}) for i in range(3)))
     arguments = ("--prompts", str(tmp_path), "--sets", "short", "--target", str(tiny_folder), "--drafters", "ngram",
                  "--count", "2", "--max-tokens", "24", "--set", "model.dtype=float32", "--set", "model.threads=1")
-    done = subprocess.run([sys.executable, "-m", "bench.drafts", *arguments], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-m", "bench.drafters.drafts", *arguments], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "build" / "bench" / "drafts.json").read_text())["rows"]
     assert [(row["drafter"], row["temperature"]) for row in rows] == [

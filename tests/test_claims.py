@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.network import cells_of, full, verdicts
 from bench.report import Row
 from bench.timed import Reader
+from bench.traffic.network import cells_of, full, verdicts
 from slipstream.protocol.requests import Piece
 
 

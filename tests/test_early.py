@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.early import ExitHead, Round, Watched, share, speeds
+from bench.drafters.early import ExitHead, Round, Watched, share, speeds
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally

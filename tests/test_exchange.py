@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.host import LEVELS, exchanges, sums
-from bench.rounds import picture, way
+from bench.host.__main__ import LEVELS, exchanges, sums
+from bench.host.rounds import picture, way
 from slipstream.observe.trace import Trace
 from slipstream.simulate.timed import Timing
 

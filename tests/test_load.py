@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.completions import Answered, Refused
-from bench.load import FIGURES, questions, row_of, run
-from bench.overload import Seen, verdict
+from bench.peers.load import FIGURES, questions, row_of, run
+from bench.traffic.overload import Seen, verdict
 from slipstream.base.errors import ConfigError, Unavailable
 
 

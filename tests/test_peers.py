@@ -17,8 +17,19 @@ import pytest
 from bench.asking import read
 from bench.completions import Answered, Server
 from bench.fleet import cpu_s, resident
-from bench.peers import GOALS, NAMES, SAMPLED, Results, in_batches, one_by_one, ratio, row_of, sampled, verdicts
-from bench.systems import llama_server, write_bfloat16
+from bench.peers.__main__ import (
+    GOALS,
+    NAMES,
+    SAMPLED,
+    Results,
+    in_batches,
+    one_by_one,
+    ratio,
+    row_of,
+    sampled,
+    verdicts,
+)
+from bench.peers.systems import llama_server, write_bfloat16
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.gguf import GgufFile
 from tests.small_gguf import small_metadata, small_tensors, write_gguf

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.scale import PARTS, Cost, deployed, fit, measure
+from bench.traffic.scale import PARTS, Cost, deployed, fit, measure
 from slipstream.simulate.timed import Timing
 
 PLANTED = {"target": Cost(800.0, 150.0), "draft": Cost(500.0, 90.0), "client": Cost(0.0, 70.0)}

@@ -9,8 +9,8 @@ from types import FrameType
 
 import pytest
 
-from bench.drafts import WHOLE_TREES
-from bench.walk import OURS, ROOT, Call, Way, config_of, walk
+from bench.drafters.drafts import WHOLE_TREES
+from bench.host.walk import OURS, ROOT, Call, Way, config_of, walk
 from slipstream.protocol.tree import DraftTree
 
 FOLDERS = (*OURS, f"{ROOT}/tests/")

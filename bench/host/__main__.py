@@ -3,7 +3,7 @@
 A round of one session as ``make run`` has it: a tree of 8 nodes below the root, 49,152 tokens in the vocabulary, 12,288
 of them the draft's, feature rows of 576 numbers. Logits fall off as a model's do: Zipf's law in random order, one draw
 a row. The exchange is with a draft service whose device takes no time, over gRPC on loopback; then sums. What is not
-here: forwards, and threads that wait for one another. ``--rounds`` measures real rounds instead (``bench.rounds``).
+here: forwards, and threads that wait for one another. ``--rounds`` measures real rounds instead (``rounds``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bench import rounds
+from bench.host import rounds
 from bench.logits import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, write
 from bench.timed import deployed, text

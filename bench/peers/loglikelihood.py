@@ -1,5 +1,5 @@
-"""``python -m bench.loglikelihood --lm-eval PYTHON``: questions of multiple choice, scored by lm-eval against this
-server and by transformers. PYTHON: of an environment with ``lm-eval[api]``.
+"""``python -m bench.peers.loglikelihood --lm-eval PYTHON``: questions of multiple choice, scored by lm-eval against
+this server and by transformers. PYTHON: of an environment with ``lm-eval[api]``.
 
 Each question is asked as tokens and as text, of a server with drafts that answers others meanwhile, and of one without.
 The model runs in float32. Ends with 1 where two of these differ by more than 1e-3.

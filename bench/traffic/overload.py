@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from bench.completions import Answered, Refused, Server
 from bench.fleet import Process, cpu_s
 from bench.report import Row, finished, number, write
-from bench.routing import FIRST, routed
 from bench.timed import text
+from bench.traffic.routing import FIRST, routed
 from slipstream.base.errors import Unavailable
 from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import STREAMS, Timing

@@ -1,4 +1,4 @@
-"""``python -m bench.worst``: what the worst legal requests to a router cost everybody else.
+"""``python -m bench.traffic.worst``: what the worst legal requests to a router cost everybody else.
 
 Behind the router is a target that computes nothing. A stream runs and ``/live`` is asked without end, while a body of
 2 MiB comes over HTTP or gRPC, or ``--together`` of them, one kind after the other. Told for each kind: how long the
@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.completions import Connection
 from bench.report import Row, finished, number, write
-from bench.routing import LONG, Rig, routed
+from bench.traffic.routing import LONG, Rig, routed
 from router_service.dialects.tools import MAX_TOOLS
 from slipstream.base.errors import SlipstreamError
 from slipstream.protocol.chat import MAX_BEGUN, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, Begun, ChatOptions, Message
@@ -231,7 +231,7 @@ def main() -> None:
     arguments = parser.parse_args()
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = finished(measure(arguments.only, arguments.together, arguments.times, timing))
-    write("worst", rows, f"bench.worst: 2 MiB of one kind, {arguments.together} at once")
+    write("worst", rows, f"bench.traffic.worst: 2 MiB of one kind, {arguments.together} at once")
     print(f"at worst a stream or /live waited {max(map(waited_ms, rows[1:])):.0f} ms (goal {GOAL_MS})")
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from rich.progress import track
 
 from bench.asking import SETS, own, read
+from bench.peers.systems import Slipstream
 from bench.report import Row, finished, write
-from bench.systems import Slipstream
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.folder import resolve

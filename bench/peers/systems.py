@@ -162,7 +162,7 @@ class LlamaCpp:
 
 @dataclass(slots=True)
 class Transformers:
-    """``generate`` of transformers, kind as ``bench.generating`` has it."""
+    """``generate`` of transformers, kind as ``bench.peers.generating`` has it."""
 
     kind: str
     folder: Path
@@ -179,7 +179,7 @@ class Transformers:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{self.name}.log").open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "bench.generating", str(self.model), self.kind, "--dtype", self.dtype,
+                sys.executable, "-m", "bench.peers.generating", str(self.model), self.kind, "--dtype", self.dtype,
                 "--threads", str(os.cpu_count() or 1), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 limit=PIPE_LIMIT)
         await self._line()

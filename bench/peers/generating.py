@@ -1,4 +1,4 @@
-"""transformers' ``generate`` as a process, a peer of ``make bench``: ``python -m bench.generating FOLDER KIND …``
+"""transformers' ``generate`` as a process, a peer of ``make bench``: ``python -m bench.peers.generating FOLDER KIND …``
 
 A line in is a JSON object with ``prompt`` (token ids) and ``max_tokens``; a line out is one with ``tokens`` (how many),
 ``first_s`` and ``total_s``. The first line out is {"ready": true}. KIND: plain, lookup (prompt lookup of 10 tokens, as

@@ -1,7 +1,7 @@
 """``make bench PROMPTS=folder``: Slipstream beside what one would install instead, on this machine.
 
 What is measured, and how:
-1. One model, one precision, greedy, the same prompt tokens, each system as its user would start it (``bench.systems``).
+1. One model, one precision, greedy, the same prompt tokens, each system as its user would start it (``systems``).
    mt_bench is asked sampled, too, with a seed: Slipstream plain and drafted, whose answers are the same.
 2. All systems are up at once and are asked in turn, question by question and in turning order: a slow minute of the
    machine hurts all alike. A system that cannot start is named, and the others go on.
@@ -31,8 +31,8 @@ from rich.progress import Progress
 
 from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
+from bench.peers.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
 from bench.report import FOLDER, Row, finished, save, write
-from bench.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import SlipstreamError

@@ -165,7 +165,7 @@ def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.steps", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.host.steps", description=__doc__)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--kernels", default="native,int8,torch", help="which to time, in turn")
     parser.add_argument("--contexts", default="256,1024", help="tokens behind several answers")

@@ -1,4 +1,4 @@
-"""``python -m bench.batches``: microseconds of the host's processor time before a plain step of many answers can begin.
+"""``python -m bench.host.batches``: microseconds of the host before a plain step of many answers begins.
 
 *Listed* is the specification: contexts are listed, which costs as much as they are long. The others name rows of a
 table of slots: *CPU kernels* until those can begin, *graph* until a captured step's numbers are packed and copied, as

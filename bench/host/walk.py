@@ -62,7 +62,7 @@ TAKEN = TargetSide.receive.__code__
 HANDED_OVER = (DraftLink.send.__code__, StreamPeer.send.__code__)
 GOES_ON = ("Following._receive", "DraftWorker._round", "TargetWorker._commit")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / package}/" for package in ("slipstream", "draft_service", "target_service", "router_service"))
 
 Result = TypeVar("Result")
@@ -303,7 +303,7 @@ def main() -> None:
         configure(config.log)
         walk(config, MAX_TOKENS, options.calls)
     except SlipstreamError as error:
-        raise SystemExit(f"bench.walk: {error}") from error
+        raise SystemExit(f"bench.host.walk: {error}") from error
 
 
 if __name__ == "__main__":

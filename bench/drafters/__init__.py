@@ -1,0 +1,1 @@
+"""What drafters are worth on questions, and that they change no answer."""

@@ -1,0 +1,1 @@
+"""What a step and a round cost the machine that computes them."""
