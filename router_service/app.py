@@ -36,16 +36,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
-from router_service.dialects import bounded_json, messages, responses
+from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
-from router_service.dialects.fields import Unknown
+from router_service.dialects.fields import Unknown, read_json
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, Options, parse
 from router_service.dialects.problems import Problem, http_problem, problem_of
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
 from router_service.gateway import Asked, Gateway, Run, told_apart
-from router_service.tenants import ApiKeys
+from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.marks import BARE
 from router_service.text.markup import Markup, Named
 from router_service.text.tokens import TextCodec, TextDelta
@@ -95,7 +95,7 @@ class Narrative(Protocol):
     def whole(self, usage: Usage, stop: str | None) -> dict[str, Any]: ...
 
 
-def create_app(gateway: Gateway, keys: ApiKeys, measured: Measured | None = None) -> ASGIApp:
+def create_app(gateway: Gateway, keys: ApiKeys | None, measured: Measured | None = None) -> ASGIApp:
     """The ASGI application around ``gateway``. measured: its page of metrics, where it is one of these."""
     return Gate(Surface(gateway, measured), keys, lambda: gateway.leaving)
 
@@ -246,7 +246,7 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
-        return bounded_json.read("body", data)
+        return read_json("body", data)
 
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:
         codec, options = self._gateway.codec, run.job.options
@@ -435,9 +435,10 @@ def _schema(kind: type[ChatBody | CompletionBody]) -> dict[str, Any]:
 
 
 class Gate:
-    """Wraps ``app``; ``keys`` say who may pass. Once ``leaving`` says so, each answer ends its connection."""
+    """Wraps ``app``; ``keys`` say who may pass, None: whoever comes. Once ``leaving`` says so, each answer ends its
+    connection."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, leaving: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys | None, leaving: Callable[[], bool] = lambda: False) -> None:
         self._app = app
         self._keys = keys
         self._leaving = leaving
@@ -461,7 +462,7 @@ class Gate:
         if scope["method"] == "OPTIONS":
             await Response(status_code=204, headers=_methods(scope["path"]))(scope, receive, answer)
             return
-        tenant = scope[TENANT] = self._keys.tenant(_key(headers))
+        tenant = scope[TENANT] = ANYONE if self._keys is None else self._keys.tenant(_key(headers))
         if tenant is None and scope["path"] not in OPEN_PATHS:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
@@ -477,7 +478,7 @@ class Gate:
     def _readers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """What says to a browser that the page which asks may read the answer."""
         origin = headers.get(b"origin")
-        if origin is None or not (self._keys or HERE.fullmatch(origin)):
+        if origin is None or (self._keys is None and not HERE.fullmatch(origin)):
             return []
         asked = headers.get(ASKED_HEADERS, b"")
         allowed = [(b"access-control-allow-headers", asked)] if DECENT_HEADERS.fullmatch(asked) else []

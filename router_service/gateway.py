@@ -187,7 +187,8 @@ class Gateway:
         options, names = body.options(), body.names()
         messages = [message.given() for message in body.messages]
         if not self.codec.style.takes_tools:
-            messages = told(messages, options.use)
+            called = any(message.role == "tool" or message.tool_calls for message in body.messages)
+            messages = told(messages, options.use) if called or options.use is not None else messages
         elif options.use is not None and options.use.offered:
             names["tools"] = options.use.tools
         turn = Turn(body.add_generation_prompt is not False, bool(body.continue_final_message), names)

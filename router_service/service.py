@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from router_service.admission import PoolFallback
 from router_service.app import OPEN_PATHS, create_app
@@ -15,7 +16,7 @@ from router_service.balance import Balancer, Connect, Targets
 from router_service.connection import HttpListener
 from router_service.front import GatewayFront
 from router_service.gateway import Gateway
-from router_service.tenants import ApiKeys
+from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import TextCodec
 from slipstream.base.address import host_port
 from slipstream.base.config import Config
@@ -44,7 +45,7 @@ class RouterService:
         """Raises ConfigError or ModelError when it cannot begin."""
         section = config.router
         folder = resolve(config.model.path)
-        self._keys = ApiKeys.load(section.api_keys_file)
+        self._keys = ApiKeys(Path(section.api_keys_file)) if section.api_keys_file else None
         # One port for both, and not any that is free: what is measured is a page of the API.
         shared = section.metrics_listen == section.listen and host_port(section.listen)[1] != 0
         metrics = RouterMetrics(section.model_name or folder.name, shared)
@@ -77,7 +78,7 @@ class RouterService:
         return self.http_port if self._metrics is None else self._metrics.port
 
     def _front(self, key: str) -> GatewayFront | None:
-        tenant = self._keys.tenant(key)
+        tenant = ANYONE if self._keys is None else self._keys.tenant(key)
         return None if tenant is None else GatewayFront(self.gateway, tenant)
 
     def seen(self, ready: Mapping[str, str]) -> None:
@@ -92,7 +93,8 @@ class RouterService:
         await self._grpc.start()
         self.vitals.follow(await self._http.start())
         self._tasks = [asyncio.create_task(work) for work in
-                       (self._balancer.run(), self._fallback.run(), self._show_ready(), self._keys.follow(),
+                       (self._balancer.run(), self._fallback.run(), self._show_ready(),
+                        *([] if self._keys is None else [self._keys.follow()]),
                         watch_lag(self.gateway.metrics.lag),
                         export_end(self._tls, self.gateway.metrics.registry.certificate_ends))]
         for task in self._tasks:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -68,24 +68,18 @@ class Line(NamedTuple):
 
 
 class ApiKeys:
-    """The keys that open the door, and whose they are; none at all leave it open."""
+    """The keys of a file that open the door, and whose they are."""
 
-    def __init__(self, tenants: Mapping[bytes, Tenant] | None = None, file: Path | None = None) -> None:
-        """tenants: by the digests of their keys."""
-        self._tenants = dict(tenants or {})
+    def __init__(self, file: Path) -> None:
+        """Raises ConfigError for a file that cannot be read, holds no key, or has a line that is wrong."""
         self._file = file
-        self._stamp = stamp(file) if file is not None else None
+        self._tenants = _read(file)  # by the digests of their keys
+        self._stamp = stamp(file)
         self._log = logger("keys")
-
-    @staticmethod
-    def load(path: str) -> ApiKeys:
-        """The keys of a file, "" for none. Raises ConfigError for a file that cannot be read, holds no key, or has a
-        line that is wrong."""
-        return ApiKeys(_read(Path(path)), Path(path)) if path else ApiKeys()
 
     async def follow(self, look_s: float = LOOK_S) -> None:
         """Take the keys of the file again whenever it changes, until cancelled."""
-        while self._file is not None:
+        while True:
             await asyncio.sleep(look_s)
             found = stamp(self._file)
             if found == self._stamp:
@@ -97,14 +91,8 @@ class ApiKeys:
             except ConfigError as error:
                 self._log.error("keys not read again; the old ones stay", problem=str(error))
 
-    def __bool__(self) -> bool:
-        """Whether a key is asked for."""
-        return bool(self._tenants)
-
     def tenant(self, key: str) -> Tenant | None:
         """Whose ``key`` is; None: nobody's, and the door stays shut."""
-        if not self._tenants:
-            return ANYONE
         shown, found = _digest(key), None
         for digest, tenant in self._tenants.items():
             if hmac.compare_digest(shown, digest):

@@ -32,12 +32,11 @@ from slipstream.observe.spans import spans_of
 from slipstream.observe.trace import Trace
 from slipstream.observe.vitals import Vitals
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
-from slipstream.protocol.requests import DraftStatus
+from slipstream.protocol.requests import DraftStatus, Served
 from slipstream.protocol.tree import MAX_NODES, Thresholds
 from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
-from target_service.served import Served
 from target_service.service import LoopDispatch, TargetService
 
 

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
-from slipstream.engine.kv import Match, RadixCache
+from slipstream.engine.kv import Match, RadixCache, Row
 from slipstream.engine.runner import FeatureRows, ModelRunner
-from slipstream.engine.table import Row
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
 from slipstream.observe.spans import Span, Spans

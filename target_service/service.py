@@ -21,14 +21,13 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unav
 from slipstream.choosing.permitted import Permitted
 from slipstream.grammar.matcher import Matcher
 from slipstream.observe.log import logger
-from slipstream.protocol.requests import NEEDS, DraftStatus, Piece, Request, TargetInfo
+from slipstream.protocol.requests import MAX_WAITING, NEEDS, DraftStatus, Piece, Request, Served, TargetInfo
 from slipstream.protocol.tree import MAX_NODES
 from target_service.drain import drained
 from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import CALM_S
 from target_service.sequence import Rule, Sink
-from target_service.served import MAX_WAITING, Served
 
 TAKES = tuple(need for need in NEEDS if need != "grammar")  # which depends on the tokenizer
 
@@ -127,8 +126,9 @@ class TargetService:
             if self._grammars is None:
                 raise InvalidRequest("grammar", "this target binds no answer to one", "unsupported_parameter")
             compiled = self._grammars.compile(request)
+        bound = request.allowed_token_ids or request.bad_words
         return TargetAnswer(self._worker, next(self._numbers), request, compiled,
-                            Permitted.of(request, self._served.vocab_size))
+                            Permitted.of(request, self._served.vocab_size) if bound else None)
 
     def warm(self) -> None:
         """Begin what the first grammar would have to wait for."""

@@ -30,11 +30,20 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Slip
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
-from slipstream.protocol.requests import DraftStatus, Finish, Piece, Request, TargetInfo, TokenLogprob, Without
+from slipstream.protocol.requests import (
+    MAX_WAITING,
+    DraftStatus,
+    Finish,
+    Piece,
+    Request,
+    Served,
+    TargetInfo,
+    TokenLogprob,
+    Without,
+)
 from target_service.drain import drained
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
-from target_service.served import MAX_WAITING, Served
 from target_service.vllm_asked import field_of, parameters, prompt, resumes
 
 LOOK_S = 1.0  # between two looks at the drafts and at the engine's health

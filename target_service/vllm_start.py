@@ -30,9 +30,9 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import spans_of
 from slipstream.protocol.grammar import JSON_OBJECT
 from slipstream.protocol.identity import Identity
+from slipstream.protocol.requests import Served
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
-from target_service.served import Served
 from target_service.vllm import Fill, Running, VllmService
 
 EXTENSION = "slipstream_vllm.worker.Drafted"

@@ -35,14 +35,13 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.pairing import check_pair
-from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.requests import Piece, Request, Served
 from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
 from target_service.assembly import grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
-from target_service.served import Served
 from target_service.service import LoopDispatch, TargetService
 
 WIRE = WireSection()

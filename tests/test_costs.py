@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from router_service.dialects.bounded_json import MAX_CONTAINERS, MAX_DEPTH
+from router_service.dialects.fields import MAX_CONTAINERS, MAX_DEPTH
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.tenants import Tenant
 from router_service.text.files import longest_token

@@ -21,10 +21,9 @@ from slipstream.models.folder import MADE_FOR, made_for, weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
-from slipstream.protocol.requests import DraftStatus, Request
+from slipstream.protocol.requests import DraftStatus, Request, Served
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer
-from target_service.served import Served
 from target_service.service import TargetService
 from tests.eagle_folder import eagle_config, write_eagle_folder
 from tests.pair import STUBBORN, WIRE, drafting, grpc_link, local_link, target

@@ -18,9 +18,8 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.flashinfer import FlashInferAttention
 from slipstream.engine.graphs import CudaCapture, GraphedDecoder, Size
-from slipstream.engine.kv import KVPool
+from slipstream.engine.kv import KVPool, SlotTable
 from slipstream.engine.model import ModelConfig, parse_config
-from slipstream.engine.table import SlotTable
 from tests.pretended import GPU, Gpu, pretended
 from tests.test_flashinfer import PlainWrapper
 from tests.tiny import tiny_config, tiny_tensors

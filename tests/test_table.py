@@ -15,11 +15,11 @@ from slipstream.engine.attention import TorchAttention, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.graphs import GraphedDecoder, Size, capture_eager, padded, sizes
+from slipstream.engine.kv import FIRST_ROWS, FIRST_WIDTH, Row, SlotTable
 from slipstream.engine.loading import load_model
 from slipstream.engine.mirror import Mirror
 from slipstream.engine.orders import ForwardOrder, read, written
 from slipstream.engine.runner import ModelRunner
-from slipstream.engine.table import FIRST_ROWS, FIRST_WIDTH, Row, SlotTable
 from tests.tiny import VOCAB, write_tiny_model
 from tests.trees import random_tree
 

@@ -27,12 +27,11 @@ from slipstream.observe.spans import HEADER, NoSpans, Spans, Value
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import DraftStatus, Piece, Request, TokenLogprob
+from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Served, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
-from target_service.served import MAX_WAITING, Served
 from target_service.vllm import ALLOW, DRAFTS, Fill, Running, VllmService
 from target_service.vllm_start import arguments
 from tests.test_following import PROMPT as SAID

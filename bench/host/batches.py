@@ -20,11 +20,10 @@ from bench.report import Row, write
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.graphs import Size, padded, rows_of
-from slipstream.engine.kv import KVPool
+from slipstream.engine.kv import KVPool, SlotTable
+from slipstream.engine.kv import Row as TableRow
 from slipstream.engine.mirror import Mirror
 from slipstream.engine.native.program import BatchFrame
-from slipstream.engine.table import Row as TableRow
-from slipstream.engine.table import SlotTable
 from slipstream.protocol.tree import MAX_NODES
 
 SHAPES = ((1, 1024), (64, 4096), (256, 2048))  # answers, and tokens behind each

@@ -1,6 +1,11 @@
-"""Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names.
+"""Every field that a client may send, and what becomes of it: one table for OpenAI's, vLLM's and SGLang's names. And
+how their JSON is read, bounded before it is.
 
-Rules:
+Rules of the JSON:
+1. Lists and objects are counted: two bytes of one take hundred of memory, and a million keep everybody waiting.
+2. They lie in one another ``MAX_DEPTH`` deep at most: whatever walks or writes them again calls itself for each level.
+
+Rules of the fields:
 1. A field is honoured; or inert, as it says nothing about the answer; or refused, unless with a value that asks for
    nothing. null asks for nothing. A refusal says what to do instead.
 2. What is in no table is unknown: left out and told by name, or refused where the router is strict.
@@ -18,8 +23,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from slipstream.base.errors import InvalidRequest
+import orjson
 
+from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_ITEMS
+
+MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
+MAX_DEPTH = 128
+OPENING, CLOSING = b"[{", b"]}"
+OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING))
 MAX_UNKNOWN = 64  # names of one request
 TOLD_NAMES, NAME_CHARS = 8, 64
 
@@ -129,6 +141,46 @@ OF_MESSAGE: Mapping[str, Refused] = MappingProxyType({
     "audio": Refused((), _TEXT_ONLY), "refusal": Refused(("",), "write it into the content"),
     "annotations": Refused(([],), "leave it out"), "function_call": Refused((), "use tool_calls"),
 })
+
+
+def read_json(field: str, data: bytes | bytearray) -> Any:
+    """What ``data`` says. Raises InvalidRequest for ``field``."""
+    if num_containers(data) > MAX_CONTAINERS:
+        raise InvalidRequest(field, f"holds more than {MAX_CONTAINERS} lists and objects")
+    try:
+        found = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(field, f"is not JSON: {error.msg} at byte {error.pos}", "invalid_json") from None
+    if _count(data) > MAX_DEPTH and _deeper(_outside_strings(data)):
+        raise InvalidRequest(field, f"has lists and objects in one another more than {MAX_DEPTH} deep")
+    return found
+
+
+def num_containers(data: bytes | bytearray) -> int:
+    """The lists and objects of a JSON text, or enough of them; those in its strings count only where there are few."""
+    num = _count(data)
+    if num <= MAX_CONTAINERS:
+        return num
+    early = _count(_outside_strings(data[:len(data) // 4]))
+    return early if early > MAX_CONTAINERS else _count(_outside_strings(data))
+
+
+def _count(data: bytes | bytearray) -> int:
+    return data.count(b"[") + data.count(b"{")
+
+
+def _outside_strings(data: bytes | bytearray) -> bytes:
+    return b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+
+
+def _deeper(outside: bytes) -> bool:
+    """Than ``MAX_DEPTH``."""
+    left = outside.translate(None, OTHERS)
+    for _ in range(MAX_DEPTH):
+        if not left:
+            return False
+        left = left.replace(b"[]", b"").replace(b"{}", b"")
+    return left != b""
 
 
 class Unknown:

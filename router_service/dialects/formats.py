@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects import bounded_json
+from router_service.dialects.fields import read_json
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import JSON_OBJECT, MAX_SOURCE, Grammar, Kind
 
@@ -32,10 +32,10 @@ ASKED_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = MappingProxyType({
 
 
 def grammar_of(fields: Mapping[str, Any]) -> tuple[str, Grammar] | None:
-    """The grammar that the ``fields`` of a body ask for, and the one that asks for it. Raises InvalidRequest."""
+    """The grammar that ``fields`` of a body ask for, and which one. None of them is null. Raises InvalidRequest."""
     found: tuple[str, Grammar] | None = None
     for name, value in fields.items():
-        grammar = None if value is None else READERS[name](name, value)
+        grammar = READERS[name](name, value)
         if grammar is not None and found is not None:
             raise InvalidRequest(name, f"cannot stand beside {found[0]}")
         found = found if grammar is None else (name, grammar)
@@ -128,6 +128,6 @@ READERS: Mapping[str, Reader] = MappingProxyType({
 def fields_of(grammar: Grammar) -> dict[str, Any]:
     """The field of a body that asks for ``grammar``. Raises InvalidRequest."""
     if grammar.kind == "choice":
-        return {"structured_outputs": {"choice": bounded_json.read("grammar", grammar.source.encode())}}
+        return {"structured_outputs": {"choice": read_json("grammar", grammar.source.encode())}}
     key = {"json_schema": "json", "regex": "regex", "lark": "grammar", "ebnf": "grammar"}[grammar.kind]
     return {"structured_outputs": {key: grammar.source}}

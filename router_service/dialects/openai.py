@@ -30,8 +30,7 @@ from pydantic import (
     field_validator,
 )
 
-from router_service.dialects.bounded_json import MAX_CONTAINERS
-from router_service.dialects.fields import OF_MESSAGE, REFUSED, Unknown, known
+from router_service.dialects.fields import MAX_CONTAINERS, OF_MESSAGE, REFUSED, Unknown, known
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
 from router_service.text.files import NAMED_TOKENS
@@ -216,7 +215,8 @@ class Generation(Strict):
                             logit_bias=_biases(self.logit_bias or {}),
                             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
                             seed=secrets.randbits(64) if self.seed is None else self.seed % SEEDS)
-        bound_by, grammar = grammar_of({name: getattr(self, name) for name in READERS}) or ("", None)
+        binding = {name: value for name in READERS if (value := getattr(self, name)) is not None}
+        bound_by, grammar = (grammar_of(binding) if binding else None) or ("", None)
         if use is not None and use.forced:
             if grammar is not None:
                 raise InvalidRequest("tool_choice", f"cannot force a call beside {bound_by}")
@@ -271,7 +271,8 @@ class ChatBody(Generation):
             return value
         _at_most("messages", len(value), "items")
         _at_most("messages", sum(_num_parts(message) for message in value), "text parts in all")
-        if num_written(value) > MAX_CONTAINERS:
+        called = [message for message in value if isinstance(message, dict) and message.get("tool_calls")]
+        if called and num_written(called) > MAX_CONTAINERS:
             raise InvalidRequest("messages", f"hold more than {MAX_CONTAINERS} lists and objects in the arguments of "
                                  "their calls")
         return [_plain_message(f"messages[{i}]", message, _unknown(info)) for i, message in enumerate(value)]
@@ -297,10 +298,11 @@ class ChatBody(Generation):
             raise InvalidRequest("top_logprobs", "needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest("add_generation_prompt", "must be false where the final message is continued")
-        use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        use = None
+        if self.tools is not None or self.tool_choice is not None:
+            use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        wanted = self.wanted(most,
-                             (self.top_logprobs or 0) if self.logprobs else None, use)
+        wanted = self.wanted(most, (self.top_logprobs or 0) if self.logprobs else None, use)
         return replace(wanted, parsed=self.separate_reasoning is not False or use is not None,
                        tell_reasoning=self.include_reasoning is not False)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from router_service.dialects import bounded_json
+from router_service.dialects.fields import num_containers, read_json
 from router_service.dialects.formats import made
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.grammar import Grammar
@@ -140,13 +140,13 @@ def calls_of(at: str, calls: Any) -> list[Json]:
     return [_call(f"{at}[{i}]", call) for i, call in enumerate(calls)]
 
 
-def num_written(messages: Sequence[Any]) -> int:
-    """Lists and objects in what ``messages`` hold written as JSON: in the arguments of their calls."""
-    calls = [call for message in messages if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+def num_written(messages: Sequence[Json]) -> int:
+    """Lists and objects in what ``messages``, all with calls, hold written as JSON: in the arguments of these."""
+    calls = [call for message in messages if isinstance(message["tool_calls"], list)
              for call in message["tool_calls"] if isinstance(call, dict)]
     given = [function.get("arguments") for call in calls if isinstance(function := call.get("function"), dict)]
     # One after the other: where one is no JSON, and ends what can be counted, reading ends, too.
-    return bounded_json.num_containers(_bytes(",".join([text for text in given if isinstance(text, str)])))
+    return num_containers(_bytes(",".join([text for text in given if isinstance(text, str)])))
 
 
 def _bytes(text: str) -> bytes:
@@ -159,7 +159,7 @@ def _call(at: str, call: Any) -> Json:
         raise InvalidRequest(f"{at}.function.name", "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = bounded_json.read(f"{at}.function.arguments", _bytes(arguments or "{}"))
+        arguments = read_json(f"{at}.function.arguments", _bytes(arguments or "{}"))
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
     id_ = call.get("id")

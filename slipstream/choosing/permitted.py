@@ -49,10 +49,8 @@ class Permitted:
         self.commit(answered)
 
     @staticmethod
-    def of(request: Request, vocab_size: int) -> Permitted | None:
-        """None where a request leaves all."""
-        if not (request.allowed_token_ids or request.bad_words):
-            return None
+    def of(request: Request, vocab_size: int) -> Permitted:
+        """For one that leaves not all."""
         sampling, answered = request.sampling, request.tokens[len(request.tokens) - request.answered :]
         return Permitted(request.allowed_token_ids, request.bad_words, sampling.stop_token_ids, sampling.min_tokens,
                          answered, vocab_size)

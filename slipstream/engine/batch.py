@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from slipstream.engine.table import Row, SlotTable
+from slipstream.engine.kv import Row, SlotTable
 from slipstream.protocol.tree import MAX_NODES, DraftTree
 
 SENT = ("tokens", "positions", "slots", "words", "logit_rows")  # of ``HostRows``

@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 from slipstream.engine.attention import PagedAttention, PagePlan, PageTensors, farthest, plan_pages
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, HostRows
 from slipstream.engine.decoder import Decoder
-from slipstream.engine.kv import KVPool
+from slipstream.engine.kv import KVPool, SlotTable
 from slipstream.engine.mirror import Mirror
 from slipstream.engine.ops.layer import Step
-from slipstream.engine.table import SlotTable
 from slipstream.observe.log import logger
 from slipstream.protocol.tree import MAX_NODES
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from slipstream.engine.attention import PagePlan
-from slipstream.engine.kv import Indices
-from slipstream.engine.table import SlotTable
+from slipstream.engine.kv import Indices, SlotTable
 
 NOWHERE: Indices = np.zeros(0, np.int64)
 

@@ -32,10 +32,9 @@ from slipstream.base.errors import CapacityError, ConfigError
 from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
-from slipstream.engine.kv import KVPool, Slots
+from slipstream.engine.kv import KVPool, Slots, SlotTable
 from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtype_of
 from slipstream.engine.ops.layer import Linear, norm_parts
-from slipstream.engine.table import SlotTable
 from slipstream.protocol.messages import FeatureSpec, Projection
 
 CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
