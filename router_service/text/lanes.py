@@ -5,21 +5,19 @@ Rules:
 2. Each lane works on one text at a time, whatever its clients do: who goes away frees his place in the lane when the
    work that was begun is done.
 3. What takes less than a thread's turn needs none: it is done at once, on the event loop.
-4. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused, and told to come back when they will
-   have been served at the pace of the latest one.
+4. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused.
 
-It knows nothing about what a text is turned into. The work has to leave the interpreter to others by itself.
+It knows nothing about what a text is turned into.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from slipstream.base.errors import CapacityError
+from slipstream.base.paced import PacedThread
 
 BRIEF_TEXT = 512  # characters or token ids: half a millisecond of a slow tokenizer
 LONG_TEXT = 16_384  # characters, or token ids
@@ -32,9 +30,8 @@ class Lanes:
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(1, "short-texts")
-        self._long = ThreadPoolExecutor(1, "long-texts")
+        self._long = PacedThread("long-texts", 1.0)
         self._num_long = 0  # in the long lane, the one that is worked on included
-        self._took_s = 1.0  # the latest long text
 
     async def run(self, size: int, work: Callable[[], Made], at_once: bool = False) -> Made:
         """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
@@ -45,23 +42,16 @@ class Lanes:
         if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
         if self._num_long > MAX_WAITING:
-            raise CapacityError("too many long prompts wait to be read; try again later", self._num_long * self._took_s)
+            raise self._long.refusal("too many long prompts wait to be read; try again later", self._num_long)
         self._num_long += 1
-        future = self._long.submit(self._timed, work)
+        future = self._long.submit(work)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Nobody waits any more; work that has begun ends by itself."""
-        for lane in (self._short, self._long):
-            lane.shutdown(wait=False, cancel_futures=True)
-
-    def _timed(self, work: Callable[[], Made]) -> Made:
-        began_s = time.monotonic()
-        try:
-            return work()
-        finally:
-            self._took_s = time.monotonic() - began_s
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.close()
 
     def _left(self) -> None:
         self._num_long -= 1

@@ -2,24 +2,23 @@
 
 Rules:
 1. ``MAX_EACH`` of a namespace may wait, its share of that while others wait too, and ``MAX_WAITING`` of all. Who finds
-   no room is refused, and told to come back when those before him will have been served at the pace of the latest one.
+   no room is refused.
 2. Namespaces take turns, so many grammars of one hold up another's by one at a time.
 3. Who goes away before his turn is passed over.
 
-It knows nothing about what is done in a turn, which has to leave the interpreter to others by itself.
+It knows nothing about what is done in a turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from slipstream.base.errors import CapacityError
+from slipstream.base.paced import PacedThread
 
 MAX_EACH, MAX_WAITING = 64, 256
 Made = TypeVar("Made")
@@ -30,19 +29,17 @@ class Turns:
     """Make it anywhere, use it on one event loop."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread = PacedThread("grammars", 0.1)
         self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()  # by namespace, whose turn is next first
         self._num_waiting = 0
         self._busy = False
-        self._took_s = 0.1  # the latest turn
 
     def run(self, namespace: str, work: Callable[[], Made]) -> asyncio.Future[Made]:
         """What ``work`` returns or raises, in its turn. Raises CapacityError."""
         own = len(self._waiting.get(namespace, ()))
         share = max(1, MAX_EACH // len({namespace, *self._waiting}))
         if own >= share or self._num_waiting >= MAX_WAITING:
-            raise CapacityError("too many grammars wait to be compiled; try again later",
-                                self._num_waiting * self._took_s)
+            raise self._thread.refusal("too many grammars wait to be compiled; try again later", self._num_waiting)
         future: asyncio.Future[Made] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(namespace, deque()).append((work, future))
         self._num_waiting += 1
@@ -51,7 +48,7 @@ class Turns:
 
     def close(self) -> None:
         """Nobody waits any more; a turn that has begun ends by itself."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         for jobs in self._waiting.values():
             for _, future in jobs:
                 future.cancel()
@@ -68,7 +65,7 @@ class Turns:
             if not future.done():
                 self._busy = True
                 loop = asyncio.get_running_loop()
-                made = self._thread.submit(self._timed, work)
+                made = self._thread.submit(work)
                 made.add_done_callback(partial(_told, loop, partial(self._end, future)))
 
     def _end(self, future: asyncio.Future[Any], made: Future[Any]) -> None:
@@ -80,13 +77,6 @@ class Turns:
             else:
                 future.set_exception(error)
         self._begin()
-
-    def _timed(self, work: Callable[[], Made]) -> Made:
-        began_s = time.monotonic()
-        try:
-            return work()
-        finally:
-            self._took_s = time.monotonic() - began_s
 
 
 def _told(loop: asyncio.AbstractEventLoop, end: Callable[[Future[Any]], None], made: Future[Any]) -> None:
