@@ -291,7 +291,7 @@ class TargetWorker:
         by_number = {one.number: one for one in self._queues.running}
         prefill = [(by_number[number], rows) for number, rows in plan.prefill]
         trees = [(by_number[number], by_number[number].take(rows)) for number, rows in plan.verify]
-        nodes = sum(len(tree) - 1 for _, tree in trees)
+        nodes = sum(len(tree.token_list) - 1 for _, tree in trees)
         rows = sum(rows for _, rows in prefill) + len(trees) + nodes
         self._kv.make_room(rows)
         began_s = self._clock()
@@ -327,7 +327,7 @@ class TargetWorker:
         for outcome, newest in zip(done.outcomes, rows, strict=True):
             one, new = outcome.sequence, outcome.verdict.tokens
             tokens, finish = one.cut(new)
-            batch.append(Verified(one.number, tokens, len(outcome.tree.tokens) - 1, min(len(new) - 1, len(tokens)),
+            batch.append(Verified(one.number, tokens, len(outcome.tree) - 1, min(len(new) - 1, len(tokens)),
                                   outcome.depth, finish, newest))
         records = self.following.committed(batch, done.step)
         if self._kv.gives_rows:

@@ -78,7 +78,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
     """
     builder = BatchBuilder()
     scoring = [part for one, rows in prefill if (part := _add_prefill(builder, runner, one, rows)) is not None]
-    taken = runner.slots.alloc(sum([len(tree.tokens) for _, tree in trees]))  # of all nodes
+    taken = runner.slots.alloc(sum([len(tree.token_list) for _, tree in trees]))  # of all nodes
     slots: list[int] = taken.tolist()
     levels = builder.add_trees([(tree, one.row, one.computed) for one, tree in trees if one.row is not None], slots)
     sessions = _sessions(trees, levels)
@@ -188,8 +188,8 @@ def _relaxed(tree: DraftTree, own: abc.Sequence[int], logits: torch.Tensor, sess
 def _choice_rows(one: Sequence, tree: DraftTree, levels: list[int], first: int) -> ChoiceRows:
     sampling = one.request.sampling
     # Paths cost Python time; only penalties look at them.
-    paths = [tree.tokens[tree.path(node)[1:]].tolist() for node in range(len(tree))] if sampling.path_dependent else (
-        [[]] * len(tree))
+    paths = ([[tree.token_list[above] for above in tree.path(node)[1:]] for node in range(len(tree))]
+             if sampling.path_dependent else [[]] * len(tree))
     base, output = tree.base, one.followed.side.num_output
     return ChoiceRows(sampling, range(first, first + len(tree)), [base + level for level in levels],
                       [output + level for level in levels], one.history, paths)

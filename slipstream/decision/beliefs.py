@@ -346,12 +346,16 @@ class Acceptance:
         """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
         if drafted < 1:
             return
-        depth = min(max(depth, accepted, 1), DEPTHS)
+        if depth < accepted or not 0 < depth <= DEPTHS:
+            depth = min(max(depth, accepted, 1), DEPTHS)
         self._per_level += 0.1 * (drafted / depth - self._per_level)
         hits, trials, keep = self._hits, self._trials, self._keep
-        for level in range(min(accepted + 1, depth)):
+        for level in range(accepted if accepted < depth else depth):
             trials[level] = trials[level] * keep + 1.0
-            hits[level] = hits[level] * keep + (level < accepted)
+            hits[level] = hits[level] * keep + 1.0
+        if accepted < depth:
+            trials[accepted] = trials[accepted] * keep + 1.0
+            hits[accepted] *= keep
         self._expected = []
 
     def expected(self, most: int) -> Sequence[float]:
@@ -359,6 +363,9 @@ class Acceptance:
         if len(self._expected) != most + 1:
             per_level = self._per_level
             reach = self._reached(min(DEPTHS, int(most / per_level) + 1))
+            if per_level == 1.0 and most < DEPTHS:  # chains
+                self._expected = reach[: most + 1]
+                return self._expected
             self._expected = []
             for nodes in range(most + 1):
                 levels = nodes / per_level
@@ -373,14 +380,13 @@ class Acceptance:
         return self.expected(nodes)[nodes]
 
     def _chances(self, depths: int) -> list[float]:
-        chance, chances = PRIOR, []
-        told, hits, trials = self._told, self._hits, self._trials
-        for level in range(depths):
-            # A depth that was seldom reached is believed to be as others say, or like the one above it.
-            before, weight = (told[level], TOLD_TRIALS) if told else (chance, PRIOR_TRIALS)
-            chance = (hits[level] + weight * before) / (trials[level] + weight)
-            chances.append(chance)
-        return chances
+        # A depth that was seldom reached is believed to be as others say, or like the one above it.
+        if self._told:
+            return [(hits + TOLD_TRIALS * before) / (trials + TOLD_TRIALS)
+                    for hits, trials, before in zip(self._hits[:depths], self._trials, self._told, strict=False)]
+        chance = PRIOR
+        return [chance := (hits + PRIOR_TRIALS * chance) / (trials + PRIOR_TRIALS)
+                for hits, trials in zip(self._hits[:depths], self._trials, strict=False)]
 
     def _reached(self, depths: int) -> list[float]:
         # [depths + 1] tokens expected of a chain of so many nodes

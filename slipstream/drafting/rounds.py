@@ -149,7 +149,7 @@ class Rounds:
         for answering, tree in zip(running, trees, strict=True):
             slots = self._runner.slots.alloc(len(tree))
             plain = len(tree) == 1
-            rows = builder.add(tree.tokens.tolist(), (tree.base - 1 + tree.depths()).tolist(), slots.tolist(),
+            rows = builder.add(tree.token_list, (tree.base - 1 + tree.depths()).tolist(), slots.tolist(),
                                answering.slots, None if plain else tree.ancestor_words().tolist(),
                                0 if plain else len(tree))
             placed.append((rows, slots))

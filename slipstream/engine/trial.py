@@ -119,7 +119,7 @@ def _compared(model: Any, serve: Serve) -> Iterator[tuple[str, torch.Tensor, tor
     tree = DraftTree(length + 1, vocab - 1 - nodes, np.array(PARENTS, np.int32), nodes, nodes * np.float32(-1))
     right, right_other = _own(model, text), _own(model, other)
     paths = [tree.path(node) for node in range(len(tree))]
-    branches = torch.cat([_own(model, [*text, *tree.tokens[path].tolist()])[-1:] for path in paths])
+    branches = torch.cat([_own(model, [*text, *[tree.token_list[node] for node in path]])[-1:] for path in paths])
 
     sessions = _Sessions(serve(model))
     whole, one, two, three = range(4)
@@ -157,8 +157,8 @@ class _Sessions:
 
     def run_tree(self, session: int, tree: DraftTree) -> torch.Tensor:
         """Logits [N, V] of the nodes."""
-        builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in tree.tokens]
-        builder.add(tree.tokens.tolist(), (len(behind) + tree.depths()).tolist(), own, np.array(behind, np.int64),
+        builder, behind, own = BatchBuilder(), self._slots[session], [self._free.pop() for _ in range(len(tree))]
+        builder.add(tree.token_list, (len(behind) + tree.depths()).tolist(), own, np.array(behind, np.int64),
                     tree.ancestor_words().tolist(), len(tree))
         return self._logits(builder)
 

@@ -206,7 +206,7 @@ class Followed:
     @property
     def nodes(self) -> int:
         """Rows to verify now, root included."""
-        held, decision = len(self.side.tree.tokens) - 1, self.decision
+        held, decision = len(self.side.tree.token_list) - 1, self.decision
         return 1 if not held or self.left == 1 else 1 + min(held, decision.lookup or decision.verify)
 
     def take(self, rows: int) -> DraftTree:
@@ -222,15 +222,14 @@ class Followed:
         if not tree.is_chain:  # of one, the best nodes are the first
             tree = tree.best(rows)
             tree = tree.select(tree.best_path())
-        tokens: list[int] = tree.tokens.tolist()
-        return tokens[1 : min(rows, 1 + most, self.left)]
+        return tree.token_list[1 : min(rows, 1 + most, self.left)]
 
     def waits(self, now_s: float) -> bool:
         """Whether the step should leave it out for a while, because growth may still come in time."""
         if self.link is None or self.side.heard or now_s >= self.waiting.until_s:
             return False
         tree = self.side.tree
-        return len(tree) == 1 or tree.promise(self.decision.verify) < self.decision.enough
+        return len(tree.token_list) == 1 or tree.promise(self.decision.verify) < self.decision.enough
 
     def stands(self, now_s: float) -> None:
         """The step leaves it out, as it ``waits``."""
@@ -433,7 +432,7 @@ class Followed:
 
     def _await(self, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
-        tells = self.link is not None and self.decision.want and len(self.side.tree.tokens) == 1
+        tells = self.link is not None and self.decision.want and len(self.side.tree.token_list) == 1
         self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
                            self.side.base if tells else None)
 

@@ -90,7 +90,7 @@ class Matcher:
         known = set[int]()
         if self._fill(masks[0], 0) or (self._restart() and self._fill(masks[0], 0)):
             known.add(0)
-            tokens = tree.tokens.tolist()
+            tokens = tree.token_list
             known.update(node for node, level in self._visit(tree)
                          if tokens[node] not in self._ends.tokens and self._fill(masks[node], level))
         return masks, frozenset(known)
@@ -101,7 +101,7 @@ class Matcher:
         if len(tree) == 1 or self._broken == RESTARTS:
             return
         self._visited = True
-        tokens, below = tree.tokens.tolist(), _children(tree)
+        tokens, below = tree.token_list, _children(tree)
         waiting = [(node, 1) for node in below.get(0, ())]
         path: list[int] = []
         while waiting:
@@ -166,6 +166,6 @@ class Matcher:
 
 def _children(tree: DraftTree) -> dict[int, list[int]]:
     below: dict[int, list[int]] = {}
-    for node, parent in enumerate(tree.parents.tolist()):
+    for node, parent in enumerate(tree.parent_list):
         below.setdefault(parent, []).append(node)
     return below

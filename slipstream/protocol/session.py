@@ -28,12 +28,16 @@ LEASE_S = 30.0  # a draft frees a session that nobody speaks of for so long: a t
 
 
 class TargetState(StrEnum):
+    __hash__ = str.__hash__  # an enum's own is Python, and the tables are looked into at each commit
+
     ALONE = "alone"  # no drafter follows: plain decoding
     FOLLOWED = "followed"  # a drafter holds the session open
     CLOSED = "closed"
 
 
 class TargetEvent(StrEnum):
+    __hash__ = str.__hash__
+
     ATTACH = "attach"  # we send Open
     COMMIT = "commit"  # we send Commit if followed
     GROWTH = "growth"  # the drafter sent nodes
@@ -169,9 +173,9 @@ class TargetSide:
         if message.base > self.base:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
         self.heard = self.heard or message.base == self.base
-        before = len(self.tree.tokens)
+        before = len(self.tree.token_list)
         self._append(message)
-        return len(self.tree.tokens) - before
+        return len(self.tree.token_list) - before
 
     def add_lookup(self, tokens: Sequence[int], scores: Sequence[float]) -> None:
         """Nodes from no drafter: a chain below the root, of one token at least."""
@@ -214,9 +218,9 @@ class TargetSide:
 
     def _remember(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         # Growth that is on its way may name these nodes as parents, and scores them relative to an older root.
-        gained = float(self.tree.scores[nodes[-1]]) if nodes else 0.0
+        gained = self.tree.score_list[nodes[-1]] if nodes else 0.0
         for position, node in enumerate(nodes, start=self.base):
-            self._passed[int(self.tree.ids[node])] = position
+            self._passed[self.tree.id_list[node]] = position
         known = self._root_scores.get(self.base, 0.0)
         self._root_scores[self.base + len(tokens)] = known + (gained if isfinite(gained) else 0.0)
         if len(self._root_scores) > MAX_NODES:  # a drafter that says nothing must not make us remember for ever

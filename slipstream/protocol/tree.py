@@ -48,6 +48,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,41 +60,64 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint64]
 
-ROOT_PARENT, ROOT_SCORE = np.array([-1], np.int32), np.zeros(1, np.float32)  # of every tree of one node
-ROOT_PARENT.flags.writeable = ROOT_SCORE.flags.writeable = False
 
-
-@dataclass(frozen=True, slots=True)
 class DraftTree:
-    """A rooted tree of draft tokens. Built through ``root_only`` and ``append``, which keep the rules."""
+    """A rooted tree of draft tokens. Built through ``root_only`` and ``append``, which keep the rules; never changed.
 
-    base: int
-    tokens: Ints  # int32 [N]
-    parents: Ints  # int32 [N]
-    ids: Ints  # int32 [N]
-    scores: Floats  # float32 [N]
+    Nodes are kept as lists: of a few, numpy makes more work than it saves. Arrays are made when they are asked for."""
+
+    __slots__ = ("base", "id_list", "parent_list", "score_list", "token_list")
+
+    def __init__(self, base: int, tokens: list[int] | Ints, parents: list[int] | Ints, ids: list[int] | Ints,
+                 scores: list[float] | Floats) -> None:
+        """Of [N] each. Lists are kept, not copied."""
+        self.base = base
+        self.token_list, self.parent_list = _listed(tokens), _listed(parents)
+        self.id_list, self.score_list = _listed(ids), _listed(scores)
+
+    @property
+    def tokens(self) -> Ints:
+        """int32 [N]"""
+        return np.array(self.token_list, np.int32)
+
+    @property
+    def parents(self) -> Ints:
+        """int32 [N]"""
+        return np.array(self.parent_list, np.int32)
+
+    @property
+    def ids(self) -> Ints:
+        """int32 [N]"""
+        return np.array(self.id_list, np.int32)
+
+    @property
+    def scores(self) -> Floats:
+        """float32 [N]"""
+        return np.array(self.score_list, np.float32)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.token_list)
+
+    def __repr__(self) -> str:
+        return f"DraftTree({self.base}, {self.token_list}, {self.parent_list}, {self.id_list}, {self.score_list})"
 
     @staticmethod
     def root_only(base: int, token: int) -> DraftTree:
         """The tree of plain decoding: the newest committed token alone."""
-        return DraftTree(base, np.array([token], np.int32), ROOT_PARENT, np.array([-base], np.int32), ROOT_SCORE)
+        return DraftTree(base, [token], [-1], [-base], [0.0])
 
     @property
     def is_chain(self) -> bool:
-        parents: list[int] = self.parents.tolist()
-        return parents == list(range(-1, len(self.tokens) - 1))
+        return self.parent_list == list(range(-1, len(self.token_list) - 1))
 
     def depths(self) -> Ints:
         """int32 [N]: edges between each node and the root. A node's position is ``base - 1 + depth``."""
         return np.array(self.levels(), np.int32)
 
     def levels(self) -> list[int]:
-        """``depths`` as a list: of a few nodes, numpy makes more work than it saves."""
+        """``depths`` as a list."""
         levels = [0]
-        for parent in self.parents[1:].tolist():
+        for parent in self.parent_list[1:]:
             levels.append(levels[parent] + 1)
         return levels
 
@@ -104,7 +128,7 @@ class DraftTree:
     def ancestors(self) -> list[int]:
         """``ancestor_words`` as a list."""
         words = [1]
-        for node, parent in enumerate(self.parents[1:].tolist(), start=1):
+        for node, parent in enumerate(self.parent_list[1:], start=1):
             words.append(1 << node | words[parent])
         return words
 
@@ -112,49 +136,51 @@ class DraftTree:
         """The nodes that carry ``tokens``, each below the one before and the first below the root, as far as there are
         any."""
         nodes: list[int] = []
-        if len(self.tokens) == 1:  # as most are where nothing is drafted
+        own, parents = self.token_list, self.parent_list
+        if len(own) == 1:  # as most are where nothing is drafted
             return nodes
-        above, left = 0, iter(tokens)
-        token = next(left, None)
+        above, node, count = 0, 1, len(own)
         # One pass: a parent stands before its children, and siblings carry distinct tokens.
-        for node, (parent, own) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            if parent == above and own == token:
-                nodes.append(node)
-                above, token = node, next(left, None)
+        for token in tokens:
+            while node < count and (own[node] != token or parents[node] != above):
+                node += 1
+            if node == count:
+                break
+            nodes.append(node)
+            above, node = node, node + 1
         return nodes
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to ``node``, both included."""
-        nodes = [node]
-        while self.parents[nodes[-1]] >= 0:
-            nodes.append(int(self.parents[nodes[-1]]))
+        nodes, parents = [node], self.parent_list
+        while (node := parents[node]) >= 0:
+            nodes.append(node)
         return nodes[::-1]
 
     def best_path(self) -> list[int]:
         """Nodes from the root down, at each the child of the highest score."""
-        nodes, scores, parents = [0], self.scores.tolist(), self.parents.tolist()
-        while children := [node for node in range(nodes[-1] + 1, len(self.tokens)) if parents[node] == nodes[-1]]:
+        nodes, scores, parents = [0], self.score_list, self.parent_list
+        while children := [node for node in range(nodes[-1] + 1, len(parents)) if parents[node] == nodes[-1]]:
             nodes.append(max(children, key=scores.__getitem__))
         return nodes
 
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None."""
-        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
-        return int(found[0]) if len(found) else None
+        for below in range(node + 1, len(self.token_list)):
+            if self.token_list[below] == token and self.parent_list[below] == node:
+                return below
+        return None
 
     def append(self, ids: Sequence[int], parents: Sequence[int], tokens: Sequence[int],
                scores: Sequence[float]) -> DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5 of trees); one that is not a number counts as the worst."""
-        # Lists: this runs for every message of a drafter, and of a few nodes numpy makes more work than it saves.
-        held_tokens, held_parents, held_ids = self.tokens.tolist(), self.parents.tolist(), self.ids.tolist()
-        known: list[float] = self.scores.tolist()
+        held_tokens, held_parents, held_ids = [*self.token_list], [*self.parent_list], [*self.id_list]
+        known = [*self.score_list]
         count = held = len(known)
-        where = dict(zip(held_ids, range(held), strict=True))
-        taken = set[int]()  # edges
-        for token, parent in zip(held_tokens[1:], held_parents[1:], strict=True):
-            taken.add(parent << 32 | token)
+        where = {known_id: node for node, known_id in enumerate(held_ids)}
+        taken = {parent << 32 | token for parent, token in zip(held_parents, held_tokens, strict=True)}  # edges
         for node_id, parent_id, token, score in zip(ids, parents, tokens, scores, strict=True):
             above = where.get(parent_id)
             if above is None or node_id in where or count >= MAX_HELD or (edge := above << 32 | token) in taken:
@@ -167,10 +193,7 @@ class DraftTree:
             held_tokens.append(token)
             held_parents.append(above)
             held_ids.append(node_id)
-        if count == held:
-            return self
-        whole = np.array([held_tokens, held_parents, held_ids], np.int32)  # at once, as three take longer
-        return DraftTree(self.base, whole[0], whole[1], whole[2], np.array(known, np.float32))
+        return self if count == held else DraftTree(self.base, held_tokens, held_parents, held_ids, known)
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here
@@ -179,27 +202,30 @@ class DraftTree:
         while known < len(tokens) and (child := self.child(node, tokens[known])) is not None:
             node, known = child, known + 1
         ids = range(first_id, first_id + len(tokens) - known)
-        return self.append(ids, [int(self.ids[node]), *ids][: len(ids)], tokens[known:], scores[known:])
+        return self.append(ids, [self.id_list[node], *ids][: len(ids)], tokens[known:], scores[known:])
 
     def select(self, nodes: Sequence[int] | Ints) -> DraftTree:
         """The connected sub-tree of ``nodes`` (ascending, the root first). Scores stay relative to the old root."""
-        keep = np.asarray(nodes, np.int32)
-        places = {node: place for place, node in enumerate(keep.tolist())}
+        keep = _listed(nodes)
+        places = {node: place for place, node in enumerate(keep)}
         places[-1] = -1
-        parents = [places.get(parent) for parent in self.parents[keep].tolist()]
-        assert keep[0] == 0 and None not in parents, "not connected"
-        return DraftTree(self.base, self.tokens[keep], np.array(parents, np.int32), self.ids[keep], self.scores[keep])
+        found = [places.get(self.parent_list[node]) for node in keep]
+        parents = [parent for parent in found if parent is not None]
+        assert keep[0] == 0 and len(parents) == len(keep), "not connected"
+        tokens, ids, scores = self.token_list, self.id_list, self.score_list
+        return DraftTree(self.base, [tokens[node] for node in keep], parents, [ids[node] for node in keep],
+                         [scores[node] for node in keep])
 
     def promise(self, num_nodes: int) -> float:
         """Tokens that the ``num_nodes`` best nodes, root not counted, would give if scores were true logarithms of the
         chance of being accepted."""
-        return sum(map(exp, sorted(self.scores[1:].tolist(), reverse=True)[:num_nodes]))
+        return sum(map(exp, sorted(self.score_list[1:], reverse=True)[:num_nodes]))
 
     def best(self, num_nodes: int) -> DraftTree:
         """The ``num_nodes`` best-scored nodes, root included; connected by rule 5 of trees and a stable sort."""
-        if num_nodes >= len(self.tokens):
+        scores = self.score_list
+        if num_nodes >= len(scores):
             return self
-        scores = self.scores.tolist()
         order = sorted(range(len(scores)), key=lambda node: -scores[node])
         return self.select(sorted(order[: max(1, num_nodes)]))
 
@@ -213,19 +239,25 @@ class DraftTree:
         base = self.base + len(tokens)
         if len(nodes) < len(tokens):
             return DraftTree.root_only(base, int(tokens[-1]))
-        all_parents, keep, parents = self.parents.tolist(), [nodes[-1]], [-1]
+        all_parents, keep, parents = self.parent_list, [nodes[-1]], [-1]
         places = {nodes[-1]: 0}
-        for node in range(nodes[-1] + 1, len(self.tokens)):
+        for node in range(nodes[-1] + 1, len(all_parents)):
             if (parent := places.get(all_parents[node])) is not None:
                 places[node] = len(keep)
                 keep.append(node)
                 parents.append(parent)
         if len(keep) == 1:
             return DraftTree.root_only(base, int(tokens[-1]))
-        ids, scores = self.ids[keep], self.scores[keep]
-        ids[0] = -base
-        relative = np.where(np.isfinite(scores), scores - scores[0], -np.inf) if np.isfinite(scores[0]) else scores * 0
-        return DraftTree(base, self.tokens[keep], np.array(parents, np.int32), ids, relative.astype(np.float32))
+        ids, all_tokens, scores = self.id_list, self.token_list, self.score_list
+        root = scores[keep[0]]
+        # Below what is impossible nothing is more so.
+        relative = [scores[node] - root for node in keep] if root > -inf else [0.0] * len(keep)
+        return DraftTree(base, [all_tokens[node] for node in keep], parents, [-base, *[ids[node] for node in keep[1:]]],
+                         relative)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values if type(values) is list else np.asarray(values).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +279,8 @@ def walk(tree: DraftTree, choices: Sequence[int] | Ints) -> Verdict:
     # One pass over the nodes beats a search per level: a node is on the path exactly when its parent is the newest
     # node of the path and it carries the token chosen there.
     path = [0]
-    tokens = tree.tokens.tolist()
-    parents = tree.parents.tolist()
+    tokens = tree.token_list
+    parents = tree.parent_list
     for node in range(1, len(tokens)):
         if parents[node] == path[-1] and tokens[node] == choices[path[-1]]:
             path.append(node)
@@ -274,7 +306,7 @@ def relaxed(tree: DraftTree, choices: Sequence[int], chances: Sequence[float], c
     choices: int [N], the target's own. chances: [N], the target's probability of each node's token at its parent (the
     root's is not looked at). coins: [N], uniform in (0, 1), one for each node's choice.
     """
-    tokens, parents, scores = tree.tokens.tolist(), tree.parents.tolist(), tree.scores.tolist()
+    tokens, parents, scores = tree.token_list, tree.parent_list, tree.score_list
     children: dict[int, list[int]] = {}
     for node in range(1, len(tokens)):
         children.setdefault(parents[node], []).append(node)

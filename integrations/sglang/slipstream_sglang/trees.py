@@ -97,9 +97,9 @@ def laid_out(roots: Sequence[int], trees: Sequence[DraftTree | None], nodes: int
     mask[:, :, 0] = mask[:, range(nodes), range(nodes)] = True
     tokens[:, 0] = roots
     for place, tree in enumerate(trees):
-        if tree is None or int(tree.tokens[0]) != roots[place]:
+        if tree is None or tree.token_list[0] != roots[place]:
             continue
         tokens[place, : len(tree)] = tree.tokens
         for node in range(1, len(tree)):
-            mask[place, node] |= mask[place, int(tree.parents[node])]
+            mask[place, node] |= mask[place, tree.parent_list[node]]
     return tokens.reshape(-1), mask.reshape(-1)
