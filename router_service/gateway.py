@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -144,6 +145,11 @@ class Gateway:
     def model(self) -> str:
         """The name that clients use. Raises Unavailable while no target has told its own."""
         return self._section.model_name or self._info().model_id
+
+    def no_model(self, name: str) -> NotFound:
+        """The error for a ``name`` that is not this model's."""
+        return NotFound("model", f"no model {name[:100]!r} here; it is {self.model!r}, or leave the field out",
+                        "model_not_found")
 
     @property
     def lossy(self) -> bool:
@@ -285,8 +291,7 @@ class Gateway:
     def _checked(self, asked: Asked) -> Asked:
         info = self._info()
         if asked.model != self.model:
-            raise NotFound("model", f"no model {asked.model!r} here; GET /v1/models lists what there is",
-                           "model_not_found")
+            raise self.no_model(asked.model)
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
         for need, name in asked.options.asked_by.items():
@@ -473,6 +478,7 @@ class Run:
     def usage(self) -> Usage:
         """Of all answers together; a prompt counts once, however many choices it has."""
         tallies = [completion.tally for completion in self.completions]
+        reached = sum((tally.reached for tally in tallies), Counter[int]())
         return Usage(
             prompt_tokens=sum(map(len, self.job.prompts)),
             completion_tokens=self._generated() + len(self.job.begun),
@@ -481,6 +487,7 @@ class Run:
             cached_tokens=sum(tally.cached_tokens for tally in tallies[:: self.job.options.n]),
             rounds=sum(tally.rounds for tally in tallies),
             lossy=any(tally.lossy for tally in tallies),
+            reached=tuple(reached[length] for length in range(max(reached, default=-1) + 1)),
         )
 
     async def aclose(self) -> None:

@@ -64,6 +64,12 @@ async def test_speculation_shows_in_the_usage_and_not_in_the_text(tiny_folder: P
             details = drafted.usage.completion_tokens_details
             assert details.accepted_prediction_tokens > 0
             assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
+            told, none = (answer.metrics["speculative_decoding"] for answer in (drafted, plain))
+            histogram = told["acceptance_histogram"]
+            assert told["num_spec_steps"] == sum(histogram) > 0 and len(histogram) == told["num_spec_tokens"] + 1 > 1
+            assert told["num_accepted_draft_tokens"] == sum(i * count for i, count in enumerate(histogram))
+            assert told["num_accepted_draft_tokens"] >= details.accepted_prediction_tokens, "an end may cut the last"
+            assert (none["acceptance_histogram"], none["num_spec_steps"], none["num_spec_tokens"]) == ([0], 0, 0)
             text = ""
             async for chunk in await ask.create(**wanted, stream=True):
                 text += chunk.choices[0].delta.content or "" if chunk.choices else ""

@@ -700,7 +700,7 @@ class Parrot:
             for n, word in enumerate(messages[-1].content.split() * (options.max_tokens or 1)):
                 await asyncio.sleep(0.001)
                 yield Delta(word, (TextToken(n, word, n % 2 == 1),))
-            yield Delta("", (), "stop", Usage(1, 2, 1, 0, 0, 1))
+            yield Delta("", (), "stop", Usage(1, 2, 1, 0, 0, 1, reached=(3, 0, 1)))
         finally:
             self.closed += 1
 
@@ -724,7 +724,8 @@ async def test_async_client() -> None:
     server, parrot, address = await serve_parrot()
     async with AsyncClient(address) as client:
         deltas = [delta async for delta in client.chat("a b", temperature=0.5, stop="x", logit_bias={3: 1.0})]
-        assert "".join(delta.text for delta in deltas) == "ab" and deltas[-1].usage == Usage(1, 2, 1, 0, 0, 1)
+        assert "".join(delta.text for delta in deltas) == "ab"
+        assert deltas[-1].usage == Usage(1, 2, 1, 0, 0, 1, reached=(3, 0, 1))
         assert [token.drafted for delta in deltas for token in delta.tokens] == [False, True]
         (model, messages, options), = parrot.asked
         assert (model, messages) == ("", (Message("user", "a b"),)) and options.seed is not None

@@ -256,11 +256,17 @@ def _usage(usage: Usage) -> Json:
                 "rejected_prediction_tokens": usage.rejected_prediction_tokens,
             },
         },
-        "metrics": {"speculative_decoding": {  # as vLLM names it
-            "mean_acceptance_length": round(usage.acceptance_length, 4),
-            "draft_acceptance_rate": round(usage.accepted_prediction_tokens / drafted, 4) if drafted else 0.0,
-            "num_spec_steps": usage.rounds, "num_accepted_draft_tokens": usage.accepted_prediction_tokens,
-            "num_draft_tokens": drafted}},
+        "metrics": {"speculative_decoding": _drafts(usage, drafted)},
         "slipstream": {"rounds": usage.rounds, "acceptance_length": round(usage.acceptance_length, 4),
                        "drafted_tokens": drafted, "lossy": usage.lossy},
     }
+
+
+def _drafts(usage: Usage, drafted: int) -> Json:
+    """As vLLM tells it: of the steps that verified draft tokens alone."""
+    steps, accepted = sum(usage.reached), sum(length * count for length, count in enumerate(usage.reached))
+    return {"mean_acceptance_length": round(1 + accepted / steps, 4) if steps else 1.0,
+            "draft_acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+            "acceptance_histogram": list(usage.reached) or [0], "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafted,
+            "num_spec_tokens": max(len(usage.reached) - 1, 0)}

@@ -104,6 +104,7 @@ class Usage:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache
     rounds: int = 0  # steps of the target
     lossy: bool = False  # accept thresholds below 1 were applied: not the model's own answer
+    reached: tuple[int, ...] = ()  # rounds that verified draft tokens, by how many of them were accepted: 0, 1, …
 
     @property
     def acceptance_length(self) -> float:

@@ -170,7 +170,7 @@ def decode_delta(data: bytes) -> Delta:
     wire = message.delta
     tokens = tuple(TextToken(token.id, token.text, token.drafted, token.logprob if token.HasField("logprob") else None)
                    for token in wire.tokens)
-    usage = made(Usage, wire.usage) if wire.HasField("usage") else None
+    usage = made(Usage, wire.usage, reached=tuple(wire.usage.reached)) if wire.HasField("usage") else None
     prompt = tuple(PromptToken(token.id, token.text, token.logprob if token.HasField("logprob") else None, token.rank,
                                tuple((likely.id, likely.text, likely.logprob) for likely in token.top))
                    for token in wire.prompt)
