@@ -3,7 +3,8 @@
 Rules:
 1. Every path but ``/live``, ``/ready``, ``/health`` and ``/ping`` needs a key where keys are set, also paths that do
    not exist. OPTIONS does nothing, and needs none.
-2. Every answer carries ``x-request-id``: the client's if it is a decent one, else a new one.
+2. Every answer carries ``x-request-id`` (and ``request-id``, as Anthropic's clients read it): the client's if it is a
+   decent one, else a new one.
 3. An error that nobody foresaw becomes a plain 500; its type and place are logged, its text is not.
 4. A body is capped before it is read, and read before anything is done for it.
 5. A stream's status is that of its first token: what fails before it is an HTTP error, what fails after it is an event
@@ -50,7 +51,7 @@ from router_service.text.marks import BARE
 from router_service.text.markup import Markup, Named
 from router_service.text.tokens import TextCodec, TextDelta
 from slipstream import __version__
-from slipstream.base.errors import InvalidRequest, NotFound, SlipstreamError, TooLarge
+from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER, well_formed
 from slipstream.protocol.chat import MAX_BODY_BYTES, Usage
@@ -62,7 +63,7 @@ ENDPOINTS = {CHAT: "chat", COMPLETIONS: "completions", MESSAGES: "chat", RESPONS
 PAGES = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready", "/live",
          "/ping", "/load", "/version", "/openapi.json")
 ADVICE = {
-    404: f"no such page; here are POST {CHAT}, POST {COMPLETIONS}, GET /v1/models and GET /health",
+    404: f"no such page; here are POST {CHAT}, {COMPLETIONS}, {RESPONSES} and {MESSAGES}, GET /v1/models and /health",
     405: "this page does not take that method; what makes answers or counts takes POST, all others GET",
 }
 MAX_TOLD = 256  # unknown fields that the log names once
@@ -188,9 +189,10 @@ class Surface:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, model_id: str) -> Response:
+        if not model_id:
+            return await self.models()
         if model_id != self._gateway.model:
-            raise NotFound("model", f"no model {model_id[:100]!r} here; GET /v1/models lists what there is",
-                           "model_not_found")
+            raise self._gateway.no_model(model_id)
         return json_response(self._model())
 
     async def health(self) -> Response:
@@ -218,9 +220,8 @@ class Surface:
 
     async def no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        advice = ADVICE.get(error.status_code, str(error.detail))
-        near = difflib.get_close_matches(request.url.path[:100], PAGES, n=1) if error.status_code == 404 else ()
-        advice = f"no such page; did you mean {near[0]}?" if near else advice
+        near = _near(request.url.path[:100]) if error.status_code == 404 else ""
+        advice = f"no such page; did you mean {near}?" if near else ADVICE.get(error.status_code, str(error.detail))
         response = problem_response(http_problem(error.status_code, advice), request.url.path)
         response.headers.update(error.headers or {})
         return response
@@ -298,9 +299,11 @@ class Surface:
         asked = self._gateway.plan_chat(body)
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
-        if asked.options.tells_prompt:
-            raise InvalidRequest("prompt_logprobs", f"is told by {CHAT} and {COMPLETIONS} alone",
-                                 "unsupported_parameter")
+        options = asked.options
+        for name, wanted in (("prompt_logprobs", options.tells_prompt), ("return_token_ids", options.token_ids),
+                             ("logprobs", options.top_logprobs is not None)):
+            if wanted:
+                raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         client, run = await self._begun(request, asked)
@@ -415,6 +418,12 @@ def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count:
     return [Markup(codec.style, {} if use is None else use.schemas, codec.thinks(prompt), most) for _ in range(count)]
 
 
+def _near(path: str) -> str:
+    """The page that was meant, "" for none known: one that ``path`` begins, or nearly is."""
+    begun = (page for page in PAGES if len(path) > 3 and page.startswith(f"{path.rstrip('/')}/"))
+    return next(begun, "") or next(iter(difflib.get_close_matches(path, PAGES, n=1, cutoff=0.7)), "")
+
+
 def _late_body() -> InvalidRequest:
     return InvalidRequest("body", f"did not arrive within {BODY_S:g} s")
 
@@ -454,8 +463,8 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                ours = [(b"x-request-id", request_id), *([(b"connection", b"close")] if self._leaving() else []),
-                        *self._readers(headers)]
+                ours = [(b"x-request-id", request_id), (b"request-id", request_id), *self._readers(headers),
+                        *([(b"connection", b"close")] if self._leaving() else [])]
                 message = {**message, "headers": [*message.get("headers", ()), *ours]}
             await send(message)
 

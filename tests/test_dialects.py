@@ -236,6 +236,36 @@ def test_what_they_cannot_ask_is_refused_by_name(translate: Any, body: Any, fiel
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    (MESSAGES, {"logprobs": True}, "logprobs"), (MESSAGES, {"return_token_ids": True}, "return_token_ids"),
+    (RESPONSES, {"return_token_ids": True}, "return_token_ids"),
+    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"), (RESPONSES, {"top_logprobs": 2},
+                                                                           "top_logprobs"),
+])
+async def test_what_their_answers_do_not_tell_is_refused(tiny_folder: Path, path: str, fields: Any, param: str) -> None:
+    body: Any = {"messages": HELLO, "max_tokens": 4} if path == MESSAGES else {"input": "hello"}
+    async with routing(tiny_folder, EchoTarget()) as r:
+        refused = await r.post(path, **body, **fields)
+        assert refused.status_code == 400 and param in refused.text and "completions" in refused.text
+        quiet = {name: [] if isinstance(value, list) else None for name, value in fields.items()}
+        assert (await r.post(path, **body, **quiet)).status_code == 200
+
+
+async def test_tools_that_nobody_here_runs_are_left_out_by_name(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
+        for tools in ([{"type": "web_search_20250305", "name": "web_search"}],
+                      [{"type": "web_search_20250305", "name": "web_search"}, {**THEIRS, "type": "custom"}]):
+            target.context = 4096
+            answer = await r.post(MESSAGES, messages=HELLO, max_tokens=4, tools=tools)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["x-slipstream-ignored"] == "tools[].web_search_20250305"
+            told = bytes(token for token in target.requests[-1].tokens if token < 256).decode()
+            assert ('"weather"' in told) == (len(tools) > 1) and "web_search" not in told
+        refused = (await r.post(MESSAGES, messages=HELLO, tools=[{"name": "weather"}])).json()["error"]["message"]
+        assert "input_schema" in refused
+
+
 async def test_tokens_and_back(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         told = (await r.post("/tokenize", prompt="naïve")).json()
@@ -257,6 +287,17 @@ async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
         assert (await r.http.get("/load")).json() == {"server_load": 0}
         lost = (await r.http.post("/v1/chat/completion")).json()["error"]["message"]
         assert "did you mean /v1/chat/completions?" in lost
+        for path, near in (("/v1/chat", "/v1/chat/completions"), ("/v1/message", MESSAGES), ("/v1/embeddings", ""),
+                           ("/v1/engines", ""), ("/docs", "")):
+            lost = (await r.http.get(path)).json()["error"]["message"]
+            assert f"did you mean {near}?" in lost if near else MESSAGES in lost, (path, lost)
+        assert (await r.http.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
+        for answer in (await r.http.get("/v1/models/other"), await r.post(MESSAGES, messages=HELLO, model="other")):
+            assert answer.status_code == 404 and "it is 'tiny'" in answer.text
+            assert answer.headers["request-id"] == answer.headers["x-request-id"]
+        for path, body, hint in ((MESSAGES.replace("messages", "chat/completions"), {"prompt": "a"}, "/v1/completions"),
+                                 ("/v1/completions", {"messages": HELLO}, "/v1/chat/completions")):
+            assert f"is required; {next(iter(body))} is for {hint}" in (await r.post(path, **body)).text
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-mine\n")
     async with routing(tiny_folder, EchoTarget(), api_keys_file=str(keys)) as r:
@@ -264,5 +305,6 @@ async def test_pages_for_others(tiny_folder: Path, tmp_path: Path) -> None:
             return await r.http.get("/v1/models", headers=headers)
 
         assert (await asked(**{"x-api-key": "a-key-of-mine"})).status_code == 200
-        assert (await asked(**{"x-api-key": "another"})).status_code == 401
+        refused = await asked(**{"x-api-key": "another"})
+        assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
         assert (await r.http.get("/ping")).status_code == 200

@@ -43,13 +43,16 @@ def grammar_of(fields: Mapping[str, Any]) -> tuple[str, Grammar] | None:
 
 
 def _response_format(name: str, value: Any) -> Grammar | None:
-    kind = _object(name, value).get("type")
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, 'must be an object, as in {"type": "json_object"}')
+    kind = value.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return JSON_OBJECT if value.get("schema") is None else _schema(f"{name}.schema", value["schema"])
     if kind == "json_schema":
-        described = _object(f"{name}.json_schema", value.get("json_schema"))
+        if not isinstance(described := value.get("json_schema"), dict):
+            raise InvalidRequest(f"{name}.json_schema", 'must be an object, as in {"name": "...", "schema": {...}}')
         return _schema(f"{name}.json_schema.schema", described.get("schema"))
     raise InvalidRequest(f"{name}.type", "must be 'text', 'json_object' or 'json_schema'")
 

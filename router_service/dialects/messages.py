@@ -106,8 +106,14 @@ def _texts(at: str, value: Any) -> str:
 
 
 def _tools(tools: Any, choice: Any) -> Json:
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
-        raise InvalidRequest("tools", "must be a list of tools with an input_schema")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest("tools", "must be a list of tools")
+    # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
+    theirs = [tool for tool in tools if "input_schema" not in tool and tool.get("type", "custom") != "custom"]
+    others: Json = {f"tools[].{tool['type']}": True for tool in theirs}
+    tools = [tool for tool in tools if tool not in theirs]
+    if not all("input_schema" in tool for tool in tools):
+        raise InvalidRequest("tools", "must have an input_schema each")
     made = [{"type": "function", "function": {
         "name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}}
         for tool in tools]
@@ -118,7 +124,7 @@ def _tools(tools: Any, choice: Any) -> Json:
         ours = {"type": "function", "function": {"name": choice.get("name")}}
     if ours is None:
         raise InvalidRequest("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'")
-    return {"tools": made, "tool_choice": ours,
+    return {"tools": made, **({"tool_choice": ours} if made or choice.get("type") != "auto" else {}), **others,
             "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True}
 
 

@@ -50,6 +50,7 @@ SEEDS = 1 << 64
 SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
 RESERVED = frozenset({*NAMED_TOKENS, "messages", "tools", "documents", "add_generation_prompt",
                       "continue_final_message", "chat_template", "tokenize"})  # names that a template has from us
+OTHERS = MappingProxyType({"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")})
 DECENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 MODES: Mapping[str, LogprobsMode] = MappingProxyType({
@@ -349,7 +350,7 @@ def parse(kind: type[Body], raw: object, unknown: Unknown | None = None) -> Body
     try:
         return kind.model_validate(known(raw, kind.model_fields, REFUSED, unknown), context=unknown)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, raw) from None
 
 
 def _unknown(info: ValidationInfo) -> Unknown:
@@ -401,12 +402,14 @@ def _biases(raw: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _refusal(error: ValidationError) -> InvalidRequest:
+def _refusal(error: ValidationError, raw: Mapping[str, Any]) -> InvalidRequest:
     problem = error.errors(include_url=False, include_input=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
     where = where[:200] or "body"
     if problem["type"] == "missing":
-        return InvalidRequest(where, "is required", "missing_required_parameter")
+        other = OTHERS.get(where, ("", ""))
+        hint = f"; {other[0]} is for {other[1]}" if other[0] in raw else ""
+        return InvalidRequest(where, f"is required{hint}", "missing_required_parameter")
     words = TOLD.get(problem["type"])
     told = problem["msg"][:1].lower() + problem["msg"][1:] if words is None else words.format(**problem.get("ctx", {}))
     return InvalidRequest(where, told)

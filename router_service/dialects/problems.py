@@ -66,4 +66,5 @@ def problem_of(error: BaseException) -> Problem:
 def http_problem(status: int, message: str) -> Problem:
     """A refusal that has no error of ours behind it: no key, no such page, no such method."""
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return Problem(status, message, kind, None, CODES.get(status))
+    headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
+    return Problem(status, message, kind, None, CODES.get(status), headers)

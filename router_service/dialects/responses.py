@@ -12,11 +12,13 @@ It knows nothing about models, routes or the network.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from router_service.dialects.blocks import Block, Blocks, Told, What
+from router_service.dialects.fields import Refused
 from router_service.dialects.problems import Problem
 from router_service.dialects.tools import Json
 from router_service.text.tokens import TextDelta
@@ -25,10 +27,14 @@ from slipstream.protocol.chat import MAX_ITEMS, Usage
 
 ALIKE = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "speculate", "top_k", "min_p",
          "cache_salt", "ignore_eos", "min_tokens", "stop", "chat_template_kwargs")
-# With the values besides null that ask for nothing.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "top_logprobs": (0,),
-    "truncation": ("disabled",), "max_tool_calls": (), "context_management": (), "messages": ()}
+_KEPT = "nothing is kept: send the whole conversation as input"
+_LOGPROBS = "chat completions and completions tell log probabilities"
+REFUSED: Mapping[str, Refused] = MappingProxyType({
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "messages"), Refused((), _KEPT)),
+    "background": Refused((False,), "leave it out and stream the answer"), "top_logprobs": Refused((0,), _LOGPROBS),
+    "truncation": Refused(("disabled",), "shorten the input"),
+    "max_tool_calls": Refused((), "leave it out: whoever asks runs the tools"),
+    "context_management": Refused((), "shorten the input")})
 INERT = ("store", "metadata", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
 
@@ -37,10 +43,12 @@ def chat_of(raw: Any) -> Json:
     """The body of a chat that asks the same. Raises InvalidRequest."""
     if not isinstance(raw, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    for name, neutral in REFUSED.items():
-        if raw.get(name) is not None and raw[name] not in neutral:
-            raise InvalidRequest(name, "is not served here; send the whole conversation as input",
-                                 "unsupported_parameter")
+    for name, refused in REFUSED.items():
+        if refused.asks(raw.get(name)):
+            raise InvalidRequest(name, f"is not served here; {refused.advice}", "unsupported_parameter")
+    if isinstance(raw.get("include"), list) and "message.output_text.logprobs" in raw["include"]:
+        raise InvalidRequest("include", f"message.output_text.logprobs is not served here; {_LOGPROBS}",
+                             "unsupported_parameter")
     chat = {name: raw[name] for name in ALIKE if raw.get(name) is not None}
     if raw.get("max_output_tokens") is not None:
         chat["max_completion_tokens"] = raw["max_output_tokens"]

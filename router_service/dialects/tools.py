@@ -121,10 +121,11 @@ def use_of(tools: Any, choice: Any, parallel: bool | None) -> ToolUse | None:
 
 def _check_tool(at: str, tool: Any) -> None:
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
-        raise InvalidRequest(f"{at}.type", "must be 'function'")
+        raise InvalidRequest(f"{at}.type", "must be 'function': no tool runs on this server")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequest(f"{at}.function", "must be an object")
+        raise InvalidRequest(f"{at}.function", 'must be an object, as in {"type": "function", "function": {"name": '
+                             '"...", "parameters": {...}}}')
     if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
         raise InvalidRequest(f"{at}.function.name", "must be 1 to 128 letters, digits, '_', '.', ':' or '-'")
     if not isinstance(function.get("parameters") or {}, dict):
