@@ -26,12 +26,12 @@ await check("stream", async () => {
 });
 
 await check("generateObject", async () => {
-  const { object } = await generateObject({ model, prompt, schema, maxOutputTokens: 60 });
+  const { object } = await generateObject({ model, prompt, schema, maxOutputTokens: 300 });
   schema.parse(object);
 });
 
 await check("output", async () => {
-  const { output } = await generateText({ model, prompt, output: Output.object({ schema }), maxOutputTokens: 60 });
+  const { output } = await generateText({ model, prompt, output: Output.object({ schema }), maxOutputTokens: 300 });
   schema.parse(output);
 });
 
@@ -45,7 +45,7 @@ await check("tools", async () => {
 
 await check("streamed tools", async () => {
   const stream = streamText({ model, prompt, tools: { paint }, toolChoice: { type: "tool", toolName: "paint" },
-    maxOutputTokens: 60 });
+    maxOutputTokens: 300 });
   const calls = await stream.toolCalls;
   schema.parse(calls[0].input);
 });

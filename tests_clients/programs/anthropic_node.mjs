@@ -4,7 +4,7 @@ import { MODEL, assert, begin, check } from "./checks.mjs";
 
 const client = new Anthropic();
 const messages = [{ role: "user", content: "What colour is the sky?" }];
-const asked = { model: MODEL, max_tokens: 60, messages };
+const asked = { model: MODEL, max_tokens: 300, messages };
 const paint = { name: "paint", input_schema: { type: "object", properties: { colour: { enum: ["red", "blue"] } },
   required: ["colour"] } };
 

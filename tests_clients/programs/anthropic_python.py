@@ -26,7 +26,7 @@ def _() -> None:
 
 @check("tools")
 def _() -> None:
-    answer = CLIENT.messages.create(model=MODEL, max_tokens=60, messages=ASKED, tools=[TOOL],
+    answer = CLIENT.messages.create(model=MODEL, max_tokens=300, messages=ASKED, tools=[TOOL],
                                     tool_choice={"type": "tool", "name": "paint"})
     call = answer.content[-1]
     assert call.type == "tool_use" and call.input["colour"] in ("red", "blue") and answer.stop_reason == "tool_use"
@@ -37,7 +37,7 @@ def _() -> None:
 
 @check("streamed tools")
 def _() -> None:
-    with CLIENT.messages.stream(model=MODEL, max_tokens=60, messages=ASKED, tools=[TOOL],
+    with CLIENT.messages.stream(model=MODEL, max_tokens=300, messages=ASKED, tools=[TOOL],
                                 tool_choice={"type": "any", "disable_parallel_tool_use": True}) as stream:
         final = stream.get_final_message()
     assert final.content[-1].input["colour"] in ("red", "blue")

@@ -21,7 +21,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     @check(mode.name.lower())
     def _() -> None:
         client = instructor.from_openai(OpenAI(), mode=mode)
-        found = client.chat.completions.create(model=MODEL, messages=ASKED, response_model=Sky, max_tokens=60,
+        found = client.chat.completions.create(model=MODEL, messages=ASKED, response_model=Sky, max_tokens=300,
                                                max_retries=0)
         assert isinstance(found, Sky)
 
@@ -30,5 +30,5 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 def _() -> None:
     client = instructor.from_openai(OpenAI())
     parts = list(client.chat.completions.create_partial(model=MODEL, messages=ASKED, response_model=Sky,
-                                                        max_tokens=60, max_retries=0))
+                                                        max_tokens=300, max_retries=0))
     assert parts[-1].colour in ("blue", "grey")

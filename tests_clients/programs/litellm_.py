@@ -17,7 +17,7 @@ begin("litellm")
 for provider in ("openai", "hosted_vllm"):
     def ask(**more: object) -> object:
         return litellm.completion(f"{provider}/{MODEL}", messages=ASKED, api_base=API, api_key=KEY,
-                                  **{"max_tokens": 60, **more})
+                                  **{"max_tokens": 300, **more})
 
     @check(f"{provider}: chat")
     def _() -> None:

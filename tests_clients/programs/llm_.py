@@ -11,7 +11,7 @@ os.environ["LLM_USER_PATH"] = SCRATCH
 Path(SCRATCH, "extra-openai-models.yaml").write_text(
     f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {API}\n  api_key_name: openai\n  supports_tools: true\n"
     "  supports_schema: true\n", encoding="utf-8")
-FEW = ("-o", "max_tokens", "60", "--no-log")
+FEW = ("-o", "max_tokens", "300", "--no-log")
 
 
 def llm(*words: str) -> str:

@@ -31,19 +31,19 @@ await check("completions", async () => {
 
 await check("tools", async () => {
   const answer = await client.chat.completions.create({ model: MODEL, messages, tools: [paint],
-    tool_choice: "required", parallel_tool_calls: false, max_tokens: 60 });
+    tool_choice: "required", parallel_tool_calls: false, max_tokens: 300 });
   assert(["red", "blue"].includes(JSON.parse(answer.choices[0].message.tool_calls[0].function.arguments).colour));
 });
 
 await check("streamed tools", async () => {
-  const runner = client.chat.completions.stream({ model: MODEL, messages, tools: [paint], max_tokens: 60,
+  const runner = client.chat.completions.stream({ model: MODEL, messages, tools: [paint], max_tokens: 300,
     tool_choice: { type: "function", function: { name: "paint" } } });
   const final = await runner.finalChatCompletion();
   assert(["red", "blue"].includes(JSON.parse(final.choices[0].message.tool_calls[0].function.arguments).colour));
 });
 
 await check("parse", async () => {
-  const answer = await client.chat.completions.parse({ model: MODEL, messages, max_tokens: 60,
+  const answer = await client.chat.completions.parse({ model: MODEL, messages, max_tokens: 300,
     response_format: zodResponseFormat(Sky, "sky") });
   Sky.parse(answer.choices[0].message.parsed);
 });

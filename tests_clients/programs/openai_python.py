@@ -75,7 +75,7 @@ def _() -> None:
 def _() -> None:
     named = {"type": "function", "function": {"name": "paint"}}
     with CLIENT.chat.completions.stream(model=MODEL, messages=ASKED, tools=[TOOL], tool_choice=named,
-                                        max_tokens=60) as stream:
+                                        max_tokens=300) as stream:
         for _ in stream:
             pass
     call = stream.get_final_completion().choices[0].message.tool_calls[0]
@@ -84,7 +84,7 @@ def _() -> None:
 
 @check("parse")
 def _() -> None:
-    answer = CLIENT.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Sky, max_tokens=60)
+    answer = CLIENT.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Sky, max_tokens=300)
     assert isinstance(answer.choices[0].message.parsed, Sky)
 
 
@@ -94,7 +94,7 @@ def _() -> None:
     assert answer.status in ("completed", "incomplete") and answer.usage.output_tokens > 0
     events = list(CLIENT.responses.create(model=MODEL, input="Say something.", max_output_tokens=16, stream=True))
     assert events[0].type == "response.created" and events[-1].type in ("response.completed", "response.incomplete")
-    parsed = CLIENT.responses.parse(model=MODEL, input="What is the sky like?", text_format=Sky, max_output_tokens=60)
+    parsed = CLIENT.responses.parse(model=MODEL, input="What is the sky like?", text_format=Sky, max_output_tokens=300)
     assert isinstance(parsed.output_parsed, Sky)
 
 

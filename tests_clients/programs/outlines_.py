@@ -32,12 +32,12 @@ def _() -> None:
 
 @check("object")
 def _() -> None:
-    Sky(**json.loads(LLM("What is the sky like?", Sky, max_tokens=60)))
+    Sky(**json.loads(LLM("What is the sky like?", Sky, max_tokens=300)))
 
 
 @check("object as of vLLM")
 def _() -> None:
-    Sky(**json.loads(VLLM("What is the sky like?", Sky, max_tokens=60)))
+    Sky(**json.loads(VLLM("What is the sky like?", Sky, max_tokens=300)))
 
 
 @check("choice as of vLLM")

@@ -9,7 +9,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.settings import ModelSettings
 
 CHAT, RESPONSES = OpenAIChatModel(MODEL), OpenAIResponsesModel(MODEL)
-FEW = ModelSettings(max_tokens=60)
+FEW = ModelSettings(max_tokens=300)
 
 
 class Sky(BaseModel):
