@@ -41,6 +41,17 @@ SAID: dict[str, tuple[Style, str, Told]] = {
                       "\n2\n</parameter>\n</function>\n</tool_call>\nSo.", ("", "So.", [PARIS])),
     "qwen's coders, forgetful": (
         HERMES, "<function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</function>", ("", "", [PARIS])),
+    "qwen's coders, marks in a text": (
+        HERMES, "<tool_call>\n<function=weather>\n<parameter=city>\nIn </parameter> and </function>, <parameter=x> is "
+        "text\n</parameter>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        ("", "", [("weather", {"city": "In </parameter> and </function>, <parameter=x> is text"}), NOW])),
+    "glm, marks in a text": (
+        HERMES, "<tool_call>weather<arg_key>city</arg_key><arg_value>A <tool_call> and </tool_call>; <arg_key>, "
+        "</arg_value>!</arg_value>\n</tool_call>", ("", "", [
+            ("weather", {"city": "A <tool_call> and </tool_call>; <arg_key>, </arg_value>!"})])),
+    "glm, forgetful": (
+        HERMES, "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>\n<tool_call>now</tool_call>",
+        ("", "", [("weather", {"city": "Paris"}), NOW])),
     "glm": (HERMES, "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call><tool_call>now</tool_call>",
             ("Hm.", "", [PARIS, NOW])),

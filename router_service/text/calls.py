@@ -89,16 +89,17 @@ class Calls:
         types = self._tools[name].get("properties") if isinstance(self._tools[name], dict) else None
         index = self._begin(name, "{")
         first = True
-        keys, ends = Words((key_mark, end)), Words((key_end,))
-        # Some forget to close a value.
-        value_ends = Words((value_end, around + end, *((around + key_mark,) if around else ())))
+        keys, ends = Words((key_mark, end, "</tool_call>")), Words((key_end,))
+        # Some forget to close a value, and some values speak of marks.
+        behind = {value_end: keys, around + end: Words(("<tool_call>", "<function=", "</tool_call>")),
+                  **({around + key_mark: None} if around else {})}
         if mark == ">":
             _, mark = yield from self._text.before(keys)
         while mark == key_mark:
             key, _ = yield from self._text.before(ends)
             if key_mark == "<arg_key>":
                 yield from self._text.before(Words(("<arg_value>",)))
-            value, mark = yield from self._text.before(value_ends)
+            value, mark = yield from self._value(behind)
             if not mark:
                 return
             value = value.removeprefix(around).removesuffix(around)
@@ -110,6 +111,17 @@ class Calls:
                 _, mark = yield from self._text.before(keys)
         if mark:
             self._more(index, "}")
+
+    def _value(self, behind: Mapping[str, Words | None]) -> Step:
+        """(a value, the mark that ends it): the first one with what may stand ``behind`` it; None: anything."""
+        marks, pieces = Words(tuple(behind)), list[str]()
+        while True:
+            text, mark = yield from self._text.before(marks)
+            pieces.append(text)
+            words = behind.get(mark)
+            if not mark or words is None or (yield from self._text.followed(words)):
+                return "".join(pieces), mark
+            pieces.append(mark)
 
     def _mistral(self) -> Step:
         yield from self._text.skip()

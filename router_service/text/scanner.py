@@ -12,6 +12,7 @@ from typing import Any
 from router_service.text.words import Words
 
 Step = Generator[None, None, Any]
+MAX_BLANKS = 256  # between marks
 JSON_CHAR, SIMPLE_END = re.compile(r'["\\{}\[\]]'), re.compile(r"[,:}\]\s]")
 
 
@@ -106,6 +107,17 @@ class Scanner:
         while not self.over and len(self.rest) < len(word) and word.startswith(self.rest):
             yield
         return self.rest.startswith(word)
+
+    def followed(self, words: Words) -> Step:
+        """Whether one of ``words`` comes next, behind blanks, or nothing more. Nothing is read."""
+        while True:
+            rest = self.rest[:MAX_BLANKS].lstrip()
+            near = any(word.startswith(rest) for word in words.words)  # of all that is left, too
+            if rest.startswith(words.words) or (near and self.over):
+                return True
+            if not near or len(self.rest) >= MAX_BLANKS:
+                return False
+            yield
 
     def close(self, mark: str) -> Step:
         """Leave ``mark`` out if it comes next, also one that the answer's end cuts."""

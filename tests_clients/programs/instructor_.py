@@ -10,7 +10,7 @@ from pydantic import BaseModel
 ASKED = [{"role": "user", "content": "What is the sky like?"}]
 
 
-class Sky(BaseModel):
+class Sky(BaseModel, extra="forbid"):  # an open object a small model seldom ends
     colour: Literal["blue", "grey"]
     clouds: bool
 
