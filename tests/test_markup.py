@@ -67,6 +67,9 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "llama, bare": (BARE, f'\n{{"name": "weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}',
                     ("", "", [PARIS, NOW])),
     "llama, no tool of ours": (BARE, '{"name": "Bob", "parameters": 1}', ("", '{"name": "Bob", "parameters": 1}', [])),
+    "words around calls": (
+        HERMES, f'One. <tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>\n'
+                '<tool_call>{"name": "now"}</tool_call> Two.\n', ("", "One. \n Two.\n", [PARIS, NOW])),
     "no JSON": (HERMES, "So: <tool_call>weather, please</tool_call>", ("", "So: weather, please", [])),
 }
 

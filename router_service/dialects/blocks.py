@@ -80,6 +80,7 @@ class Blocks:
     def _more(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:
             yield from self._begin(kind)
+            text = text.lstrip() if kind == "text" and len(self.all) > 1 else text
         yield from self._add(text)
 
     def _begin(self, kind: Kind, name: str = "") -> Iterator[tuple[What, Block, str]]:

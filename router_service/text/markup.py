@@ -100,7 +100,9 @@ class Markup:
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
         self._marks = Words((*openers, *begins, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
         self._blank: list[str] = []  # of the content, held until more comes: it is none before a call
-        self._begun = self._thought = False  # whether there was content, or reasoning
+        self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
+        self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
+        self._said = False  # whether there was content at all
         self._parts = Parts()
         self._run: Generator[None, None, None] = self._answer(thinking)
         next(self._run)
@@ -161,14 +163,14 @@ class Markup:
         yield from self._text.until(Words(self._thoughts[1:]), tell)
 
     def _content(self, text: str) -> None:
-        if not self._begun and (self._thought or self.num_calls):
+        if not self._begun and not self._said and (self._thought or self.num_calls):
             text, self._blank = text.lstrip(), []
         if not text.strip():
             self._blank.append(text)
             return
-        text = "".join(self._blank) + text
+        text = "".join([*self._gap, *self._blank]) + text
         shown = text.rstrip() if self._tools else text
-        self._begun, self._blank = True, [text[len(shown):]]
+        self._begun, self._said, self._gap, self._blank = True, True, [], [text[len(shown):]]
         self._parts.add("text", shown)
 
     def _maybe_bare(self) -> Step:
@@ -194,5 +196,6 @@ class Markup:
         self._text.taken = None
 
     def _called(self, call: Call) -> None:
+        self._gap += self._blank if self._said else []
         self._blank = []
         self._parts.all.append(call)
