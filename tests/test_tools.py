@@ -225,6 +225,18 @@ async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
             assert plain["content"] == "So." and "reasoning_content" not in plain
 
 
+async def test_marks_in_a_users_words_begin_no_reasoning(thinking_folder: Path) -> None:
+    template = "{{ messages[0].content }}{{ eos_token }}{{ '<think>' if enable_thinking }}{# </think> #}"
+    (thinking_folder / "chat_template.jinja").write_text(template)
+    target, asked = EchoTarget(), [{"role": "user", "content": "What is <think> for?"}]
+    target.says = "So."
+    async with routing(thinking_folder, target) as r:
+        for thinks, told in ((False, {"content": "So."}), (True, {"reasoning_content": "So.", "content": ""})):
+            answer = await r.post(CHAT, messages=asked, chat_template_kwargs={"enable_thinking": thinks})
+            message = answer.json()["choices"][0]["message"]
+            assert {name: message[name] for name in message if name not in ("role", "refusal")} == told
+
+
 def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
     plain, thinks = Style(), Style(thoughts=THOUGHTS[0])
     offered, forced, none = (use_of([NOW], choice, None) for choice in ("auto", "required", "none"))

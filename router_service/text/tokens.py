@@ -104,7 +104,10 @@ class TextCodec:
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether the answer to ``prompt`` begins in the midst of reasoning."""
-        end = b"".join(self.token_bytes(token) for token in prompt[-TAIL:]).decode("utf-8", "replace")
+        tail = prompt[-TAIL:]
+        # What a user says of marks is theirs: a turn that has ended counts no more.
+        ended = [i for i, token in enumerate(tail, start=1) if token in self.specials and token not in self.marks]
+        end = b"".join(map(self.token_bytes, tail[max(ended, default=0):])).decode("utf-8", "replace")
         return self.style.thoughts is not None and end.rfind(self.style.thoughts[0]) > end.rfind(self.style.thoughts[1])
 
     def is_special(self, token: int) -> bool:
