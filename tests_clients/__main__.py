@@ -19,6 +19,7 @@ from rich.table import Table
 from slipstream.base.errors import SlipstreamError
 from slipstream.cli.terminal import complain
 from tests_clients.clients import CLIENTS, Client, Outcome, tried
+from tests_clients.scripted import scripted
 from tests_clients.server import served
 
 PAGE = Path("docs/API.md")
@@ -47,8 +48,8 @@ def show(outcomes: Sequence[Outcome]) -> None:
 async def run(clients: Sequence[Client], rooms: Mapping[str, Path]) -> list[Outcome]:
     """Raises what a server that does not start raises."""
     outcomes = []
-    for keyed, alike in groupby(clients, key=lambda client: client.keyed):
-        async with served(LOGS, keyed) as place:
+    for server, alike in groupby(clients, key=lambda client: client.server):
+        async with (scripted(LOGS) if server == "scripted" else served(LOGS, server == "keyed")) as place:
             for client in alike:
                 print(f"{client.name} …", end=" ", flush=True)
                 outcomes.append(await tried(client, rooms, place, LOGS))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests_clients.server import Place
+from tests_clients.server import Place, Server
 
 PROGRAMS = Path(__file__).parent / "programs"
 PATIENCE_S = 900.0  # for all that one client does, on a slow machine
@@ -25,13 +25,12 @@ TOLD_CHARS = 160
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """``packages``: the folder of its environment, below the one that is given, or vllm. ``keyed``: it shows its key on
-    every page that it reads."""
+    """``packages``: the folder of its environment, below the one that is given, or vllm. ``server``: whom it asks."""
 
     name: str
     program: str
     packages: str = "clients"
-    keyed: bool = True
+    server: Server = "keyed"
 
 
 CLIENTS = (
@@ -51,12 +50,13 @@ CLIENTS = (
     Client("litellm", "litellm_.py", "older"),
     Client("llm", "llm_.py"),
     Client("opencode", "opencode.mjs", "node"),
-    Client("codex", "codex.mjs", "node"),
     Client("lm-eval", "lm_eval_.py", "loads"),
     Client("guidellm", "guidellm_.py", "loads"),
     Client("aiperf", "aiperf_.py", "loads"),
     Client("sglang bench", "sglang_bench.py", "loads"),
-    Client("vllm bench", "vllm_bench.py", "vllm", keyed=False),
+    Client("vllm bench", "vllm_bench.py", "vllm", "open"),
+    Client("codex", "codex.mjs", "node", "scripted"),
+    Client("canitoolcall", "canitoolcall_.py", server="scripted"),
 )
 
 

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from bench.fleet import Process, free_port
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
 
 KEY = "sk-conformance"
+# Behind a key; open to all, as its client shows none on each page; or over a target that writes what its client says.
+Server = Literal["keyed", "open", "scripted"]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the router listens, and the model's name there."""
+    """Where the router listens, and the model's name there. ``families``: url of each, where there are several."""
 
     url: str
     model: str
+    families: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
         """What clients read by themselves, and the rest of what programs need."""
         return {"OPENAI_BASE_URL": f"{self.url}/v1", "OPENAI_API_BASE": f"{self.url}/v1", "OPENAI_API_KEY": KEY,
                 "ANTHROPIC_BASE_URL": self.url, "ANTHROPIC_API_KEY": KEY, "SLIPSTREAM_URL": self.url,
-                "SLIPSTREAM_MODEL": self.model, "SLIPSTREAM_TOKENIZER": str(resolve(self.model))}
+                "SLIPSTREAM_MODEL": self.model, "SLIPSTREAM_FAMILIES": json.dumps(dict(self.families)),
+                "SLIPSTREAM_TOKENIZER": "" if self.families else str(resolve(self.model))}
 
 
 @asynccontextmanager

@@ -1,4 +1,5 @@
-// Codex CLI: one turn without a terminal, with the server as its provider over responses.
+// Codex CLI: one turn without a terminal, with the server as its provider over responses. It sets no limit to an answer,
+// and a small model would fill its context: the scripted target says what it is told.
 import { writeFileSync } from "node:fs";
 import { API, MODEL, SCRATCH, assert, begin, check, command } from "./checks.mjs";
 
