@@ -1,7 +1,7 @@
 """Routers over a target without a model, which writes what its client says it should: for clients that know what a good
 model writes, and judge what becomes of it.
 
-The last message of a chat is the answer, but for those of the probe, which are answered as a model that knows tools
+The last message of a chat is the answer, but for those of ``ANSWERS``, which are answered as a model that knows tools
 would. Each family of models has a router, with the marks that its chat templates hold.
 """
 
@@ -35,7 +35,7 @@ def _call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
-# How the last message of the probe's chats begins -> what a model writes.
+# How the last message of the probe's chats begins, and of codex's -> what a model writes.
 ANSWERS: Mapping[str, str] = MappingProxyType({
     "What's the weather in Paris right now?": _call("get_weather", city="Paris"),
     "Get the current weather in Paris and": "\n".join(_call("get_weather", city=city) for city in ("Paris", "Tokyo")),
@@ -48,6 +48,7 @@ ANSWERS: Mapping[str, str] = MappingProxyType({
     "What time is it": _call("get_server_time"),
     "Tell me something about Lisbon": '{"city": "Lisbon"}',  # a forced call is its arguments
     '{"temp_c": 18': "It is 18 °C and clear in Paris.",
+    "Run a command.": _call("exec_command", cmd="echo told by a command"),
     "Think it through": "<think>\n9.9 is 9.90, more than 9.11.\n</think>\n\n" + _call("record_answer", answer="9.9"),
 })
 

@@ -11,8 +11,15 @@ const settings = ["model_provider=ours", "model_providers.ours.name=ours", `mode
 
 begin("@openai/codex");
 
+const ask = (...words) => command("codex", ["exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only",
+  ...settings.flatMap((setting) => ["-c", setting]), ...words]);
+
 await check("exec", async () => {
-  const told = command("codex", ["exec", "--json", "--skip-git-repo-check", "--sandbox", "read-only",
-    ...settings.flatMap((setting) => ["-c", setting]), "Say something."]);
-  assert(told.includes("turn.completed"));
+  assert(ask("Say something.").includes("turn.completed"));
+});
+
+await check("a command that it runs for the model", async () => {
+  const told = ask("Run a command.").trim().split("\n").map((line) => JSON.parse(line).item ?? {});
+  assert(told.some((item) => item.type === "command_execution" && item.exit_code === 0));
+  assert(told.some((item) => item.type === "agent_message" && item.text.includes("told by a command")));
 });

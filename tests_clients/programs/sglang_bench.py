@@ -4,14 +4,18 @@ import argparse
 import asyncio
 import sys
 from importlib.machinery import PathFinder
+from pathlib import Path
 from types import ModuleType
 
 from checks import API, MODEL, begin, check
 
-# The benchmark alone: the package's own start would load its engine.
-package = ModuleType("sglang")
-package.__path__ = list(PathFinder.find_spec("sglang").submodule_search_locations)
-sys.modules["sglang"] = package
+# The benchmark alone: these packages' own starts would load its engine, which takes a GPU's libraries.
+place = Path(PathFinder.find_spec("sglang").submodule_search_locations[0])
+for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.disaggregation"):
+    sys.modules[name] = package = ModuleType(name)
+    package.__path__ = [str(place.joinpath(*name.split(".")[1:]))]
+sys.modules["sglang.srt.disaggregation.utils"] = engine = ModuleType("utils")
+engine.FAKE_BOOTSTRAP_HOST = "2.2.2.2"  # of engines that prefill elsewhere
 
 from sglang.benchmark import serving  # noqa: E402
 
