@@ -105,7 +105,7 @@ class Server:
             if (status := int(head.split(b" ", 2)[1])) != 200:
                 raise Refused(self.port, status, head, await reader.read(-1 if self.kept is None else MAX_LINE))
             rest = b""
-            async for chunk in _chunks(reader):
+            async for chunk in chunks(reader):
                 *lines, rest = (rest + chunk).split(b"\n")
                 for line in lines:
                     if line.startswith(b"data: {"):
@@ -127,7 +127,7 @@ class Server:
             raise Unavailable(f"port {self.port}: {error}") from error
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """A body in chunked encoding."""
+async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The parts of a body in chunked encoding."""
     while size := int(await reader.readuntil(b"\r\n"), 16):
         yield (await reader.readexactly(size + 2))[:-2]

@@ -377,7 +377,7 @@ class Surface:
                         chunks.written(choice, had)  # what comes then counts from there
                         yield COMMENT  # computing all of it again takes time
                     number = ids.after(delta)
-                data = (chunks.written(choice, delta) if delta.prompt is None else await self._gateway.beside(
+                data = (chunks.written(choice, delta) if not delta.prompt else await self._gateway.beside(
                     run.job.num_scores, partial(chunks.written, choice, delta)))
                 if data or beginning:
                     yield beginning + framed(data, number) if data else beginning

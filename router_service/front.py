@@ -10,20 +10,17 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
 from typing import Any
 
 from router_service.dialects.formats import fields_of
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
-from router_service.dialects.prompts import Prompts
 from router_service.gateway import Asked, Gateway
 from router_service.tenants import Tenant
 from router_service.text.tokens import TextDelta
 from slipstream.base.errors import SlipstreamError
-from slipstream.protocol.chat import ChatOptions, Delta, Message, PromptToken, TextToken, Usage
-
-AT_ONCE = 512  # scored tokens of a prompt in one message
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
 
 
 class GatewayFront:
@@ -77,7 +74,8 @@ class GatewayFront:
             try:
                 async for _, delta in run:
                     if told is not None:
-                        delta, parts, told = delta._replace(text=told.text(0) + delta.text), _parts(told, delta), None
+                        parts, delta = told.scored(delta.prompt), delta._replace(text=told.text(0) + delta.text)
+                        told = None
                         for part in parts:
                             yield Delta(prompt=part)
                     if delta.text or delta.tokens or delta.finish or identity:
@@ -88,14 +86,6 @@ class GatewayFront:
         except SlipstreamError as error:
             self._gateway.failed(endpoint, error)
             raise
-
-
-def _parts(told: Prompts, delta: TextDelta) -> Iterator[tuple[PromptToken, ...]]:
-    """The prompt, where it is scored, in parts that are made one by one."""
-    if told.echoed is None and told.told is None:
-        return
-    for first in range(0, len(told.tokens[0]), AT_ONCE):
-        yield told.scored(first, first + AT_ONCE, delta.prompt)
 
 
 def _delta(delta: TextDelta, usage: Usage | None, identity: str) -> Delta:

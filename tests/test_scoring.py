@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from router_service.dialects.prompts import AT_ONCE, Prompts
 from router_service.text.tokens import Completion, TextCodec, TextDelta
 from slipstream.base.errors import Unavailable
 from slipstream.choosing.permitted import Permitted
@@ -273,9 +276,37 @@ async def test_scores_of_other_tokens_than_the_prompts_are_refused(spans: list[t
         request = replace(asked(prompt_logprobs=0), tokens=tuple(range(65, 74)))
         return await anext(Completion(request, given, TextCodec(folders["target"]), [], VOCAB))
 
-    assert (await told([(1, 4), (4, 9)])).prompt == PromptScores(1, (-1.0,) * 8, (1,) * 8)
+    assert (await told([(1, 4), (4, 9)])).prompt == tuple(
+        PromptScores(start, (-1.0,) * count, (1,) * count) for start, count in ((1, 3), (4, 5)))
     with pytest.raises(Unavailable, match="scores of other tokens"):
         await told(spans)
+
+
+@pytest.mark.parametrize("count", [1, 2, AT_ONCE, AT_ONCE + 1, AT_ONCE + 2, 3 * AT_ONCE])
+def test_scores_that_are_written_in_parts_are_those_of_one(count: int, folders: dict[str, Path]) -> None:
+    rng, codec = np.random.default_rng(count), TextCodec(folders["target"])
+    tokens = rng.integers(1, 128, count).tolist()
+    own, ranks = (-rng.random(count)).tolist(), rng.integers(1, 9, count).tolist()
+    top = [[(int(i), float(-rng.random())) for i in rng.choice(128, 2, replace=False)] for _ in tokens]
+    ends = sorted({1, count, *rng.integers(1, count + 1, 2).tolist()})
+    parts = [PromptScores(first, tuple(own[first:end]), tuple(ranks[first:end]),
+                          tuple(i for row in top[first:end] for i, _ in row),
+                          tuple(value for row in top[first:end] for _, value in row))
+             for first, end in itertools.pairwise(ends)]
+    prompts = Prompts(codec, [tokens], 1, ("".join(map(chr, tokens)),), 1, 2)
+    after = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{}], "text_offset": [count]}
+    texts = [codec.token_text(token) for token in tokens]
+    assert orjson.loads(orjson.dumps(prompts.columns(0, parts, after))) == {
+        "tokens": [*texts, "a"], "token_logprobs": [None, *own[1:], -1.0],
+        "top_logprobs": [None, *({codec.token_text(row[0][0]): row[0][1]} for row in top[1:]), {}],
+        "text_offset": [*range(count), count]}
+    entries = orjson.loads(orjson.dumps(prompts.entries(0, parts)))
+    assert entries[0] is None and [entry[str(token)]["rank"] for entry, token in zip(
+        entries[1:], tokens[1:], strict=True)] == [
+            next((place for place, (i, _) in enumerate(row, 1) if i == token), rank)
+            for token, rank, row in zip(tokens[1:], ranks[1:], top[1:], strict=True)]
+    told = list(prompts.scored(parts))
+    assert [token.id for part in told for token in part] == tokens and max(map(len, told)) <= AT_ONCE + 1
 
 
 async def test_where_no_prompt_is_told_none_is_scored(routed: Routing) -> None:

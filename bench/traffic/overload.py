@@ -2,15 +2,17 @@
 
 Requests come by chance (Poisson) at shares of the capacity, which a closed loop found before, whatever became of those
 before them. Told for each rate:
-1. ``goodput``: tokens a second of whole answers, in seconds before which the places have filled; the median of turns.
-   An answer that was not all within these seconds counts by its share, so that it does not matter which ones end last.
+1. ``goodput``: tokens a second of whole answers, in seconds before which the places have filled; the median of turns,
+   and each of them. An answer that was not all within these seconds counts by its share, so that it does not matter
+   which ones end last.
 2. Of requests that came in these seconds and were let in: the 99th percentile of the time to the first token and of the
    whole. Waiting is bounded by ``router.max_wait_s``, a whole answer by that and what answers take at capacity.
 3. ``refused``. ``untold`` of them were not in the API's shape, or not told when to come back; ``uncounted`` are not in
    the router's metric. ``broken`` is neither an answer nor a refusal. ``a_round``: tokens, so whether drafts help.
 4. ``told_s`` is the middle of when they are told to come back, ``waited_s`` of the time to the first token.
 The rates come in turns, up and down again, as the speed of a machine drifts. A target and a draft are timed: a step
-takes a set time. Client and services share the cores, so capacity is set low: few places, long steps.
+takes a set time, and the draft is always right. Its luck would differ by a twentieth from turn to turn, and the best of
+some lucky turns is no capacity. Client and services share the cores, so capacity is set low: few places, long steps.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import STREAMS, Timing
 
 TIMES = (0.5, 1.0, 2.0, 5.0, 10.0)
-TOKENS = (10, 30)  # of an answer; of one length they would end in waves
+TOKENS = (20, 60)  # of an answer; of one length they would end in waves
 SHAPES = {(429, "server_overloaded"), (503, "server_overloaded")}
 GOAL = 0.95
 REFUSED = "requests_refused_total"
@@ -58,6 +60,7 @@ class Seen:
         untold = sum((refusal.status, refusal.code) not in SHAPES or not refusal.retry_after_s
                      for refusal in self.refusals)
         return {"times": times, "asked_a_s": rate, "goodput": statistics.median(self.goodputs),
+                "turns": self.goodputs,
                 "first_p99_s": p99(first), "whole_p99_s": p99([answer.total_s for answer in self.answers]),
                 "waited_s": statistics.median(first),
                 "told_s": statistics.median([refusal.retry_after_s for refusal in self.refusals] or [0.0]),
@@ -171,7 +174,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=200.0)
     arguments = parser.parse_args()
     rows = finished(measure(arguments.places, arguments.max_wait_s, arguments.turns, arguments.seconds,
-                            Timing(step_s=arguments.step_ms / 1e3)))
+                            Timing(step_s=arguments.step_ms / 1e3, acceptance=(1.0,))))
     write("overload", rows, f"bench-overload: {arguments.places} places, waits of at most {arguments.max_wait_s:g} s")
     print(verdict(rows, arguments.max_wait_s))
 

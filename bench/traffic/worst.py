@@ -17,12 +17,13 @@ import json
 import time
 from typing import Any
 
-from bench.completions import Connection
+from bench.completions import MAX_LINE, Connection, chunks
 from bench.report import Row, finished, number, write
 from bench.traffic.routing import LONG, Rig, routed
 from router_service.dialects.tools import MAX_TOOLS
 from slipstream.base.errors import SlipstreamError
 from slipstream.protocol.chat import MAX_BEGUN, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, Begun, ChatOptions, Message
+from slipstream.protocol.requests import MAX_SCORES, MAX_TOP_LOGPROBS
 from slipstream.simulate.timed import Timing
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel
 from slipstream.wire.inference import encode_chat, encode_complete
@@ -95,6 +96,28 @@ def others() -> dict[str, tuple[str, bytes]]:
     }
 
 
+def scored() -> dict[str, tuple[str, bytes]]:
+    """Prompts of which as much is told as may be."""
+    def ids(entries: int, answers: int = 1) -> list[int]:
+        return [7] * min(MAX_SCORES // (entries * answers), 65_000)  # the context holds a few more
+
+    echoed = {"max_tokens": 1, "echo": True}
+    return {
+        "scores: an echo": (COMPLETIONS, _body({"prompt": ids(1 + 3), "logprobs": 3, **echoed})),
+        "scores: an echo with many alternatives": (COMPLETIONS, _body({
+            "prompt": ids(1 + MAX_TOP_LOGPROBS), "logprobs": MAX_TOP_LOGPROBS, **echoed})),
+        "scores: an echo in a stream": (COMPLETIONS, _body({
+            "prompt": ids(1 + 3), "logprobs": 3, "stream": True, **echoed})),
+        "scores: echoes of 4 answers": (COMPLETIONS, _body({"prompt": ids(1, 4), "logprobs": 0, "n": 4, **echoed})),
+        "scores: 64 echoes": (COMPLETIONS, _body({"prompt": [ids(1, 64)] * 64, "logprobs": 0, **echoed})),
+        "scores: a prompt": (COMPLETIONS, _body({"prompt": ids(1 + 3), "prompt_logprobs": 3})),
+        "scores: an echo and a prompt": (COMPLETIONS, _body({
+            "prompt": ids(1 + 3), "logprobs": 3, "prompt_logprobs": 3, **echoed})),
+        "gRPC: scores of an echo": (GRPC_COMPLETE, encode_complete(
+            "timed", "7" * len(ids(1 + 3)), ChatOptions(max_tokens=1, echo=True, top_logprobs=3))),
+    }
+
+
 def calls() -> dict[str, tuple[str, bytes]]:
     """The same over gRPC, and what only protobuf can say: any number of fields of a few bytes."""
     room, few = MAX_BODY_BYTES - 100, ChatOptions(max_tokens=1)
@@ -147,13 +170,15 @@ def _keys(begin: str, end: str = "") -> bytes:
 
 
 async def exchange(connection: Connection, head: str, body: bytes = b"") -> tuple[int, bytes]:
-    """(status, body) of an answer that tells its length."""
+    """(status, body) of an answer; in its chunks where it does not tell its length."""
     reader, writer = connection
     writer.write(f"{head} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode())
     writer.write(body)
     told = (await reader.readuntil(b"\r\n\r\n")).lower()
-    length = int(told.partition(b"content-length:")[2].split(b"\r\n", 1)[0])
-    return int(told.split(b" ", 2)[1]), await reader.readexactly(length)
+    status, length = int(told.split(b" ", 2)[1]), told.partition(b"content-length:")[2].split(b"\r\n", 1)[0]
+    if length:
+        return status, await reader.readexactly(int(length))
+    return status, b"".join([chunk async for chunk in chunks(reader)])
 
 
 async def probe(port: int, waits_s: list[float]) -> None:
@@ -168,7 +193,7 @@ async def probe(port: int, waits_s: list[float]) -> None:
 
 async def send(port: int, path: str, body: bytes) -> str:
     """The answer in a few words."""
-    connection = await asyncio.open_connection("127.0.0.1", port)
+    connection = await asyncio.open_connection("127.0.0.1", port, limit=MAX_LINE)
     status, answer = await exchange(connection, f"POST {path}", body)
     connection[1].close()
     return str(status) if status == 200 else f"{status} {json.loads(answer)['error']['message'][:90]}"
@@ -209,7 +234,8 @@ async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s:
 async def measure(only: str, together: int, times: int, timing: Timing) -> list[Row]:
     rows: list[Row] = []
     kinds = {"a short one": (COMPLETIONS, _body({"prompt": "a"})),
-             **{name: kind for name, kind in {**bodies(), **others(), **calls()}.items() if only in name}}
+             **{name: kind for name, kind in {**bodies(), **others(), **calls(), **scored()}.items()
+                if only in name}}
     async with routed(timing) as rig:
         for name, (path, body) in kinds.items():
             tried = [await one(rig, name, path, body, together, timing.step_s) for _ in range(times)]

@@ -5,21 +5,28 @@ Rules:
 2. An echoed text is what the client wrote, where its tokens spell that. Offsets count from its beginning; a token that
    the tokenizer put before it stands at 0.
 3. Of tokens that spell alike, the likeliest is told.
+4. Scores are written ``AT_ONCE`` tokens at a time: a hundred thousand objects that are there together keep the
+   interpreter from everybody else while they are written, and while it looks for garbage.
 
 It knows nothing about models, routes or the network. Many tokens take long: whoever asks does it beside an event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+import orjson
 
 from router_service.text.tokens import Detokenizer, TextCodec
 from slipstream.protocol.chat import PromptToken
 from slipstream.protocol.requests import PromptScores
 
 Json = dict[str, Any]
+Row = tuple[int, float, int, Sequence[tuple[int, float]]]  # token, natural log, rank, alternatives
+AT_ONCE = 512
 LOWEST = -9999.0  # the API's way to say "never"; JSON has no infinity
 
 
@@ -39,41 +46,63 @@ class Prompts:
         """What stands before the text of answer ``number``."""
         return self.texts[number // self.n] if self.texts else ""
 
-    def columns(self, number: int, scores: PromptScores | None) -> Json:
-        """OpenAI's ``logprobs``, so far."""
-        tokens, most = self.tokens[number // self.n], self.echoed or 0
-        rows = _rows(tokens, scores, most)
-        return {"tokens": [self.codec.token_text(token) for token in tokens],
-                "token_logprobs": [None, *(max(value, LOWEST) for _, value, _, _ in rows)],
-                "top_logprobs": [None, *(alternatives(self.codec, top) for *_, top in rows)],
-                "text_offset": self._offsets(number)}
+    def columns(self, number: int, scores: Sequence[PromptScores], answer: Json) -> dict[str, orjson.Fragment]:
+        """OpenAI's ``logprobs``, so far, before those of the ``answer``."""
+        rows, none = self._rows(number, scores, self.echoed), [[None]]
+        told: dict[str, Iterable[list[Any]]] = {
+            "tokens": ([self.codec.token_text(token) for token in part] for part in _parts(self._tokens(number))),
+            "token_logprobs": chain(none, ([max(value, LOWEST) for _, value, _, _ in part] for part in rows())),
+            "top_logprobs": chain(none, ([alternatives(self.codec, top) for *_, top in part] for part in rows())),
+            "text_offset": self._offsets(number)}
+        return {name: _written(chain(parts, [answer[name]])) for name, parts in told.items()}
 
-    def entries(self, number: int, scores: PromptScores | None) -> list[Json | None]:
+    def entries(self, number: int, scores: Sequence[PromptScores]) -> orjson.Fragment:
         """vLLM's ``prompt_logprobs``."""
-        return [None, *(self._entry(token, value, rank, top) for token, value, rank, top in
-                        _rows(self.tokens[number // self.n], scores, self.told or 0))]
+        rows = self._rows(number, scores, self.told)
+        return _written(chain([[None]], ([self._entry(*row) for row in part] for part in rows())))
 
-    def scored(self, first: int, end: int, scores: PromptScores | None) -> tuple[PromptToken, ...]:
-        """Tokens of the only prompt from place ``first`` to before ``end``, as the public gRPC service tells them."""
-        tokens, text = self.tokens[0], self.codec.token_text
-        begun = [PromptToken(tokens[0], text(tokens[0]))] if first == 0 else []
-        part = None if scores is None else scores.part(max(first, 1), end)
-        return (*begun, *(PromptToken(token, text(token), value, rank, tuple((i, text(i), logged) for i, logged in top))
-                          for token, value, rank, top in
-                          _rows(tokens[max(first, 1) - 1 : end], part, max(self.told or 0, self.echoed or 0))))
+    def scored(self, scores: Sequence[PromptScores]) -> Iterator[tuple[PromptToken, ...]]:
+        """The only prompt, as the public gRPC service tells it; nothing where it is not scored."""
+        if self.echoed is None and self.told is None:
+            return
+        first, text = self.tokens[0][0], self.codec.token_text
+        part: tuple[PromptToken, ...] = (PromptToken(first, text(first)),)
+        for rows in self._rows(0, scores, max(self.told or 0, self.echoed or 0))():
+            yield (*part, *(PromptToken(token, text(token), value, rank, tuple((i, text(i), log) for i, log in top))
+                            for token, value, rank, top in rows))
+            part = ()
+        if part:
+            yield part
+
+    def _tokens(self, number: int) -> Sequence[int]:
+        return self.tokens[number // self.n]
+
+    def _rows(self, number: int, scores: Sequence[PromptScores], most: int | None) -> Callable[[], Iterator[list[Row]]]:
+        """What begins, each time, with the second token."""
+        tokens = self._tokens(number)
+
+        def rows() -> Iterator[list[Row]]:
+            for whole in scores:
+                end = whole.start + len(whole.logprobs)
+                for first in range(whole.start, end, AT_ONCE):
+                    part = whole.part(first, min(first + AT_ONCE, end))
+                    yield list(zip(tokens[first : first + len(part.logprobs)], part.logprobs, part.ranks,
+                                   part.tops(most or 0), strict=True))
+
+        return rows
 
     def _entry(self, token: int, value: float, rank: int, top: Sequence[tuple[int, float]]) -> Json:
         entry = {token: (value, rank)} | {i: (logged, place) for place, (i, logged) in enumerate(top, start=1)}
         return {str(i): {"logprob": max(logged, LOWEST), "rank": place, "decoded_token": self.codec.token_text(i)}
                 for i, (logged, place) in entry.items()}
 
-    def _offsets(self, number: int) -> list[int]:
+    def _offsets(self, number: int) -> Iterator[list[int]]:
         detokenizer, offsets, length = Detokenizer(self.codec, self.codec.specials), list[int](), 0
-        for token in self.tokens[number // self.n]:
+        for token in self._tokens(number):
             offsets.append(length)
             length += len(detokenizer.push(token))
         before = length + len(detokenizer.flush()) - len(self.text(number))
-        return [max(0, offset - before) for offset in offsets]
+        return ([max(0, offset - before) for offset in part] for part in _parts(offsets))
 
 
 def alternatives(codec: TextCodec, top: Sequence[tuple[int, float]]) -> Json:
@@ -84,8 +113,10 @@ def alternatives(codec: TextCodec, top: Sequence[tuple[int, float]]) -> Json:
     return told
 
 
-def _rows(tokens: Sequence[int], scores: PromptScores | None,
-          most: int) -> Sequence[tuple[int, float, int, Sequence[tuple[int, float]]]]:
-    if scores is None:
-        return ()
-    return list(zip(tokens[1:], scores.logprobs, scores.ranks, scores.tops(most), strict=True))
+def _parts(values: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (values[first : first + AT_ONCE] for first in range(0, len(values), AT_ONCE))
+
+
+def _written(parts: Iterable[list[Any]]) -> orjson.Fragment:
+    """One list of all of them, which are made one by one."""
+    return orjson.Fragment(b"[%b]" % b",".join([orjson.dumps(part)[1:-1] for part in parts if part]))

@@ -167,8 +167,7 @@ class TextReply:
         shown = "" if scored is None else scored.text(number)
         logprobs = self._logprobs_of(tokens, self._lengths.get(number, len(shown))) if self._logprobs else None
         if logprobs is not None and scored is not None and scored.echoed is not None:
-            before = scored.columns(number, deltas[0].prompt)
-            logprobs = {name: before[name] + column for name, column in logprobs.items()}
+            logprobs = scored.columns(number, deltas[0].prompt, logprobs)
         text = shown + "".join(delta.text for delta in deltas)
         self._lengths[number] = self._lengths.get(number, 0) + len(text)
         choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": deltas[-1].finish or None}

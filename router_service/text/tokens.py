@@ -27,7 +27,6 @@ import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,7 +264,7 @@ class TextDelta(NamedTuple):
     tokens: tuple[AnswerToken, ...] = ()
     finish: Finish = ""
     num_tokens: int = 0
-    prompt: PromptScores | None = None  # of all of the prompt, where it is scored; in the first delta
+    prompt: tuple[PromptScores, ...] = ()  # of all of the prompt, where it is scored; in the first delta
 
     def __repr__(self) -> str:
         return f"TextDelta(num_tokens={self.num_tokens}, finish={self.finish!r})"
@@ -341,7 +340,7 @@ class Completion:
         self._score(piece)
         delta = self._take(piece)
         if self._unscored:
-            delta = delta._replace(prompt=_joined(self._scores, self._unscored))
+            delta = delta._replace(prompt=_whole(self._scores, self._unscored))
             self._scores, self._unscored = [], 0
         if delta.finish:
             self.finished = True
@@ -426,14 +425,13 @@ class Completion:
         return TextDelta(text + tail, tuple(tokens), finish, num_tokens)
 
 
-def _joined(parts: Sequence[PromptScores], count: int) -> PromptScores:
-    """Of parts that follow one another: of so many tokens, from the second on. Raises Unavailable where they are of
+def _whole(parts: Sequence[PromptScores], count: int) -> tuple[PromptScores, ...]:
+    """Parts that follow one another: of so many tokens, from the second on. Raises Unavailable where they are of
     others."""
     ends = [1, *(part.start + len(part.logprobs) for part in parts)]
     if [part.start for part in parts] != ends[:-1] or ends[-1] != 1 + count:
         raise Unavailable("the target sent scores of other tokens than the prompt's")
-    each = ((part.logprobs, part.ranks, part.top_ids, part.top_logprobs) for part in parts)
-    return PromptScores(parts[0].start, *(tuple(chain.from_iterable(column)) for column in zip(*each, strict=True)))
+    return tuple(parts)
 
 
 class StopStrings:
