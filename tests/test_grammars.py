@@ -258,3 +258,24 @@ def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> N
         assert masks[0].tolist() == plain.masks(DraftTree.root_only(said + 1, 0))[0][0].tolist()
         assert matcher.commit([97]) == plain.commit([97]) == 1
     assert kept == [0], "it was let until the end, so nothing was tested"
+
+
+@pytest.mark.parametrize("lark", [
+    'start: T "b"? list{0,2}\nlist[max_tokens=3]: /Sa-f]+/\nT: "a".."f"', 'start: a "x"\na[stop="e"]: /[a-f]+/',
+    'start: a "x"\na[stop="e", max_tokens=2]: /[a-f]+/'])
+def test_a_grammar_that_counts_tokens_goes_on_alike_with_drafts_and_after_a_break(lark: str, tiny_folder: Path) -> None:
+    vocabulary, grammar = Vocabulary(load_tokenizer(tiny_folder), VOCAB), Grammar("lark", lark)
+    for seed in range(4):
+        dice, said = np.random.default_rng(seed), list[int]()
+        plain, drafted = (vocabulary.compile(grammar, Ends((EOS,))) for _ in range(2))
+        for base in range(1, 12):
+            right = allowed(plain.masks(DraftTree.root_only(base, 0))[0][0])
+            tree = chain(base, [right[-1], right[0], 83])
+            again = vocabulary.compile(grammar, Ends((EOS,)), said)
+            for matcher in (drafted, again):
+                masks, known = matcher.masks(tree.select(matcher.kept(tree)))
+                assert 0 in known and allowed(masks[0]) == right, (said, matcher.problem)
+            said.append(int(dice.choice(right)))
+            if said[-1] == EOS or not (plain.commit(said[-1:]) and drafted.commit(said[-1:])) or plain.ended:
+                break
+        assert len(said) > 1 and not drafted.problem

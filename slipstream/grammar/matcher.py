@@ -10,6 +10,9 @@ Rules:
    then, from the answer's tokens alone, ``RESTARTS`` times. Drafts make it build more than plain decoding does: what
    breaks when they had a part in it is counted apart, and after ``RESTARTS`` of these no tree is visited any more. So
    no draft ends an answer. For the same reason no two answers share what was built.
+5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
+   which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
+   mask computed before.
 
 It knows nothing about logits, engines or requests.
 """
@@ -41,7 +44,7 @@ class Ends:
 class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
-    __slots__ = ("_begun", "_broken", "_end", "_ends", "_matcher", "_restarts", "_row", "_row_at", "_tokens",
+    __slots__ = ("_begun", "_broken", "_end", "_ends", "_matcher", "_restarts", "_rolls", "_row", "_row_at", "_tokens",
                  "_visited", "_width")
 
     def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends) -> None:
@@ -56,6 +59,7 @@ class Matcher:
         self._restarts = 0
         self._broken = 0  # as often drafts had a part in it
         self._visited = False  # since it began, drafts have made it build something
+        self._rolls = True  # back
 
     @property
     def problem(self) -> str:
@@ -68,8 +72,15 @@ class Matcher:
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def begins(self) -> bool:
-        """Whether it allows anything at all."""
-        return self._compute() and not self.ended
+        """Whether it allows anything at all. To be asked first."""
+        if not self._compute() or self.ended:
+            return False
+        allowed = np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little"))
+        self._rolls = bool(len(allowed)) and bool(
+            self._matcher.try_consume_tokens([int(allowed[0])]) and self._matcher.rollback(1))
+        if not self._rolls:
+            self._matcher = self._begun()
+        return True
 
     def commit(self, tokens: Sequence[int]) -> int:
         """Go on by ``tokens`` as far as the grammar goes; returns how many those were. A token that only ends the
@@ -98,7 +109,7 @@ class Matcher:
     def _visit(self, tree: DraftTree) -> Iterator[tuple[int, int]]:
         """The nodes below the root that the grammar allows, and their levels, depth first. The matcher stands at each,
         but for one that ends the answer."""
-        if len(tree) == 1 or self._broken == RESTARTS:
+        if len(tree) == 1 or self._broken == RESTARTS or not self._rolls:
             return
         self._visited = True
         tokens, below = tree.token_list, _children(tree)
@@ -147,7 +158,7 @@ class Matcher:
 
     def _consume(self, token: int) -> bool:
         """Whether the grammar goes on by ``token``, which is part of the answer then, or broke."""
-        goes_on = bool(self._matcher.try_consume_tokens([token]))
+        goes_on = self._take([token])
         if goes_on or self._matcher.is_error():
             self._tokens.append(token)
         return goes_on or (self._matcher.is_error() and self._restart())
@@ -161,7 +172,13 @@ class Matcher:
         else:
             return False
         self._matcher, self._visited = self._begun(), False
-        return self._matcher.try_consume_tokens(self._tokens) == len(self._tokens)
+        return self._take(self._tokens)
+
+    def _take(self, tokens: Sequence[int]) -> bool:
+        """Have the grammar consume ``tokens``. False: it goes no further, or broke."""
+        if self._rolls:
+            return bool(self._matcher.try_consume_tokens(tokens) == len(tokens))
+        return all(self._compute() and self._matcher.try_consume_tokens([token]) for token in tokens)
 
 
 def _children(tree: DraftTree) -> dict[int, list[int]]:
