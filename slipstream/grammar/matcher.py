@@ -177,7 +177,7 @@ class Matcher:
     def _take(self, tokens: Sequence[int]) -> bool:
         """Have the grammar consume ``tokens``. False: it goes no further, or broke."""
         if self._rolls:
-            return bool(self._matcher.try_consume_tokens(tokens) == len(tokens))
+            return bool(self._matcher.try_consume_tokens([*tokens]) == len(tokens))
         return all(self._compute() and self._matcher.try_consume_tokens([token]) for token in tokens)
 
 
