@@ -5,6 +5,7 @@ Rules:
 2. A piece that is killed is cut off at once and for good, in the midst of whatever it says, as a dead process is; what
    starts in its place begins anew.
 3. Each piece of the fleet is reached through relays of its own, one for each that dials it.
+4. Beside it stand calm routers, which nothing befalls: they say what is right (``reference``).
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from bench.fleet import free_port
-from bench.timed import draft as timed_draft
 from draft_service.__main__ import host as host_draft
+from draft_service.assembly import assemble as assemble_draft
 from router_service.service import RouterService
 from slipstream.base.config import Config, load
-from slipstream.simulate.timed import Device, TimedModel, Timing
+from slipstream.grammar.trial import Trial
+from slipstream.protocol.requests import Backend
+from slipstream.protocol.session import LEASE_S
+from slipstream.simulate.timed import Device, Timing
 from slipstream.wire.drafts import Drafts
 from slipstream.wire.target import TargetClient
 from target_service.__main__ import host as host_target
 from target_service.assembly import Target, assemble
+from target_service.grammars import Grammars
+from tests_chaos.model import WordyModel, drafter, folder, vocabulary
+from tests_chaos.reference import CONTEXT, Reference
 from tests_chaos.relay import Relay
 
 ROUTERS, TARGETS, DRAFTS = 2, 3, 3
 # Two sets of weights: the text of each is a law of its own.
 OLD, NEW = Timing(step_s=0.002, draft_s=0.0004, seed=3), Timing(step_s=0.002, draft_s=0.0004, seed=4)
-COMMON = ("model.path=smollm2-135m", "target.slots=16384", "target.max_context=4096", "target.drain_s=0.5",
+COMMON = (f"model.path={folder()}", "target.slots=16384", f"target.max_context={CONTEXT}", "target.drain_s=0.5",
           "target.prompt_lookup=false", "draft.run_ahead=16", "log.level=error")
 LOOSE = ("listen=127.0.0.1:0", "metrics_listen=127.0.0.1:0")
 
@@ -84,7 +91,7 @@ class DraftPiece(Piece):
 
     async def work(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         config = settings(f"draft.listen=127.0.0.1:{self.port}", "draft.metrics_listen=127.0.0.1:0")
-        self.made = timed_draft(config, self.timing, Device())
+        self.made = assemble_draft(drafter(self.timing, config.draft.max_sessions), "", LEASE_S, config.draft.run_ahead)
         await host_draft(config, self.made, stop, ready)
 
 
@@ -96,15 +103,22 @@ class TargetPiece(Piece):
         self.timing = OLD
         self._drafts = drafts
         self.made: Target | None = None
+        self._trial = Trial(folder())
 
     async def work(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         config = settings(f"target.listen=127.0.0.1:{self.port}", "target.metrics_listen=127.0.0.1:0",
                           f"target.drafts={[relay.address for relay in self._drafts]}")
         known: list[Drafts] = []
         self.made = await asyncio.to_thread(
-            assemble, config, TimedModel(self.timing, Device()), "timed", "", asyncio.get_running_loop(),
-            lambda: [status for drafts in known for status in drafts.statuses()], str(self.timing.seed))
+            assemble, config, WordyModel(self.timing, Device()), "timed", "", asyncio.get_running_loop(),
+            lambda: [status for drafts in known for status in drafts.statuses()], str(self.timing.seed),
+            Grammars(vocabulary(), self._trial))
         await host_target(config, self.made, known, stop, ready)
+
+    @property
+    def children(self) -> list[int]:
+        """Processes of its own."""
+        return [] if self._trial.child is None else [self._trial.child.pid]
 
 
 class RouterPiece(Piece):
@@ -117,7 +131,7 @@ class RouterPiece(Piece):
     async def work(self, stop: asyncio.Event, ready: Callable[[], None]) -> None:
         config = settings(*(f"router.{setting}" for setting in (*LOOSE, "grpc_listen=127.0.0.1:0", "drain_s=0.5")))
         clients = {relay.address: TargetClient(relay.address) for relay in self._targets}
-        service = RouterService(config, clients)
+        self._service = service = RouterService(config, clients)
         try:
             await service.start()
             self.ports = service.http_port, service.grpc_port
@@ -133,12 +147,37 @@ class RouterPiece(Piece):
         for relay, port in zip(self.relays, self.ports, strict=True):
             relay.to = port
 
+    @property
+    def children(self) -> list[int]:
+        """Processes of its own: one tries grammars, the other renders conversations."""
+        gateway = self._service.gateway
+        trial, template = gateway._trial.child, gateway.codec._template
+        return [*([] if trial is None else [trial.pid]), *([] if template is None else [template.pid])]
+
+
+class Calm:
+    """A router whose only target is the reference. ``addresses`` by the way to it."""
+
+    def __init__(self, target: Backend) -> None:
+        own = settings(*(f"router.{setting}" for setting in (*LOOSE, "grpc_listen=127.0.0.1:0")))
+        self._service = RouterService(own, {"t0": target})
+        self.addresses: dict[str, str] = {}
+
+    async def start(self) -> None:
+        await self._service.start()
+        self.addresses = {"http": f"127.0.0.1:{self._service.http_port}",
+                          "grpc": f"127.0.0.1:{self._service.grpc_port}"}
+
+    async def end(self) -> None:
+        await self._service.drain(0.0)
+
 
 class Fleet:
     """All of it. ``between[name of who dials, name of who listens]`` is their relay."""
 
     def __init__(self) -> None:
         self.between: dict[tuple[str, str], Relay] = {}
+        self.calm = {timing.seed: Calm(Reference(timing)) for timing in (OLD, NEW)}
         self.drafts = [DraftPiece(f"draft-{n}", [self._relay(f"target-{t}", f"draft-{n}") for t in range(TARGETS)])
                        for n in range(DRAFTS)]
         self.targets = [TargetPiece(f"target-{n}", [self._relay(f"router-{r}", f"target-{n}") for r in range(ROUTERS)],
@@ -174,7 +213,7 @@ async def running() -> AsyncIterator[Fleet]:
     for relay in fleet.between.values():
         await relay.start()
     try:
-        for piece in fleet.pieces:
+        for piece in (*fleet.calm.values(), *fleet.pieces):
             await piece.start()
         yield fleet
     finally:
@@ -182,6 +221,8 @@ async def running() -> AsyncIterator[Fleet]:
         for piece in reversed(fleet.pieces):
             with contextlib.suppress(Exception):
                 await piece.end()
+        for calm in fleet.calm.values():
+            await calm.end()
         for relay in fleet.between.values():
             await relay.close()
 

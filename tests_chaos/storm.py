@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import IO, cast
@@ -24,7 +26,7 @@ from slipstream.observe.log import configure
 from slipstream.wire.link import DraftServicer
 from slipstream.wire.server import GrpcServer
 from tests.hostile import HostileDraft
-from tests_chaos.fleet import COMMON, NEW, OLD, Fleet, Piece, TargetPiece, settings
+from tests_chaos.fleet import COMMON, NEW, OLD, Fleet, Piece, RouterPiece, TargetPiece, settings
 from tests_chaos.history import WITHIN_S, Answer, Fault, History
 from tests_chaos.relay import Relay
 
@@ -51,7 +53,8 @@ async def befall(fleet: Fleet, history: History) -> Outcome:
     for task in late:
         task.cancel()
     ended = await asyncio.gather(*reading, return_exceptions=True)
-    faults = [str(end) if isinstance(end, Exception) else answer.fault(frozenset(weights))
+    faults = [f"{type(end).__name__}: {end}" if isinstance(end, Exception) else
+              await answer.fault_beside([fleet.calm[seed].addresses[answer.ask.way] for seed in sorted(weights)])
               for answer, end in zip(answers, ended, strict=True)]
     await fleet.check()
     return Outcome(answers, [(answer, fault) for answer, fault in zip(answers, faults, strict=True) if fault])
@@ -65,6 +68,8 @@ async def _strike(fleet: Fleet, fault: Fault) -> None:
             await _replace(pieces[fault.victim[0]], fault)
         case "flood":
             await _flood(pieces[fault.victim[0]], fault)
+        case "child":
+            await _orphan(pieces[fault.victim[0]], fault)
         case "clock":
             with mock.patch.object(time, "time", _jumping(fault)):
                 await asyncio.sleep(fault.seconds)
@@ -105,6 +110,20 @@ async def _flood(piece: Piece, fault: Fault) -> None:
     await server.drain(0.0)
     if not piece.runs:
         await piece.start()
+
+
+async def _orphan(piece: Piece, fault: Fault) -> None:
+    """A process that it has for itself dies, or stands still."""
+    assert isinstance(piece, RouterPiece | TargetPiece)
+    random, own = Random(fault.seed), piece.children
+    if not piece.runs or not own:
+        return
+    child, stopped = random.choice(own), random.random() < 0.5
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGSTOP if stopped else signal.SIGKILL)
+    await asyncio.sleep(fault.seconds)
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGCONT)
 
 
 async def _fail(relays: list[Relay], fault: Fault) -> None:

@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from slipstream.observe.log import configure
+from tests_chaos.asks import plain
 from tests_chaos.fleet import Fleet, running, settings
-from tests_chaos.history import Answer, Ask, drawn, streams
+from tests_chaos.history import Answer, drawn
+from tests_chaos.model import FIRST
 from tests_chaos.storm import befall
 
 CALM_EVERY = 10  # histories; in between a fleet may limp
@@ -27,13 +30,14 @@ async def test_every_answer_is_right(request: pytest.FixtureRequest, capsys: pyt
 
     seen = await suffered(first, count, told)
     told(f"\n{count} histories from seed {first}: {dict(sorted(seen.items()))}\n")
-    assert seen["whole"] > sum(amount for what, amount in seen.items() if not what.startswith("fault")) / 2
+    assert seen["whole"] > sum(seen[what] for what in ("client left", "beginning", "refused"))
 
 
 async def suffered(first: int, count: int, told: Callable[[str], None]) -> Counter[str]:
     """What became of the answers of ``count`` histories, and what befell them. Raises AssertionError at the first that
     is wrong."""
     configure(settings().log)
+    torch.set_num_threads(1)  # a step has few rows, and the fleet a thread for each engine
     seen: Counter[str] = Counter()
     async with running() as fleet:
         for number, seed in enumerate(range(first, first + count), 1):
@@ -42,6 +46,8 @@ async def suffered(first: int, count: int, told: Callable[[str], None]) -> Count
             assert not outcome.wrong, f"seed {seed}: {outcome.wrong}\n{history.faults}"
             seen += Counter(kind(answer) for answer in outcome.answers)
             seen += Counter(f"fault: {fault.kind}" for fault in history.faults)
+            seen += Counter(f"whole: {answer.ask.kind}" for answer in outcome.answers if answer.whole)
+            seen["picked up"] += sum(answer.whole and answer.returned > 0 for answer in outcome.answers)
             if number % CALM_EVERY == 0:
                 await calm(fleet)
                 told(f"\r{number} of {count} histories, {seen['whole']} whole answers")
@@ -53,12 +59,12 @@ async def calm(fleet: Fleet) -> None:
     """After a storm each router answers again by itself, and nothing is left behind."""
     for router in range(len(fleet.routers)):
         for _ in range(600):
-            answer = Answer(Ask(0, 0.0, router, "grpc", streams()[0], 40, True, 0))
+            answer = Answer(plain(0, 0.0, router, "grpc", FIRST, 40))
             await answer.read(fleet)
-            if answer.finish:
+            if answer.whole:
                 break
             await asyncio.sleep(0.1)
-        assert answer.finish, f"router {router} does not come back: {answer.error}"
+        assert answer.whole, f"router {router} does not come back: {answer.error}"
     for target in fleet.targets:
         assert target.made is not None
         for _ in range(600):
@@ -70,6 +76,6 @@ async def calm(fleet: Fleet) -> None:
 
 
 def kind(answer: Answer) -> str:
-    if answer.finish:
+    if answer.whole:
         return "whole"
-    return "client left" if answer.left else "beginning" if answer.text else "refused"
+    return "client left" if answer.left else "beginning" if answer.heard.tracks else "refused"
