@@ -193,7 +193,6 @@ class TlsValues(Section):
     enabled: bool = True
     existingSecret: str = Field("", description="with tls.crt, tls.key and ca.crt, good for the names of all services")
     certManager: CertManagerValues = CertManagerValues()
-    serverName: str = Field("", description="what all certificates of existingSecret bear; empty: the services' names")
     allowedNames: list[str] = Field([], description="targets and drafts take only clients that show one of these; "
                                                     "empty: routers' and targets' names with certManager, else anyone "
                                                     "with a certificate of ca.crt")

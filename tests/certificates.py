@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.wire.tls import TlsFiles
+from slipstream.wire.tls import NAMES, TlsFiles
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
 
@@ -19,6 +19,14 @@ def authority(folder: Path, name: str = "ca") -> Path:
     """A folder that signs."""
     folder.mkdir()
     run(folder, f"req -x509 {KEY} -days 2 -keyout ca.key -out ca.pem -subj /CN={name}")
+    return folder
+
+
+def laid(files: TlsFiles, folder: Path) -> Path:
+    """``folder``, with these files in it as a service looks for them."""
+    folder.mkdir()
+    for name, file in zip(NAMES, (files.certificate, files.key, files.authority), strict=True):
+        (folder / name).write_bytes(file.read_bytes())
     return folder
 
 

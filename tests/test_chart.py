@@ -38,7 +38,7 @@ WRONG = {
     "two sources of certificates": (("tls.insecurePlaintext=false", "tls.enabled=true", "tls.existingSecret=mine",
                                      "tls.certManager.enabled=true", "tls.certManager.issuerName=i"),
                                     'tls.existingSecret is "mine" but tls.certManager.enabled is true'),
-    "names without tls": (("tls.allowedNames={a}",), "tls.serverName or tls.allowedNames is set"),
+    "names without tls": (("tls.allowedNames={a}",), "tls.allowedNames is set"),
     "no issuer": (("tls.insecurePlaintext=false", "tls.enabled=true", "tls.certManager.enabled=true"),
                   "tls.certManager.issuerName is empty"),
     "HPA and KEDA": (("discovery.enabled=true", "target.autoscaling.hpa.enabled=true",
@@ -148,7 +148,7 @@ def test_services_read_their_files(profile: str, tmp_path: Path) -> None:
         file.write_text(only(objects, "ConfigMap", name)["data"]["slipstream.yaml"])
         config = load(file)
         assert config.model.path.startswith("/models/")
-        assert (config.wire.tls.certificate != "") == (profile != "cpu")
+        assert (config.wire.tls.folder != "") == (profile != "cpu")
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
@@ -355,7 +355,7 @@ def test_a_target_may_have_vllms_engine(profile: str, tmp_path: Path) -> None:
     assert asked["tensor_parallel_size"] == int(gpus) and asked["max_num_seqs"] == config.target.max_sessions
     slipstream = asked["additional_config"]["slipstream"]
     assert slipstream["layers"] and slipstream["drafts"] == list(config.target.drafts)
-    assert slipstream["tls"]["certificate"] == config.wire.tls.certificate != ""
+    assert slipstream["tls"]["folder"] == config.wire.tls.folder != ""
     assert 1 <= asked["speculative_config"]["num_speculative_tokens"] <= 8
 
 
@@ -450,11 +450,10 @@ def test_names_of_a_secret_of_ones_own() -> None:
     own = ("--set", "tls.certManager.enabled=false", "--set", "tls.certManager.issuerName=", "--set",
            "tls.existingSecret=mine")
     quiet = rendered("h100", *own)
-    named = rendered("h100", *own, "--set", "tls.serverName=all.llm", "--set", "tls.allowedNames={all.llm}")
+    named = rendered("h100", *own, "--set", "tls.allowedNames={all.llm}")
     for name in deployments(quiet):
-        assert not {"server_name", "allowed_names"} & set(settings(quiet, name)["wire"]["tls"])
-        tls = settings(named, name)["wire"]["tls"]
-        assert tls["server_name"] == "all.llm" and ("allowed_names" in tls) == (name != "r-slipstream-router")
+        assert "allowed_names" not in settings(quiet, name)["wire"]["tls"]
+        assert ("allowed_names" in settings(named, name)["wire"]["tls"]) == (name != "r-slipstream-router")
 
 
 def test_the_test_pod_asks_as_clients_do() -> None:

@@ -38,6 +38,10 @@ from slipstream.cli.process import places
     ("router.targets=[one]", "router.targets: 'one' is not host:port, such as 127.0.0.1:8000"),
     ("router.targets=['kubernetes:///target:8051']",
      "router.targets: 'kubernetes:///target:8051' is not kubernetes:///SERVICE.NAMESPACE:PORT"),
+    ("wire.tls.key=tls.key", "wire.tls.key: is no setting any more; write wire.tls.folder: tls.crt, tls.key and ca.crt "
+                             "stand in it"),
+    ("wire.tls.server_name=a", "wire.tls.server_name: is no setting any more; a server's certificate bears the name "
+                               "that is dialled"),
     ("wire.tls.allowed_names=me", "wire.tls.allowed_names: write a list, as in [one, two]; [] for none"),
     ("router", "--set router: write section.key=value"),
 ])

@@ -19,7 +19,7 @@ from slipstream.base.errors import ConfigError
 from slipstream.cli.commands import app
 from slipstream.cli.host import first_key
 from slipstream.cli.process import joined
-from tests.certificates import authority, issue, needs_openssl
+from tests.certificates import authority, issue, laid, needs_openssl
 from tests.test_cli import on_free_ports, read_until
 
 WALKED = {"listen", "grpc_listen", "metrics_listen", "targets", "api_keys_file", "model_name", "strict"}
@@ -50,12 +50,11 @@ def test_the_first_key_of_a_file_is_a_word_of_a_line(tmp_path: Path) -> None:
 @needs_openssl
 @pytest.mark.parametrize("command", [["run", "Hello!", "--max-tokens", "24"], ["serve"]], ids=["run", "serve"])
 def test_a_launch_and_its_clients_with_all_of_them(command: list[str], tiny_folder: Path, tmp_path: Path) -> None:
-    keys, files = tmp_path / "keys", issue(authority(tmp_path / "ca"), "services")
+    keys, folder = tmp_path / "keys", laid(issue(authority(tmp_path / "ca"), "services"), tmp_path / "tls")
     keys.write_text("# keys\nopen-sesame\n")
     overrides = [setting.replace("127.0.0.1", "0.0.0.0") for setting in on_free_ports()]
     settings = (*overrides, f"model.path={tiny_folder}", "model.dtype=float32", "model.threads=1",
-                "wire.insecure_allow_plaintext=true", f"wire.tls.certificate={files.certificate}",
-                f"wire.tls.key={files.key}", f"wire.tls.authority={files.authority}", f"router.api_keys_file={keys}",
+                "wire.insecure_allow_plaintext=true", f"wire.tls.folder={folder}", f"router.api_keys_file={keys}",
                 "router.model_name=ours", "router.strict=true")
     flags = [part for setting in settings for part in ("--set", setting)]
     process = subprocess.Popen([sys.executable, "-m", "slipstream", *command, "--logs", str(tmp_path / "logs"), *flags],

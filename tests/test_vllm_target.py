@@ -45,7 +45,7 @@ ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs",
              "tensor_parallel_size", "structured_outputs_config", "speculative_config", "additional_config",
              "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
-PLAIN = {"certificate": "", "key": "", "authority": "", "server_name": "", "allowed_names": []}
+PLAIN = {"folder": "", "allowed_names": []}
 
 
 class Refused(Exception):
@@ -529,8 +529,7 @@ def test_settings_become_vllms_arguments() -> None:
                                              "always": False, "rounds": "/r", "layers": [2], "kubeconfig": "",
                                              "tls": PLAIN}, "other": 1},
     }
-    secured = settings("log.spans=http://collector:4317", "wire.tls.certificate=a", "wire.tls.key=b",
-                       "wire.tls.authority=c", "wire.tls.allowed_names=[router]")
+    secured = settings("log.spans=http://collector:4317", "wire.tls.folder=a", "wire.tls.allowed_names=[router]")
     followed = Options.of(arguments(secured, Path("/m"), "m", ARGUMENTS, Path("/r"))["additional_config"]["slipstream"])
     assert followed.rounds == "/r" and followed.tls == secured.wire.tls, "what we write, a worker reads"
     for plainly in ("target.drafts=[]", "target.policy.max_nodes=0"):

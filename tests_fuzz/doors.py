@@ -288,7 +288,7 @@ def settings(data: bytes) -> None:
 
 def settings_seeds() -> Iterator[bytes]:
     yield b"model: {path: tiny, dtype: float32}\ntarget: {drafts: ['127.0.0.1:1'], policy: {max_nodes: 8}}\n"
-    yield b"target:\n  engine: {vllm: {a: 1}}\nwire: {tls: {certificate: a, key: b, authority: c}}\n"
+    yield b"target:\n  engine: {vllm: {a: 1}}\nwire: {tls: {folder: a, allowed_names: [b]}}\n"
 
 
 DOORS: dict[str, Door] = {

@@ -14,8 +14,9 @@ from openai import AsyncOpenAI
 
 from bench.fleet import Process, free_port
 from slipstream.cli.process import answers
+from slipstream.wire.tls import NAMES as NAMES_OF_FILES
 from slipstream.wire.tls import TlsFiles
-from tests.certificates import authority, issue, needs_openssl, replace_files
+from tests.certificates import authority, issue, laid, needs_openssl, replace_files
 from tests.tiny import write_tiny_model
 from tests_k8s.fleet import Fleet, asking, fleet
 
@@ -24,23 +25,23 @@ NAME = "services.ns.svc"
 NAMES = f"IP:127.0.0.1,DNS:{NAME}"
 
 
-def shown(files: TlsFiles | None) -> list[str]:
-    """Settings of a process that shows these."""
-    if files is None:
+def shown(folder: Path | None) -> list[str]:
+    """Settings of a process that shows what is in it."""
+    if folder is None:
         return []
-    return [f"wire.tls.certificate={files.certificate}", f"wire.tls.key={files.key}",
-            f"wire.tls.authority={files.authority}", f"wire.tls.allowed_names=['{NAME}']"]
+    return [f"wire.tls.folder={folder}", f"wire.tls.allowed_names=['{NAME}']"]
 
 
 @asynccontextmanager
-async def peer(services: Fleet, model: Path, files: TlsFiles | None, folder: Path) -> AsyncIterator[tuple[int, Path]]:
+async def peer(services: Fleet, model: Path, certificates: Path | None,
+               folder: Path) -> AsyncIterator[tuple[int, Path]]:
     """One more router at the same target, once it has asked it. Yields the status of its health, and its log."""
     ports, log = [free_port() for _ in range(3)], folder / f"peer-{free_port()}.log"
     process = Process("router_service", [f"model.path={model}",
                                          f"router.targets=['127.0.0.1:{services.ports['target']}']",
                                  *(f"router.{name}=127.0.0.1:{port}" for name, port in zip(
                                      ("listen", "grpc_listen", "metrics_listen"), ports, strict=True)),
-                                 *shown(files)], ports[2], log)
+                                 *shown(certificates)], ports[2], log)
     process.start()
     try:
         async with asyncio.timeout(300):
@@ -55,13 +56,14 @@ async def peer(services: Fleet, model: Path, files: TlsFiles | None, folder: Pat
 async def test_strangers_are_refused_and_new_certificates_taken_under_load(tmp_path: Path) -> None:
     ours, theirs, model = authority(tmp_path / "ours"), authority(tmp_path / "theirs"), write_tiny_model(tmp_path / "m")
     first, both = issue(ours, "first", NAMES), tmp_path / "both.pem"
-    files = TlsFiles(*(tmp_path / f"live.{part}" for part in ("pem", "key", "ca")))
-    replace_files(files, first)
+    live = laid(first, tmp_path / "live")
+    files = TlsFiles(*(live / name for name in NAMES_OF_FILES))
     both.write_bytes((ours / "ca.pem").read_bytes() + (theirs / "ca.pem").read_bytes())
-    strangers = {"none": None, "expired": issue(ours, "late", NAMES, days=-1),
-                 "another name": issue(ours, "other", "IP:127.0.0.1,DNS:other.ns.svc"),
-                 "another authority": replace(issue(theirs, "foreign", NAMES), authority=first.authority)}
-    settings = (f"model.path={model}", "router.model_name=tiny", "draft.drafter=ngram", *shown(files))
+    strangers = {"none": None, "expired": laid(issue(ours, "late", NAMES, days=-1), tmp_path / "late"),
+                 "another name": laid(issue(ours, "other", "IP:127.0.0.1,DNS:other.ns.svc"), tmp_path / "other"),
+                 "another authority": laid(replace(issue(theirs, "foreign", NAMES), authority=first.authority),
+                                           tmp_path / "foreign")}
+    settings = (f"model.path={model}", "router.model_name=tiny", "draft.drafter=ngram", *shown(live))
     # Of two drafts one shows a certificate that has ended: it is never spoken to.
     own = {"late": shown(strangers["expired"])}
     async with fleet(tmp_path, ("good", "late"), settings=settings, own=own) as services:
@@ -82,8 +84,9 @@ async def test_strangers_are_refused_and_new_certificates_taken_under_load(tmp_p
                 replace_files(files, step)
                 await asyncio.sleep(2)  # files are looked at every second
                 await load.until(drafted=True)
-            for name, stranger, expected in (("old", first, 503), ("new", fresh, 200)):
-                async with peer(services, model, replace(stranger, authority=both), tmp_path) as (status, log):
+            for name, shows, expected in (("old", first, 503), ("new", fresh, 200)):
+                certificates = laid(replace(shows, authority=both), tmp_path / name)
+                async with peer(services, model, certificates, tmp_path) as (status, log):
                     assert status == expected, f"{name}: {log.read_text()}"
             services.processes["good"].stop()  # its next handshake is with new certificates alone
             services.processes["good"].start()

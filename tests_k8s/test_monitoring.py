@@ -19,7 +19,7 @@ from deploy.alerts import ALERTS
 from deploy.dashboards import BOARDS
 from deploy.dashboards.panels import Dashboard
 from deploy.dashboards.picture import Drawn, picture
-from tests.certificates import authority, issue, needs_openssl
+from tests.certificates import authority, issue, laid, needs_openssl
 from tests.kube import ROOT, only, program, rendered
 from tests.tiny import write_tiny_model
 from tests_k8s.fleet import fleet
@@ -46,12 +46,11 @@ class Run:
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
     """Router, target and draft with TLS between them, scraped while they answer."""
     folder = tmp_path_factory.mktemp("monitoring")
-    tls = issue(authority(folder / "ca"), "all", days=90)
+    tls = laid(issue(authority(folder / "ca"), "all", days=90), folder / "tls")
     draft = write_tiny_model(folder / "draft", noise=0.05)
     settings = (f"model.path={write_tiny_model(folder / 'tiny')}", "router.model_name=tiny",
                 "draft.drafter=standalone", f"draft.model={draft}", "draft.dtype=float32",
-                "draft.growth.num_steps=4", "draft.growth.topk=2", f"wire.tls.certificate={tls.certificate}",
-                f"wire.tls.key={tls.key}", f"wire.tls.authority={tls.authority}")
+                "draft.growth.num_steps=4", "draft.growth.topk=2", f"wire.tls.folder={tls}")
     async with AsyncExitStack() as opened:
         services = await opened.enter_async_context(fleet(folder, ("draft",), settings=settings))
         for name in services.processes:

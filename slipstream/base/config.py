@@ -59,6 +59,12 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "less_than": "must be below {lt:g}",
     "less_than_equal": "must be at most {le:g}",
 })
+_FOLDER = "write wire.tls.folder: tls.crt, tls.key and ca.crt stand in it"
+# Settings that went -> what to write instead.
+GONE: Mapping[str, str] = MappingProxyType({
+    "wire.tls.certificate": _FOLDER, "wire.tls.key": _FOLDER, "wire.tls.authority": _FOLDER,
+    "wire.tls.server_name": "a server's certificate bears the name that is dialled",
+})
 LONGEST = 80  # characters of a wrong value that are shown
 
 
@@ -171,23 +177,19 @@ class RouterSection(Section):
 
 
 class TlsSection(Section):
-    """Mutual TLS between the services: three PEM files, or none for plain text."""
+    """Mutual TLS between the services. A server shows the name that is dialled, pods of a kubernetes:/// address
+    SERVICE.NAMESPACE.svc."""
 
-    certificate: str = Field("", description="what this service shows, as server and as client")
-    key: str = ""
-    authority: str = Field("", description="who must have signed what the others show")
-    server_name: str = Field("", description="the name that servers must show; empty: the one dialled, and for pods "
-                                             "of a kubernetes:/// address SERVICE.NAMESPACE.svc")
+    folder: str = Field("", description="with three PEM files: tls.crt and tls.key, what this service shows, as server "
+                                        "and as client, and ca.crt, who must have signed what the others show; empty: "
+                                        "plain text")
     allowed_names: tuple[str, ...] = Field((), description="names (DNS, URI) that clients must show one of; empty: "
                                                            "whoever the authority signed")
 
     @model_validator(mode="after")
     def _whole(self) -> TlsSection:
-        given = (self.certificate, self.key, self.authority)
-        if any(given) and not all(given):
-            raise ValueError("give certificate, key and authority, or none of them")
-        if (self.allowed_names or self.server_name) and not all(given):
-            raise ValueError("allowed_names and server_name need certificate, key and authority")
+        if self.allowed_names and not self.folder:
+            raise ValueError("allowed_names need a folder with certificates")
         return self
 
 
@@ -263,6 +265,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _mistake(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "configuration"
     if problem["type"] == "extra_forbidden":
+        if key in GONE:
+            return f"{key}: is no setting any more; {GONE[key]}"
         known = _keys_at([str(part) for part in problem["loc"][:-1]])
         near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; " + (f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}")

@@ -6,7 +6,7 @@ Rules:
    any case being the same; the common name counts only where there is no alternative name.
 2. Replaced files need no restart: a server looks at them at every new connection, a client when it opens a channel,
    which a draft link does for every stream and a target's client when the files change. Connections that are open stay.
-3. A client checks the server's name: the one dialled, unless ``server_name`` says another.
+3. A client checks the server's name: the one dialled, or the service's whose pod it is.
 4. Of a certificate of ours only the way to its end is parsed (RFC 5280, section 4.1: Certificate, tbsCertificate,
    validity, notAfter); that it holds together is TLS's business.
 
@@ -32,6 +32,7 @@ from slipstream.base.config import TlsSection
 from slipstream.base.errors import ConfigError
 from slipstream.base.stamp import Stamp, stamp
 
+NAMES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes' secrets have them
 LOOK_S = 10.0
 MAX_REMEMBERED = 256  # clients that were refused
 SEQUENCE, UTC_TIME, GENERALIZED_TIME, VERSION = 0x30, 0x17, 0x18, 0xA0
@@ -41,14 +42,14 @@ SEQUENCE, UTC_TIME, GENERALIZED_TIME, VERSION = 0x30, 0x17, 0x18, 0xA0
 class TlsFiles:
     """PEM files: the certificate chain shown, its private key, and the authorities trusted; and names.
 
-    ``server_name``: what servers must show, "" for the name that is dialled. ``allowed_names``: of which clients must
-    show one, () for anybody whom the authority signed."""
+    ``allowed_names``: of which clients must show one, () for anybody whom the authority signed. ``server_name``: what
+    the server that is dialled must show, "" for the name by which that is."""
 
     certificate: Path
     key: Path
     authority: Path
-    server_name: str = ""
     allowed_names: tuple[str, ...] = ()
+    server_name: str = ""
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """(certificate, key, authority). Raises ConfigError naming the file."""
@@ -64,17 +65,16 @@ class TlsFiles:
 
 
 def tls_files(section: TlsSection) -> TlsFiles | None:
-    """The files that the configuration names; None for plain text."""
-    if not section.certificate:
+    """The files that stand where the configuration says; None for plain text."""
+    if not section.folder:
         return None
-    return TlsFiles(Path(section.certificate), Path(section.key), Path(section.authority), section.server_name,
-                    section.allowed_names)
+    certificate, key, authority = (Path(section.folder) / name for name in NAMES)
+    return TlsFiles(certificate, key, authority, section.allowed_names)
 
 
 def dialling(files: TlsFiles | None, name: str) -> TlsFiles | None:
-    """The same for a peer that is dialled by IP address and shows a certificate for ``name``; the configuration's
-    ``server_name`` comes first."""
-    return files if files is None or files.server_name else replace(files, server_name=name)
+    """The same for a peer that is dialled by IP address and shows a certificate for ``name``."""
+    return None if files is None else replace(files, server_name=name)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:

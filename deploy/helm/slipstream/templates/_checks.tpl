@@ -25,8 +25,8 @@
 {{- if and .certManager.enabled (not .certManager.issuerName) -}}
 {{- fail "tls.certManager.issuerName is empty: name the issuer that signs for this namespace" -}}
 {{- end -}}
-{{- if and (not .enabled) (or .serverName .allowedNames) -}}
-{{- fail "tls.serverName or tls.allowedNames is set but tls.enabled is false: names are checked by TLS alone" -}}
+{{- if and (not .enabled) .allowedNames -}}
+{{- fail "tls.allowedNames is set but tls.enabled is false: names are checked by TLS alone" -}}
 {{- end -}}
 {{- if and (not .enabled) (not .insecurePlaintext) -}}
 {{- fail "tls.enabled is false: to let the pods speak in plain text, say so with tls.insecurePlaintext=true" -}}

@@ -10,10 +10,7 @@
 {{- $config := .root.Values.config -}}
 {{- $wire := dict "insecure_allow_plaintext" .plaintext -}}
 {{- if .root.Values.tls.enabled -}}
-{{- $tls := dict "certificate" "/etc/slipstream-tls/tls.crt" "key" "/etc/slipstream-tls/tls.key" "authority" "/etc/slipstream-tls/ca.crt" -}}
-{{- with .root.Values.tls.serverName -}}
-{{- $_ := set $tls "server_name" . -}}
-{{- end -}}
+{{- $tls := dict "folder" "/etc/slipstream-tls" -}}
 {{- if and .client .root.Values.tls.allowedNames -}}
 {{- $_ := set $tls "allowed_names" .root.Values.tls.allowedNames -}}
 {{- else if and .client .root.Values.tls.certManager.enabled -}}
