@@ -20,7 +20,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers bench-load bench-router \
+.PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers bench-router \
 	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-early bench-network bench-vllm \
 	gpu gpu-bundle walk families demo-fallback docs chart k8s-tools k8s-cluster image triton clean
 
@@ -97,13 +97,10 @@ PEERS_WITHOUT := TESTS EXAMPLES APP
 bench: setup  ## Slipstream beside transformers and llama.cpp, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
 	$(BIN)/python -m bench.peers --peers $(PEERS) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
 
-bench-peers:  ## install what `make bench` and `make bench-load` compare and measure with: builds llama.cpp, minutes, once
+bench-peers:  ## install what `make bench` compares with: builds llama.cpp, minutes, once
 	test -x $(PEERS)/bin/python || "$(PYTHON)" -m venv $(PEERS)
 	LLAMA_CPP_BUILD_JOBS=$$(getconf _NPROCESSORS_ONLN) CMAKE_ARGS="$(PEERS_WITHOUT:%=-DLLAMA_BUILD_%=OFF)" \
 		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers/peers.txt
-
-bench-load: setup  ## aiperf against the router: time to the first token, between tokens, throughput at a few rates (see bench-peers)
-	$(BIN)/python -m bench.peers.load --peers $(PEERS) $(ARGS)
 
 bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
 	$(BIN)/python -m bench.traffic.routing $(ARGS)
@@ -151,7 +148,7 @@ gpu:  ## is the engine right on a GPU, and how fast is it? (STAGES="info decode"
 	export FLASHINFER_DISABLE_JIT=$${FLASHINFER_DISABLE_JIT-1}; $(GPU_PYTHON) -m bench.gpu $(if $(STAGES),--stages "$(STAGES)") $(ARGS)
 
 gpu-bundle: .venv/.project  ## what `make gpu` needs on a machine that has torch and no network, in build/gpu-bundle.tar.gz (ARGS="--flashinfer": prebuilt kernels too; ARGS=--rehearse: unpacked and run here)
-	$(BIN)/python -m bench.gpu.bundle $(ARGS)
+	$(BIN)/python -m deploy.bundle $(ARGS)
 
 walk: setup  ## files entered and Python calls of a round, and of a request until its first event (ARGS=--calls: functions)
 	$(BIN)/python -m bench.host.walk $(ARGS)

@@ -268,8 +268,9 @@ class Surface:
         if reached is not None:
             asked = asked.again(reached.origin.seed, reached.origin.identity)
         client, run = await self._begun(request, asked)
+        by_the_book = "text/event-stream" in request.headers.get("accept", "")
         origin = reached.origin if reached is not None else Origin(
-            run.id, run.created, asked.options.sampling.seed, run.identity)
+            run.id, run.created, asked.options.sampling.seed, run.identity if by_the_book else "")
         reply = reply_to(run, origin)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
@@ -348,9 +349,8 @@ class Surface:
 
     def _ids(self, request: Request, run: Run, origin: Origin, reached: Reached | None) -> EventIds | None:
         """None: nobody asks for them, or the answer could not be computed again."""
-        wanted = "text/event-stream" in request.headers.get("accept", "")
         again = origin.identity and run.job.num_answers == 1 and self._gateway.repeats(run.job.options)
-        if run.job.options.tells_prompt or (reached is None and not (wanted and again)):
+        if run.job.options.tells_prompt or (reached is None and not again):
             return None
         return EventIds(origin, check_of(request.scope[TENANT].namespace, run.job.prompts[0]), reached)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu.bundle import FLASHINFER, PACKAGES, expected, pack, pinned, wanted
+from deploy.bundle import FLASHINFER, PACKAGES, expected, pack, pinned, wanted
 
 LOCK = Path(__file__).parent.parent / "requirements.lock"
 

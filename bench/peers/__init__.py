@@ -1,1 +1,1 @@
-"""Slipstream beside what one would install instead, and under the load clients of others."""
+"""Slipstream beside what one would install instead."""

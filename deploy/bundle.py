@@ -100,7 +100,7 @@ def build(folder: Path) -> Path:
              f"FLASHINFER_WORKSPACE_BASE={builder / 'cache'}",
              f"FLASHINFER_EXTRA_LDFLAGS=-L{names} -Wl,--no-as-needed -lcudart"]
     for head_dim in HEAD_DIMS:
-        subprocess.run(["env", *world, sys.executable, "-m", "bench.gpu.bundle", "--compile", str(head_dim),
+        subprocess.run(["env", *world, sys.executable, "-m", "deploy.bundle", "--compile", str(head_dim),
                         str(builder / "aot")], check=True)
     archive = _pack(builder, folder / "flashinfer.tar.gz")
     with tempfile.TemporaryDirectory() as place, tarfile.open(archive) as packed:
@@ -108,7 +108,7 @@ def build(folder: Path) -> Path:
         bare = ["PATH=/nowhere", "FLASHINFER_DISABLE_JIT=1", f"FLASHINFER_CUDA_ARCH_LIST={ARCHITECTURE}",
                 f"FLASHINFER_WORKSPACE_BASE={place}", f"PYTHONPATH={Path.cwd()}:{place}:{builder}"]
         for head_dim in HEAD_DIMS:
-            subprocess.run(["env", *bare, sys.executable, "-m", "bench.gpu.bundle", "--load", str(head_dim),
+            subprocess.run(["env", *bare, sys.executable, "-m", "deploy.bundle", "--load", str(head_dim),
                             str(runtime)], check=True)
     return archive
 

@@ -1,4 +1,4 @@
-"""``python -m bench.peers.loglikelihood --lm-eval PYTHON``: questions of multiple choice, scored by lm-eval against
+"""``python -m tests_clients.loglikelihood --lm-eval PYTHON``: questions of multiple choice, scored by lm-eval against
 this server and by transformers. PYTHON: of an environment with ``lm-eval[api]``.
 
 Each question is asked as tokens and as text, of a server with drafts that answers others meanwhile, and of one without.
@@ -29,7 +29,7 @@ from slipstream.models.folder import resolve
 
 CLOSE = 1e-3
 NAME = "scored"
-PROGRAM = Path(__file__).parent / "loglikelihood_asked.py"
+PROGRAM = Path(__file__).parent / "programs" / "loglikelihood_asked.py"
 FACTS = (("capital of", (("France", "Paris"), ("Italy", "Rome"), ("Spain", "Madrid"), ("Japan", "Tokyo"),
                          ("Egypt", "Cairo"))),
          ("opposite of", (("hot", "cold"), ("big", "small"), ("early", "late"), ("wet", "dry"), ("loud", "quiet"))),
