@@ -122,6 +122,10 @@ def test_resolve_says_what_to_do(tmp_path: Path) -> None:
         resolve("smollm-135m", root=tmp_path)
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve(tmp_path)
+    with pytest.raises(ModelError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir"):
+        resolve("Qwen/Qwen3-0.6B")
+    with pytest.raises(ModelError, match="give the folder of safetensors"):
+        resolve(tmp_path / "model.Q4_1.gguf")
     with pytest.raises(ModelError, match="known: smollm2-135m"):
         prepare("gpt-99", tmp_path / "x", progress=False)
 

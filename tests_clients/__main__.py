@@ -29,8 +29,9 @@ MARKS = re.compile(r"<!-- clients -->\n.*?<!-- end -->", re.DOTALL)
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
     """What the page says: who works, with the number of things tried, and a line for each who does not."""
-    works = [f"{outcome.name} {outcome.version} ({len(outcome.works)})" for outcome in outcomes if not outcome.fails]
-    fails = [f"- {outcome.name} {outcome.version} fails: {_failures(outcome)}" for outcome in outcomes if outcome.fails]
+    works = [f"{outcome.name}=={outcome.version} ({len(outcome.works)})" for outcome in outcomes if not outcome.fails]
+    fails = [f"- {outcome.name}=={outcome.version} fails: {_failures(outcome)}" for outcome in outcomes
+             if outcome.fails]
     return "\n".join((", ".join(works) + ".", *fails))
 
 

@@ -53,8 +53,8 @@ CLIENTS = (
     Client("lm-eval", "lm_eval_.py", "loads"),
     Client("guidellm", "guidellm_.py", "loads"),
     Client("aiperf", "aiperf_.py", "loads"),
-    Client("sglang bench", "sglang_bench.py", "loads"),
-    Client("vllm bench", "vllm_bench.py", "vllm", "open"),
+    Client("sglang-bench", "sglang_bench.py", "loads"),
+    Client("vllm-bench", "vllm_bench.py", "vllm", "open"),
     Client("codex", "codex.mjs", "node", "scripted"),
     Client("canitoolcall", "canitoolcall_.py", server="scripted"),
 )
@@ -78,7 +78,7 @@ async def tried(client: Client, rooms: Mapping[str, Path], place: Place, logs: P
         outcome.fails["start"] = f"nothing is installed in {room}"
         return outcome
     command = await asyncio.to_thread(_command, client, room)
-    home = (logs / "home" / client.name.replace(" ", "-")).absolute()
+    home = (logs / "home" / client.name).absolute()
     home.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **place.environment, "HOME": str(home), "PWD": str(home),
                    "SLIPSTREAM_SCRATCH": str(home), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -20,6 +20,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -40,6 +41,7 @@ FORMAT = 1  # of a prepared folder; a change means that folders are prepared aga
 RECEIPT = "slipstream.json"
 MADE_FOR = "target_weights"  # in a head's config.json
 # Of a model folder: what its answers depend on. Pickles are read by other engines alone.
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 ANSWERING = ("config.json", "generation_config.json", "*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -143,6 +145,11 @@ def resolve(name_or_path: str | Path, root: Path | None = None, heads: Path = HE
     if folder.is_dir():
         raise ModelError(f"{folder}: no config.json in this folder; a model folder has config.json, tokenizer.json "
                          "and safetensors")
+    if name.endswith(".gguf"):
+        raise ModelError(f"{name}: a GGUF file is no model here; give the folder of safetensors that it was made from")
+    if HUB_NAME.fullmatch(name):
+        raise ModelError(f"no folder '{name}', and nothing is downloaded by itself: run 'hf download {name} "
+                         "--local-dir FOLDER' once, and give that folder")
     near = difflib.get_close_matches(name, [*KNOWN, *HEADS], n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join([*KNOWN, *HEADS])}"
     raise ModelError(f"no model '{name}': give a folder with config.json, or a known name; {hint}")
