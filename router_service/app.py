@@ -247,6 +247,7 @@ class Surface:
                         raise TooLarge("body", f"is larger than {MAX_BODY_BYTES} bytes", "request_too_large")
         finally:
             limit.close()
+        await self._gateway.pause(len(data))
         return read_json("body", data)
 
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:

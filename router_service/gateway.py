@@ -250,6 +250,10 @@ class Gateway:
         _check_ids("tokens", tokens, info)
         return await self._lanes.run(len(tokens), partial(self.codec.text, tokens), at_once=True)
 
+    async def pause(self, size: int) -> None:
+        """Until a body of so many bytes may be read, which holds the event loop."""
+        await self._lanes.pause(size)
+
     async def beside(self, size: int, work: Callable[[], Made]) -> Made:
         """What ``work`` on so many numbers gives, beside the event loop if they are many. Raises CapacityError."""
         return await self._lanes.run(size, work, at_once=True)

@@ -19,10 +19,11 @@ from router_service.dialects.fields import MAX_CONTAINERS, MAX_DEPTH
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
 from router_service.tenants import Tenant
 from router_service.text.files import longest_token
-from router_service.text.lanes import LONG_TEXT, MAX_WAITING, Lanes
+from router_service.text.lanes import LARGE_BODY, LONG_TEXT, MAX_WAITING, Lanes
 from router_service.text.template import ASSISTANT, Turn
 from router_service.text.tokens import TextCodec
 from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
+from slipstream.cli.process import kept_up
 from slipstream.observe.lag import EVERY_S, watch_lag
 from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message
 from slipstream.v1 import inference_pb2
@@ -158,6 +159,28 @@ async def test_the_loop_turns_while_a_text_is_encoded(tiny_folder: Path) -> None
     assert num_tokens > 30_000
     assert turned > 15_000, "it kept the interpreter"  # a tenth of it otherwise
     lanes.close()
+
+
+async def test_between_large_bodies_the_loop_is_others() -> None:
+    lanes, seen = Lanes(), list[str]()
+
+    async def others() -> None:
+        while True:
+            seen.append("other")
+            await asyncio.sleep(0)
+
+    async def body(size: int) -> None:
+        await lanes.pause(size)
+        seen.append("body")
+
+    async with kept_up(others()):
+        await asyncio.gather(*(body(LARGE_BODY + 1) for _ in range(4)))
+    lanes.close()
+    apart = "".join(word[0] for word in seen).split("b")[:4]
+    assert min(map(len, apart)) > 3, "each is several turns of the loop behind the one before it"
+    seen.clear()
+    await asyncio.gather(*(body(LARGE_BODY) for _ in range(4)))
+    assert seen == ["body"] * 4, "small ones wait for nobody"
 
 
 async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:

@@ -21,6 +21,8 @@ from slipstream.base.paced import PacedThread
 
 BRIEF_TEXT = 512  # characters or token ids: half a millisecond of a slow tokenizer
 LONG_TEXT = 16_384  # characters, or token ids
+LARGE_BODY = 1 << 16  # bytes: two milliseconds of the event loop at worst
+PAUSE_S = 0.005  # a token takes several turns of the loop from its target to its client
 MAX_WAITING = 8  # long texts: a body of 2 MiB takes one to three seconds
 Made = TypeVar("Made")
 
@@ -32,6 +34,7 @@ class Lanes:
         self._short = ThreadPoolExecutor(1, "short-texts")
         self._long = PacedThread("long-texts", 1.0)
         self._num_long = 0  # in the long lane, the one that is worked on included
+        self._large = asyncio.Lock()
 
     async def run(self, size: int, work: Callable[[], Made], at_once: bool = False) -> Made:
         """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
@@ -47,6 +50,12 @@ class Lanes:
         future = self._long.submit(work)
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
         return await asyncio.wrap_future(future)
+
+    async def pause(self, size: int) -> None:
+        """Until a body of so many bytes may be read. Whatever follows without a wait belongs to its turn."""
+        if size > LARGE_BODY:
+            async with self._large:
+                await asyncio.sleep(PAUSE_S)
 
     def close(self) -> None:
         """Nobody waits any more; work that has begun ends by itself."""
