@@ -204,7 +204,7 @@ def rehearse(archive: Path, options: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.bundle", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m deploy.bundle", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="store_true", help="the default model too")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too, its kernels compiled here with nvcc")
