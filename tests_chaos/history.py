@@ -36,7 +36,7 @@ from tests_chaos.asks import Ask, drawn_ask
 from tests_chaos.fleet import DRAFTS, ROUTERS, TARGETS, Fleet
 from tests_chaos.heard import Heard
 
-WITHIN_S = 60.0  # an answer that takes longer never ends
+WITHIN_S = 60.0  # an answer that says nothing for longer never ends
 TRIES, PAUSE_S = 6, 0.25  # of one who picks an answer up, without a word; the pause doubles
 FORESEEN = (Unavailable, CapacityError, Draining, DeadlineExceeded, ModelChanged)
 STATUSES = (429, 502, 503, 504)
@@ -103,6 +103,11 @@ class Answer:
     @property
     def whole(self) -> bool:
         return self.heard.over
+
+    @property
+    def size(self) -> int:
+        """Grows with each word, and when it is over."""
+        return sum(map(len, self.heard.tracks.values())) + self.returned + self.over
 
     async def read(self, fleet: Fleet) -> None:
         """Ask when it is time, and read to the end."""
