@@ -441,7 +441,7 @@ async def test_many_at_once_all_end(tiny_folder: Path) -> None:
 
 async def test_the_pages_that_the_documents_name_are_there(tiny_folder: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "API.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (`GET [^|]*) \|", page, re.MULTILINE)
+    rows = re.findall(r"^- (`GET [^:]*):", page, re.MULTILINE)
     paths = [path.removeprefix("GET ") for row in rows for path in re.findall(r"`([^`]+)`", row)]
     assert {"/v1/models", "/health", "/live"} <= set(paths)
     async with routing(tiny_folder, EchoTarget()) as r:

@@ -206,6 +206,9 @@ class BrokenGateway:
     def ready(self) -> bool:
         raise RuntimeError("a secret")
 
+    async def pause(self, size: int) -> None:
+        """Nobody else reads."""
+
     def plan_chat(self, body: ChatBody) -> Asked:
         raise RuntimeError("a secret")
 
