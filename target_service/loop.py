@@ -242,6 +242,9 @@ class TargetWorker:
         if held_s != 0.0:
             self._telling.deliver()
             return held_s
+        if plan.admit:
+            self._admit(plan)
+            plan, _ = self._queues.schedule(self._clock(), self.num_free_slots, self.shedding)  # with their prompts
         self._admit(plan)
         done = self._forward(plan)
         if done is not None:
