@@ -40,6 +40,7 @@ from slipstream.wire.link import DraftLink, DraftServicer
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
 from target_service.assembly import grammars
+from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService
@@ -108,6 +109,7 @@ class Rig:
     hello: TargetHello
     runner: ModelRunner
     metrics: TargetMetrics
+    grammars: Grammars | None
 
     def count(self, name: str) -> float:
         """The sum of all series of the counter ``slipstream_<name>``, as a scrape would read it."""
@@ -129,8 +131,9 @@ class Rig:
 async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "float64", slots: int = 2048,
                  engine: str = "decoder", around: Callable[[CausalModel], CausalModel] = lambda model: model,
                  exact: bool = False, quantize: str = "none", limits: Limits | None = None,
-                 prefix_cache: bool = True, **settings: object) -> AsyncIterator[Rig]:
-    """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts."""
+                 prefix_cache: bool = True, bound: Grammars | None = None, **settings: object) -> AsyncIterator[Rig]:
+    """A running target worker for the model in ``folder``, or what ``around`` makes of it, without drafts. bound: the
+    grammars of another one on this loop; None: it has its own."""
     config = TargetSection(**{"policy": policy, "slots": slots, "drafts": (), "prompt_lookup": False} | settings)
     section = ModelSection(dtype=dtype, engine=engine, kernels="native" if exact else "auto", quantize=quantize)
     model = around(load_model(folder, section))
@@ -146,8 +149,9 @@ async def target(folder: Path, policy: PolicySection = STUBBORN, dtype: str = "f
                         shape.max_context, served.identity)
     worker.start()
     try:
-        service = TargetService(worker, served, config, tuple, grammars=grammars(folder, shape.vocab_size))
-        yield Rig(worker, service, hello, runner, metrics)
+        bound = bound or grammars(folder, shape.vocab_size)
+        service = TargetService(worker, served, config, tuple, grammars=bound)
+        yield Rig(worker, service, hello, runner, metrics, bound)
     finally:
         await asyncio.to_thread(worker.stop)
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.base.errors import InvalidRequest
@@ -21,7 +24,9 @@ from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
-from tests.pair import HASTY, STUBBORN, Rig, drafting, local_link, target
+from tests.bound import BATCH, Bench, bench, swept
+from tests.grammars import MAKERS, made
+from tests.pair import HASTY, STUBBORN, drafting, local_link, target
 from tests.test_lossless import DRAFTERS, FATES, drafter, folders, joined, tokens_of
 from tests.tiny import EOS, VOCAB
 
@@ -162,45 +167,35 @@ async def test_what_cannot_be_bound_is_refused_by_name(changes: dict[str, Any], 
                                                           sampling=SAMPLINGS["greedy"])))) == 8
 
 
-BLOCKS, SEEDS = 40, 5  # of grammars x samplings (greedy once) x fates: more than 250 answers a block
-AT_ONCE = 48  # a target has as many grammars compiled at once as wait there
-SWEPT = {"drafted": "colocated", "late": "late", "lost": "lost"}
+BATCHES = 168  # of 60: 10,080 answers
+QUICK = {0, 22}  # of a drafter that knows the answers: drafted, and moved
 
 
-async def answered(rig: Rig, wanted: list[Request]) -> list[list[Piece]]:
-    room = asyncio.Semaphore(AT_ONCE)
-
-    async def one(request: Request) -> list[Piece]:
-        async with room:
-            return await rig.answer(request)
-
-    return await asyncio.gather(*map(one, wanted))
+@pytest.fixture(scope="module")
+async def on() -> AsyncIterator[Bench]:
+    async with bench("") as found:
+        yield found
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("block", range(BLOCKS))
-async def test_ten_thousand_constrained_answers_are_the_plain_ones(block: int, folders: dict[str, Path],
-                                                                   vocabulary: Vocabulary) -> None:
-    """In forty blocks. Prints how many were compared, were other than the plain one, or held a token that
-    their grammar forbids."""
-    wanted = [request for seed in range(SEEDS) for name in ("T1.0", "penalties")
-              for request in requests(replace(SAMPLINGS[name], seed=block * SEEDS + seed))]
-    prompt = PROMPT[block:]
-    wanted = [replace(request, tokens=prompt) for request in [*wanted, *requests(SAMPLINGS["greedy"])]]
-    async with target(folders["target"]) as rig:
-        expected = [tokens_of(pieces) for pieces in await answered(rig, wanted)]
-    answers = wrong = forbidden = accepted = 0
-    for fate in SWEPT.values():
-        policy = STUBBORN if fate == "colocated" else HASTY
-        async with target(folders["target"], policy) as rig, joined(rig, "noisy", fate, folders):
-            moves = fate == "late"  # what has two tokens goes on elsewhere, behind the first
-            asked = [request.after(tokens[:1]) if moves and len(tokens) > 1 else request
-                     for request, tokens in zip(wanted, expected, strict=True)]
-            for request, tokens, pieces in zip(asked, expected, await answered(rig, asked), strict=True):
-                whole = [*tokens[: request.answered], *tokens_of(pieces)]
-                answers, wrong = answers + 1, wrong + (whole != tokens)
-                accepted += sum(piece.accepted for piece in pieces)
-                assert request.grammar is not None
-                forbidden += not keeps_to(request.grammar, whole, pieces[-1].finish, vocabulary)
-    print(f"block {block}: {answers} answers, {wrong} other than plain, {forbidden} forbidden, {accepted} accepted")
-    assert answers >= 250 and wrong == forbidden == 0 and accepted > 0
+@pytest.mark.parametrize("batch", [pytest.param(batch, marks=() if batch in QUICK else pytest.mark.long)
+                                   for batch in range(BATCHES)])
+async def test_ten_thousand_constrained_answers_are_the_plain_ones(batch: int, on: Bench) -> None:
+    """``python -m tests.bound`` prints the counts."""
+    rows = await swept(on, batch)
+    assert len(rows) == BATCH and not [row for row in rows if row["different"] or row["forbidden"] or row["unfit"]]
+    assert sum(row["accepted"] for row in rows) > BATCH or batch not in QUICK, "hardly a draft was of use"
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_fits_no_grammar_is_told(kind: str) -> None:
+    for seed in range(20):
+        bound = made(kind, np.random.default_rng(seed))
+        for text in ("}", '{"a": [1}', "((1)", "1+", '{"nobody": 1}' if kind != "any object" else "[]"):
+            with suppress(ValueError):  # no JSON
+                assert not bound.fits(text), (bound.grammar.source, text)
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    ("lark", "1"), ("lark", "((12))"), ("ebnf", "(1)"), ("any object", '{"a": {}}'), ("tools", '{}'), ("choice", "x")])
+def test_what_fits_a_grammar_is_told(kind: str, text: str) -> None:
+    assert any(made(kind, np.random.default_rng(seed)).fits(text) for seed in range(40))

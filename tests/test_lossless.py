@@ -23,7 +23,7 @@ from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
-from slipstream.protocol.messages import Sampling
+from slipstream.protocol.messages import PeerEvents, Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.local import LocalLink
 from tests.block_folder import speculators_block_config, write_block_folder
@@ -49,7 +49,11 @@ PROMPTS = (b"the cat sat on the mat. the cat sat on the", b"one two three one tw
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("lossless")
+    return model_folders(tmp_path_factory.mktemp("lossless"))
+
+
+def model_folders(root: Path) -> dict[str, Path]:
+    """A target, and a model for each drafter that has one."""
     tiny = write_tiny_model(root / "target")
     return {"target": tiny, "noisy": write_tiny_model(root / "noisy", noise=0.05),
             "pard": write_tiny_model(root / "pard", noise=0.05, pard_token=258),
@@ -97,12 +101,16 @@ async def plain(folders: dict[str, Path]) -> dict[str, list[list[Piece]]]:
 @asynccontextmanager
 async def joined(rig: Rig, kind: str, fate: str, folders: dict[str, Path]) -> AsyncIterator[FaultyEvents | None]:
     """The rig with a drafter, over a wire that has the fate."""
+    made: Drafter | HostileDraft = HostileDraft(seed=3) if kind == "hostile" else drafter(kind, folders)
+    async with drafted(rig, made, fate) as faulty:
+        yield faulty
+
+
+@asynccontextmanager
+async def drafted(rig: Rig, drafter: Drafter | HostileDraft, fate: str) -> AsyncIterator[FaultyEvents | None]:
     async with AsyncExitStack() as stack:
-        if kind == "hostile":
-            peers = HostileDraft(seed=3)
-        else:
-            peers = await stack.enter_async_context(drafting(drafter(kind, folders),
-                                                             RUN_AHEAD if fate in ("ahead", "shuffled") else 0))
+        peers: PeerEvents = drafter if isinstance(drafter, HostileDraft) else await stack.enter_async_context(
+            drafting(drafter, RUN_AHEAD if fate in ("ahead", "shuffled") else 0))
         if fate == "grpc":
             await stack.enter_async_context(grpc_link(rig, peers))
             yield None
