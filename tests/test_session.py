@@ -29,7 +29,7 @@ from slipstream.protocol.session import (
     TargetSide,
     TargetState,
 )
-from slipstream.protocol.tree import DraftTree
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 
 NOT_AFTER_CLOSE = {TargetEvent.ATTACH, TargetEvent.COMMIT}  # ours to send: a bug if it happens
 
@@ -73,6 +73,20 @@ def test_growth_drafted_before_several_commits_is_followed_along_the_committed_t
     target.commit([11])
     assert target.receive(growth(3, [(1, -3, 10), (2, 1, 11), (3, 2, 12), (4, 1, 99)])) == 1
     assert target.tree.tokens.tolist() == [11, 12]
+
+
+def test_a_drafter_that_names_the_committed_text_again_and_again_is_forgotten() -> None:
+    """What a growth costs must not grow with how much such a drafter has said."""
+    target = side([5] * 3)
+    target.attach()
+    ids, kept = itertools.count(1), list[int]()
+    for _ in range(12):
+        target.commit([5] * 40)
+        for _ in range(10):
+            target.receive(growth(3, [(next(ids), -position, 5) for position in range(target.base - 60, target.base)
+                                      if position >= 3]))
+        kept.append(target.num_passed)
+    assert 0 < max(kept) <= MAX_HELD + MAX_NODES, kept
 
 
 def test_growth_of_an_earlier_opening_is_stale() -> None:

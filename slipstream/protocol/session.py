@@ -21,7 +21,7 @@ import numpy as np
 
 from slipstream.base.errors import LocalProtocolError, RemoteProtocolError
 from slipstream.protocol.messages import Close, Commit, Drop, Features, Growth, Open, Sampling
-from slipstream.protocol.tree import MAX_NODES, DraftTree
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 
 LOOKED_UP = 1 << 30  # ids of nodes from no drafter begin here; one that goes so far loses nodes, and nothing else
 LEASE_S = 30.0  # a draft frees a session that nobody speaks of for so long: a target that comes back opens it again
@@ -132,6 +132,11 @@ class TargetSide:
     def num_output(self) -> int:
         """Answer tokens committed so far."""
         return self.base - self.prompt_len
+
+    @property
+    def num_passed(self) -> int:
+        """Committed nodes that growth on its way may still name."""
+        return len(self._passed)
 
     def attach(self, wanted: int = MAX_NODES - 1, ahead: bool = False) -> Open:
         """A drafter shall follow, from what is committed now."""
@@ -252,8 +257,10 @@ class TargetSide:
             self.tree = self.tree.append(*zip(*nodes, strict=True))
 
     def _forget_before(self, base: int) -> None:
-        # A drafter's base never goes back, so what stands before it is not named any more.
-        self._passed = {node: position for node, position in self._passed.items() if position >= base - 1}
+        # A drafter's base never goes back, so what stands before it is not named any more. One that stays at an old
+        # base and names the text again and again loses the oldest: all that is kept is looked at for each growth.
+        known = [(node, position) for node, position in self._passed.items() if position >= base - 1]
+        self._passed = dict(known[-MAX_HELD:])
         self._root_scores = {b: score for b, score in self._root_scores.items() if b >= base}
 
 
