@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from slipstream.base.config import DraftSection
 from slipstream.base.errors import InvalidRequest, PairingError, RemoteProtocolError, SlipstreamError
 from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message, PromptToken, TextToken, Usage
 from slipstream.protocol.grammar import KINDS, MAX_SOURCE, Grammar
@@ -37,6 +39,7 @@ from slipstream.protocol.requests import (
     TargetInfo,
     TokenLogprob,
 )
+from slipstream.protocol.tree import MAX_HELD
 from slipstream.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from slipstream.wire.answers import (
     Asked,
@@ -196,10 +199,13 @@ def test_hellos_come_back() -> None:
     assert decode_draft_hello(encode_draft_hello(DRAFT_HELLO)) == DRAFT_HELLO
     plain = replace(DRAFT_HELLO, features=None, vocab_size=0, tokenizer_hash="", hidden_size=0)
     assert decode_draft_hello(encode_draft_hello(plain)) == plain
-    ahead = replace(DRAFT_HELLO, run_ahead=255)
+    ahead = replace(DRAFT_HELLO, run_ahead=MAX_HELD - 1)
     assert decode_draft_hello(encode_draft_hello(ahead)) == ahead
     with pytest.raises(RemoteProtocolError, match="run_ahead"):
-        decode_draft_hello(encode_draft_hello(replace(ahead, run_ahead=1 << 16)))
+        decode_draft_hello(encode_draft_hello(replace(ahead, run_ahead=MAX_HELD)))
+    assert DraftSection(run_ahead=MAX_HELD - 1)
+    with pytest.raises(ValidationError):
+        DraftSection(run_ahead=MAX_HELD)
 
 
 def test_requests_and_texts_come_back() -> None:

@@ -316,7 +316,7 @@ READERS: Mapping[str, Callable[[Any, FrameLimits], DraftBound | TargetBound]] = 
 TARGET_BOUNDS = {"vocab_size": (1, INT32_MAX), "hidden_size": (1, 1 << 20), "num_layers": (1, 1 << 16),
                  "max_context": (1, INT32_MAX)}
 DRAFT_BOUNDS = {"vocab_size": (0, INT32_MAX), "hidden_size": (0, 1 << 20), "max_context": (1, INT32_MAX),
-                "max_nodes": (1, INT32_MAX), "max_sessions": (1, INT32_MAX), "run_ahead": (0, MAX_HELD)}
+                "max_nodes": (1, INT32_MAX), "max_sessions": (1, INT32_MAX), "run_ahead": (0, MAX_HELD - 1)}
 
 
 def encode_target_hello(hello: TargetHello) -> bytes:
