@@ -266,6 +266,19 @@ async def test_tools_that_nobody_here_runs_are_left_out_by_name(tiny_folder: Pat
         assert "input_schema" in refused
 
 
+def test_many_tools_are_not_compared_with_one_another() -> None:
+    """Sixteen thousand that nobody here runs held the event loop for seven seconds."""
+    class Tool(dict[str, Any]):
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("compared")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    tools = [Tool(type="web_search", name=str(i)) for i in range(3)]
+    chat = messages.chat_of({"messages": HELLO, "max_tokens": 4, "tools": [*tools, Tool(THEIRS)]})
+    assert [tool["function"]["name"] for tool in chat["tools"]] == ["weather"] and chat["tools[].web_search"]
+
+
 async def test_tokens_and_back(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r:
         told = (await r.post("/tokenize", prompt="naïve")).json()

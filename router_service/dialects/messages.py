@@ -109,11 +109,11 @@ def _tools(tools: Any, choice: Any) -> Json:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a list of tools")
     # Nobody here would run the others, so the model is not told of them; as fields that nobody knows they are named.
-    theirs = [tool for tool in tools if "input_schema" not in tool and tool.get("type", "custom") != "custom"]
-    others: Json = {f"tools[].{tool['type']}": True for tool in theirs}
-    tools = [tool for tool in tools if tool not in theirs]
-    if not all("input_schema" in tool for tool in tools):
+    theirs = [tool for tool in tools if "input_schema" not in tool]
+    tools = [tool for tool in tools if "input_schema" in tool]
+    if any(tool.get("type", "custom") == "custom" for tool in theirs):
         raise InvalidRequest("tools", "must have an input_schema each")
+    others: Json = {f"tools[].{tool['type']}": True for tool in theirs}
     made = [{"type": "function", "function": {
         "name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}}
         for tool in tools]
