@@ -113,6 +113,13 @@ def test_every_form_is_told_alike_however_it_is_cut(said: str) -> None:
         assert not any(mark in part[1] for mark in MARKS)
 
 
+@pytest.mark.parametrize("blanks", [244, 250, 255, 256, 300])
+@pytest.mark.parametrize("end", ["", "</tool_call>"])
+def test_many_blanks_between_marks_are_told_alike_however_they_are_cut(blanks: int, end: str) -> None:
+    text = f"<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value>{' ' * blanks}{end}"
+    assert told(HERMES, list(text)) == told(HERMES, [text])
+
+
 def test_nothing_that_a_model_writes_is_an_error() -> None:
     words = [*MARKS, "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>",
              "<arg_value>", "</arg_value>", "weather", "now", "name", "arguments", *'{}[]",:\\> \n', "x",

@@ -112,11 +112,12 @@ class Scanner:
         """Whether one of ``words`` comes next, behind blanks, or nothing more. Nothing is read."""
         while True:
             rest = self.rest[:MAX_BLANKS].lstrip()
-            near = any(word.startswith(rest) for word in words.words)  # of all that is left, too
-            if rest.startswith(words.words) or (near and self.over):
+            if rest.startswith(words.words):
                 return True
-            if not near or len(self.rest) >= MAX_BLANKS:
+            if len(self.rest) >= MAX_BLANKS or not any(word.startswith(rest) for word in words.words):
                 return False
+            if self.over:
+                return True
             yield
 
     def close(self, mark: str) -> Step:
