@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,19 @@ def test_a_process_for_trials_has_one_thread_on_any_machine(tmp_path: Path, monk
     child = Child("threads")
     assert child.ask(b"") == 1
     child.end()
+
+
+def test_a_process_may_be_ended_while_it_is_asked_and_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a router that is stopped while it starts."""
+    (tmp_path / "mute.py").write_text("import time\n\ndef main():\n    time.sleep(600)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(20):
+        child = Child("mute")
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(child.ask, b"who is there")
+            child.end()
+            assert answer.result(60) is None and child.ended
+        assert child.ask(b"and now") is None
 
 
 async def test_a_client_is_told_which_field_and_the_router_goes_on(tiny_folder: Path) -> None:

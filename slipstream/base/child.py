@@ -16,6 +16,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from contextlib import suppress
 from typing import Any
@@ -25,7 +26,8 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Child:
-    """The other end of such a process, which runs ``main`` of ``module``. For one thread at a time."""
+    """The other end of such a process, which runs ``main`` of ``module``. One thread at a time may ask it, any may end
+    it."""
 
     def __init__(self, module: str) -> None:
         begin = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
@@ -33,7 +35,8 @@ class Child:
                                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                                env=os.environ | dict.fromkeys(THREADS, "1"))
         self.pid = popen.pid
-        self.end = weakref.finalize(self, _end, popen)
+        self._pipes = threading.Lock()
+        self.end = weakref.finalize(self, _end, popen, self._pipes)
 
     @property
     def ended(self) -> bool:
@@ -45,20 +48,24 @@ class Child:
 
     def ask(self, line: bytes) -> Any:
         """What it answers; None when it ends instead."""
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        with suppress(BrokenPipeError):
-            self._popen.stdin.write(line + b"\n")
-            self._popen.stdin.flush()
-        reply = self._popen.stdout.readline()
+        stdin, stdout = self._popen.stdin, self._popen.stdout
+        assert stdin is not None and stdout is not None
+        with self._pipes:
+            if stdin.closed:
+                return None
+            with suppress(BrokenPipeError):
+                stdin.write(line + b"\n")
+                stdin.flush()
+            reply = stdout.readline()
         if reply.endswith(b"\n"):
             return json.loads(reply)
-        _end(self._popen)
+        self.end()
         return None
 
 
-def _end(popen: subprocess.Popen[bytes]) -> None:
-    popen.kill()
-    with suppress(BrokenPipeError):
+def _end(popen: subprocess.Popen[bytes], pipes: threading.Lock) -> None:
+    popen.kill()  # first: whoever asks it holds the pipes until it is dead
+    with pipes, suppress(BrokenPipeError):
         popen.communicate()
 
 
