@@ -212,6 +212,28 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
     lanes.close()
 
 
+def test_a_text_may_outlive_its_event_loop(caplog: pytest.LogCaptureFixture) -> None:
+    """A router is stopped while it reads one."""
+    lanes, begun, held = Lanes(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert held.wait(60)
+
+    async def stopped() -> None:
+        reading = asyncio.create_task(lanes.run(LONG_TEXT + 1, work))
+        await until(begun.is_set, asyncio.sleep)
+        reading.cancel()
+        lanes.close()
+
+    asyncio.run(stopped())
+    held.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("long-texts"):
+            thread.join(60)
+    assert not caplog.records
+
+
 PART = {"type": "text", "text": ""}
 TOO_MUCH: list[tuple[Any, dict[str, Any], str]] = [
     (CompletionBody, {"prompt": [""] * (MAX_ITEMS + 1)}, "prompt"),

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from slipstream.base.paced import PacedThread
 
@@ -47,9 +47,7 @@ class Lanes:
         if self._num_long > MAX_WAITING:
             raise self._long.refusal("too many long prompts wait to be read; try again later", self._num_long)
         self._num_long += 1
-        future = self._long.submit(work)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._left))
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._long.submit(work, loop.call_soon_threadsafe, self._left))
 
     async def pause(self, size: int) -> None:
         """Until a body of so many bytes may be read. Whatever follows without a wait belongs to its turn."""
@@ -62,5 +60,5 @@ class Lanes:
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.close()
 
-    def _left(self) -> None:
+    def _left(self, _: Future[Any]) -> None:
         self._num_long -= 1

@@ -4,6 +4,7 @@ Rules:
 1. It works on one thing at a time, in the order in which things are given.
 2. Who finds too many before him is refused, and told to come back when they will have been served at the pace of the
    latest one. How many are too many is the caller's to say.
+3. Work that has begun may outlive the event loop that gave it; then nobody hears of its end.
 
 It knows nothing about what is done, which has to leave the interpreter to others by itself.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 from slipstream.base.errors import CapacityError
@@ -26,8 +28,17 @@ class PacedThread:
         self._thread = ThreadPoolExecutor(1, name)
         self._took_s = took_s
 
-    def submit(self, work: Callable[[], Made]) -> Future[Made]:
-        return self._thread.submit(self._timed, work)
+    def submit(self, work: Callable[[], Made], soon: Callable[..., object],
+               then: Callable[[Future[Made]], None]) -> Future[Made]:
+        """``soon``: an event loop's ``call_soon_threadsafe``, by which ``then`` hears when ``work`` is done or left
+        out."""
+        def tell(made: Future[Made]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                soon(then, made)
+
+        future = self._thread.submit(self._timed, work)
+        future.add_done_callback(tell)
+        return future
 
     def refusal(self, message: str, waiting: int) -> CapacityError:
         """Of one more, while so many wait."""

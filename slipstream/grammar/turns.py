@@ -64,21 +64,17 @@ class Turns:
                 self._waiting[namespace] = jobs
             if not future.done():
                 self._busy = True
-                loop = asyncio.get_running_loop()
-                made = self._thread.submit(work)
-                made.add_done_callback(partial(_told, loop, partial(self._end, future)))
+                soon = asyncio.get_running_loop().call_soon_threadsafe
+                self._thread.submit(work, soon, partial(self._end, future))
 
     def _end(self, future: asyncio.Future[Any], made: Future[Any]) -> None:
         self._busy = False
-        if not future.done():
+        if made.cancelled():
+            future.cancel()
+        elif not future.done():
             error = made.exception()
             if error is None:
                 future.set_result(made.result())
             else:
                 future.set_exception(error)
         self._begin()
-
-
-def _told(loop: asyncio.AbstractEventLoop, end: Callable[[Future[Any]], None], made: Future[Any]) -> None:
-    if not (made.cancelled() or loop.is_closed()):
-        loop.call_soon_threadsafe(end, made)
