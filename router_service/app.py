@@ -269,9 +269,9 @@ class Surface:
         if reached is not None:
             asked = asked.again(reached.origin.seed, reached.origin.identity)
         client, run = await self._begun(request, asked)
-        by_the_book = "text/event-stream" in request.headers.get("accept", "")
+        asks_for_ids = "text/event-stream" in request.headers.get("accept", "")
         origin = reached.origin if reached is not None else Origin(
-            run.id, run.created, asked.options.sampling.seed, run.identity if by_the_book else "")
+            run.id, run.created, asked.options.sampling.seed, run.identity if asks_for_ids else "")
         reply = reply_to(run, origin)
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
