@@ -146,10 +146,11 @@ class Sequence:
 
     def take(self, rows: int) -> DraftTree:
         """What to verify in so many rows, at most ``followed.nodes``: nothing that its rule forbids."""
-        side = self.followed.side
-        if self.rule is not None:
-            side.keep(self.rule.kept(side.tree))
-        return side.tree.best(rows)
+        tree = self.followed.side.tree
+        if self.rule is not None:  # it looks at each node, and a target may hold many times as many as it verifies
+            tree = tree.best(MAX_NODES)
+            tree = tree.select(self.rule.kept(tree))
+        return tree.best(rows)
 
     def take_slots(self, slots: NDArray[np.int64] | Iterable[int]) -> None:
         """``slots`` hold the KV of the committed tokens that follow."""

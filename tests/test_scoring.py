@@ -18,15 +18,21 @@ from transformers import AutoModelForCausalLM
 
 from router_service.dialects.prompts import AT_ONCE, Prompts
 from router_service.text.tokens import Completion, TextCodec, TextDelta
+from slipstream.base.config import TargetSection
 from slipstream.base.errors import Unavailable
 from slipstream.choosing.permitted import Permitted
 from slipstream.choosing.sampling import ChoiceRows
 from slipstream.choosing.scores import chosen_logprobs
 from slipstream.client import AsyncClient
+from slipstream.decision.beliefs import StepCosts
+from slipstream.following.following import Following
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.observe.spans import NoSpans
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, PromptScores, Request
-from slipstream.protocol.tree import DraftTree
+from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 from target_service.scheduler import Limits
+from target_service.sequence import Sequence
 from tests.pair import Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
 from tests.test_lossless import MAX_TOKENS, PROMPTS, folders, joined, tokens_of
@@ -185,6 +191,24 @@ def test_masks_of_a_tree_are_those_of_its_paths() -> None:
             parent = int(tree.parents[node])
             bits = np.unpackbits(masks[parent].view(np.uint8), bitorder="little")
             assert (node in kept) == (parent in kept and bool(bits[tree.tokens[node]]))
+
+
+def test_a_rule_is_asked_about_no_more_nodes_than_can_be_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that runs ahead has the target hold many times as many, and each costs a mask."""
+    following = Following(TargetSection(drafts=()), StepCosts({1: 0.01}), TargetMetrics("tiny"))
+    request = Request("r", (1, 2), Sampling(), 100, bad_words=((1, 5),))
+    one = Sequence.begin(1, request, lambda piece: None, 0.0, following, NoSpans(), Permitted.of(request, VOCAB))
+    held = range(1, MAX_HELD)
+    one.followed.side.tree = one.followed.side.tree.append(held, [-2] * len(held), held, [-0.01 * i for i in held])
+    asked, kept = list[DraftTree](), Permitted.kept
+
+    def seen(rule: Permitted, tree: DraftTree) -> list[int]:
+        asked.append(tree)
+        return kept(rule, tree)
+
+    monkeypatch.setattr(Permitted, "kept", seen)
+    assert len(one.take(17)) == 17 and [len(tree) for tree in asked] == [MAX_NODES]
+    assert len(one.followed.side.tree) == MAX_HELD, "what the target holds for later stays"
 
 
 @pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])

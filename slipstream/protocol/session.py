@@ -186,11 +186,6 @@ class TargetSide:
         """Nodes from no drafter: a chain below the root, of one token at least."""
         self.tree = self.tree.graft(tokens, scores, LOOKED_UP + MAX_NODES * self.base)
 
-    def keep(self, nodes: Sequence[int]) -> None:
-        """The others cannot become part of the answer, nor what comes for them."""
-        if len(nodes) < len(self.tree):
-            self.tree = self.tree.select(nodes)
-
     def lost(self) -> None:
         """The link is gone. Nodes that are here stay useful: nodes are nodes, whoever proposed them."""
         self._move(TargetEvent.LOST)
