@@ -16,10 +16,10 @@ from slipstream.simulate.timed import Timing
 def test_sums_take_each_part_of_a_greedy_round_once() -> None:
     parts = ["target: walk", "target: choose, 9 rows, greedy", "target: choose, 9 rows, T = 1", "wire: encode a commit",
              "wire: decode a growth", "wire: decode a commit", "draft: rank, 4 rows, greedy"]
-    rows = [{"part": part, "p50_us": 10.0 ** i, "p99_us": 1.0} for i, part in enumerate(parts)]
+    rows = [{"part": part, "p50_us": 10.0 ** i, "p99_us": 1.0, "once_a_step_us": 2.0} for i, part in enumerate(parts)]
     target, draft = sums(rows)
     assert (target["p50_us"], target["p99_us"]) == (1 + 10 + 1000 + 10_000, 4.0)
-    assert draft["p50_us"] == 100_000 + LEVELS * 1_000_000
+    assert (draft["p50_us"], draft["once_a_step_us"]) == (100_000 + LEVELS * 1_000_000, 2.0 * (1 + LEVELS))
 
 
 @pytest.mark.long
