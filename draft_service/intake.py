@@ -13,7 +13,7 @@ It knows nothing about sessions or drafters.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.protocol.conduct import Pace
@@ -26,17 +26,15 @@ MOST_ITEMS, MOST_BYTES = 4096, 64 << 20
 Said = DraftBound | tuple[int, RemoteProtocolError]
 
 
-def tokens_of(item: Said) -> int:
-    """What a drafter has to read of it, about."""
-    if isinstance(item, Open | Commit):
-        return len(item.tokens)
-    return item.num_rows if isinstance(item, Features) else 1
-
-
-def bytes_of(item: Said) -> int:
-    """What it keeps of memory, about."""
-    states = item.features if isinstance(item, Commit) else item
-    return 4 * tokens_of(item) + (len(states.rows) if isinstance(states, Features) else 0)
+def weight_of(item: Said) -> tuple[int, int]:
+    """Tokens that a drafter has to read of it, and bytes that it keeps; about."""
+    if isinstance(item, Commit):
+        count = len(item.tokens)
+        return count, 4 * count + (0 if item.features is None else len(item.features.rows))
+    if isinstance(item, Features):
+        return item.num_rows, 4 * item.num_rows + len(item.rows)
+    count = len(item.tokens) if isinstance(item, Open) else 1
+    return count, 4 * count
 
 
 class Tray:
@@ -45,7 +43,7 @@ class Tray:
     __slots__ = ("_came", "_done", "items", "pace", "rests_until_s", "took")
 
     def __init__(self, pace: Pace) -> None:
-        self.items: deque[Said] = deque()
+        self.items: deque[tuple[Said, int, int]] = deque()  # with tokens and bytes
         self._came, self._done = [0, 0], [0, 0]  # items and bytes; each counted by one thread alone
         self.pace = pace
         self.rests_until_s = 0.0
@@ -53,23 +51,29 @@ class Tray:
 
     @property
     def full(self) -> bool:
-        items, size = (came - done for came, done in zip(self._came, self._done, strict=True))
-        return items >= MOST_ITEMS or size >= MOST_BYTES
+        came, done = self._came, self._done
+        return came[0] - done[0] >= MOST_ITEMS or came[1] - done[1] >= MOST_BYTES
 
-    def came(self, items: Sequence[Said]) -> None:
-        self._came[0] += len(items)
-        self._came[1] += sum(map(bytes_of, items))
+    def came(self, items: Iterable[Said]) -> Callable[[object], None]:
+        """What the worker's thread has to do about it."""
+        said, came = list[tuple[Said, int, int]](), self._came
+        for item in items:
+            tokens, size = weight_of(item)
+            said.append((item, tokens, size))
+            came[0] += 1
+            came[1] += size
+        return lambda _: self.items.extend(said)
 
     def take(self, most: int) -> list[Said]:
         """As many as have ``most`` tokens together; one at least."""
-        taken: list[Said] = []
+        taken, done = list[Said](), self._done
         self.took = 0
-        while self.items and (not taken or self.took + tokens_of(self.items[0]) <= most):
-            item = self.items.popleft()
+        while self.items and (not taken or self.took + self.items[0][1] <= most):
+            item, tokens, size = self.items.popleft()
             taken.append(item)
-            self.took += tokens_of(item)
-            self._done[0] += 1
-            self._done[1] += bytes_of(item)
+            self.took += tokens
+            done[0] += 1
+            done[1] += size
         return taken
 
 
@@ -90,30 +94,31 @@ class Intake:
         tray = self._trays.get(peer)
         return tray is not None and tray.full
 
-    def came(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[], None]:
+    def came(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[object], None]:
         """What the worker's thread has to do about it."""
         tray = self._trays.get(peer)
         if tray is None:
-            tray = self._trays[peer] = Tray(Pace(SHARE, self._clock, self._clock))
-        said: list[Said] = [*faults, *items]
-        tray.came(said)
-        return lambda: tray.items.extend(said)
+            tray = self._trays[peer] = Tray(Pace(SHARE, self._clock))
+        return tray.came([*faults, *items])
 
     # From the worker's.
 
-    def take(self, served: int) -> Iterator[tuple[Peer, list[Said]]]:
+    def take(self, served: int) -> list[tuple[Peer, list[Said]]]:
         """A round's. ``served``: targets that have sessions."""
-        now_s = self._clock()
-        trays = list(self._trays.items())
-        self._shared = max(served, sum(bool(tray.items) for _, tray in trays)) > 1
-        for peer, tray in trays:
+        now_s, waiting, taken = self._clock(), 0, list[tuple[Peer, list[Said]]]()
+        for peer, tray in list(self._trays.items()):
             tray.took = 0
+            waiting += bool(tray.items)
             if tray.items and now_s >= tray.rests_until_s:
-                yield peer, tray.take(ROUND)
+                taken.append((peer, tray.take(ROUND)))
+        self._shared = max(served, waiting) > 1
+        return taken
 
     def told(self, seconds: float) -> None:
         """The drafter took so long to hear what the round took."""
-        trays = [tray for tray in list(self._trays.values()) if tray.took and self._shared]
+        if not self._shared:
+            return
+        trays = [tray for tray in list(self._trays.values()) if tray.took]
         tokens = sum(tray.took for tray in trays)
         for tray in trays:
             tray.rests_until_s = self._clock() + tray.pace.owes(seconds * tray.took / tokens)

@@ -237,8 +237,7 @@ class DraftWorker:
         self._inbox.put(lambda round_: self._forget_peer(peer, round_))
 
     def received(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> None:
-        fill = self._intake.came(peer, items, faults)
-        self._inbox.put(lambda _: fill())
+        self._inbox.put(self._intake.came(peer, items, faults))
 
     def full(self, peer: Peer) -> bool:
         return self._intake.full(peer)
@@ -398,9 +397,11 @@ class DraftWorker:
             wanting.sort(key=lambda drafted: not drafted.starving)
         whole = wanting[0].starving  # one whole tree for all costs little more than for those that wait for it
         started_s, most = self._clock(), self._drafter.max_nodes
-        growths = {growth.session: growth for growth in self._drafter.grow(
-            [drafted.number for drafted in wanting], [min(drafted.budget, most) for drafted in wanting],
-            0 if whole else 1)}
+        numbers, budgets = list[int](), list[int]()
+        for drafted in wanting:
+            numbers.append(drafted.number)
+            budgets.append(min(drafted.budget, most))
+        growths = {growth.session: growth for growth in self._drafter.grow(numbers, budgets, 0 if whole else 1)}
         ended_s = self._clock()
         round_.grown = Grown("tree" if whole else "level", started_s, ended_s, len(wanting))
         for drafted in wanting:
@@ -415,8 +416,8 @@ class DraftWorker:
         if self._trace.keeps:
             self._picture(round_)
         self._metrics.sessions_open(len(self._sessions))
-        for commit in round_.commits:
-            self._metrics.committed(len(commit.tokens))
+        if round_.commits:
+            self._metrics.committed(len(round_.commits), sum(len(commit.tokens) for commit in round_.commits))
         if (grown := round_.grown) is None:
             return
         self._metrics.grew(grown.ended_s - grown.began_s, sum(len(growth.ids) for _, growth in round_.sent))

@@ -284,7 +284,7 @@ class TargetWorker:
                 self._metrics.prompt(one.base, one.computed)
             if one.request.max_tokens:
                 self.following.begin([one.followed], self._clock())
-                self._kv.give_prompt_rows(one)
+                self._kv.give_prompt_rows([one])
             self._end_if_over(one)
 
     def _forward(self, plan: Schedule) -> Done | None:
@@ -326,18 +326,15 @@ class TargetWorker:
     def _commit(self, done: Done) -> Committed:
         """Make the verdicts part of the answers, and have their drafters told."""
         rows = self._kv.newest_rows([(outcome.sequence, len(outcome.verdict.tokens)) for outcome in done.outcomes])
-        batch, now_s = list[Verified](), done.step.ended_s
+        batch, sequences, now_s = list[Verified](), list[Sequence](), done.step.ended_s
         for outcome, newest in zip(done.outcomes, rows, strict=True):
             one, new = outcome.sequence, outcome.verdict.tokens
             tokens, finish = one.cut(new)
+            sequences.append(one)
             batch.append(Verified(one.number, tokens, len(outcome.tree) - 1, min(len(new) - 1, len(tokens)),
                                   outcome.depth, finish, newest))
         records = self.following.committed(batch, done.step)
-        if self._kv.gives_rows:
-            for one in done.prefilled:
-                self._kv.give_prompt_rows(one)
-            for outcome in done.outcomes:
-                self._kv.give_prompt_rows(outcome.sequence)
+        self._kv.give_prompt_rows([*done.prefilled, *sequences])
         if self.following.flush() and self.alive and all(
                 one.followed.waits(now_s) for one in self._queues.running):
             # Frames are written by another thread, and Python runs one at a time: who has to wait lets it go on.

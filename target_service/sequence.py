@@ -130,19 +130,21 @@ class Sequence:
 
     def cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
         """What of ``tokens`` becomes part of the answer, and whether it ends there. To be asked once a commit."""
-        cut, finish = self._cut(tokens)
+        room, stops = self.followed.left, self.request.sampling.stop_token_ids
+        finish: Finish = ""
+        for count, token in enumerate(tokens[:room] if stops else (), start=1):
+            if token in stops:
+                cut, finish = tokens[:count], "stop"
+                break
+        else:
+            cut = tokens[:room]
+            if len(tokens) >= room:
+                finish = "length"
         if self.rule is not None:
             known = self.rule.commit(cut[:-1] if finish == "stop" else cut)
             if self.rule.ended:  # a stop token behind it says nothing more
                 return cut[:known], "stop"
         return cut, finish
-
-    def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], Finish]:
-        room, stops = self.followed.left, self.request.sampling.stop_token_ids
-        for count, token in enumerate(tokens[:room] if stops else (), start=1):
-            if token in stops:
-                return tokens[:count], "stop"
-        return (tokens[:room], "length") if len(tokens) >= room else (tokens, "")
 
     def take(self, rows: int) -> DraftTree:
         """What to verify in so many rows, at most ``followed.nodes``: nothing that its rule forbids."""
@@ -237,18 +239,14 @@ class KV:
         self._rows = FeatureRows(spec, self._runner.linear)
         return True
 
-    @property
-    def gives_rows(self) -> bool:
-        """Whether some drafter reads rows."""
-        return self._rows is not None
-
     def newest_rows(self, verified: abc.Sequence[tuple[Sequence, int]]) -> list[bytes | None]:
         """The feature rows of so many newest computed tokens of each, where its drafter reads them."""
         rows: list[bytes | None] = [None] * len(verified)
-        slots, places = list[NDArray[np.int64]](), list[int]()
+        slots, places, table = list[NDArray[np.int64]](), list[int](), self._runner.table
         for place, (one, count) in enumerate(verified):
-            if one.followed.reads is not None:
-                slots.append(one.slots[one.computed - count : one.computed])
+            if one.followed.reads is not None and one.row is not None:
+                end = one.row.number * table.width + one.computed
+                slots.append(table.entries[end - count : end])
                 places.append(place)
         if self._rows is None or not places:
             return rows
@@ -259,12 +257,13 @@ class KV:
             begin += size * len(own)
         return rows
 
-    def give_prompt_rows(self, one: Sequence) -> None:
-        """Hand its drafter the rows that it reads and has not had."""
-        wanted = one.followed.wants_rows() if self._rows is not None else None
-        if wanted is None or self._rows is None or wanted[1] >= one.computed:
-            return
-        start = max(wanted[1], self._runner.features_from(one.slots[: one.computed]))
-        if start < one.computed:
-            rows = self._rows(self._runner.features(one.slots[start : one.computed]))
-            one.followed.give_rows(start, one.computed - start, rows)
+    def give_prompt_rows(self, ones: Iterable[Sequence]) -> None:
+        """Hand their drafters the rows that they read and have not had."""
+        for one in ones if self._rows is not None else ():
+            wanted = one.followed.wants_rows()
+            if wanted is None or self._rows is None or wanted[1] >= one.computed:
+                continue
+            start = max(wanted[1], self._runner.features_from(one.slots[: one.computed]))
+            if start < one.computed:
+                rows = self._rows(self._runner.features(one.slots[start : one.computed]))
+                one.followed.give_rows(start, one.computed - start, rows)

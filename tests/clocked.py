@@ -17,7 +17,7 @@ import numpy as np
 from slipstream_vllm.options import Options
 from slipstream_vllm.remote import Chains, Row
 
-from slipstream.following.inbox import Inbox
+from slipstream.following.following import Inbox
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
 from tests.test_following import PROMPT, chosen

@@ -20,9 +20,8 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.following.following import Following
-from slipstream.following.inbox import MOST as MOST_EVENTS
-from slipstream.following.inbox import Inbox
+from slipstream.following.following import MOST as MOST_EVENTS
+from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import DraftMetrics, TargetMetrics
 from slipstream.protocol.conduct import (
     AT_LEAST,

@@ -19,8 +19,7 @@ from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.followed import Followed, Step, Verified
-from slipstream.following.following import Following
-from slipstream.following.inbox import Inbox
+from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,

@@ -22,15 +22,14 @@ class Times:
         self.worked_s = self.now_s = 0.0
 
     def reads(self, pace: Pace, work_s: float) -> float:
-        pace.begin()
         self.worked_s += work_s
         self.now_s += work_s
-        return pace.end()
+        return pace.owes(work_s)
 
 
 def test_reading_takes_its_share_and_no_more() -> None:
     times = Times()
-    pace = Pace(0.25, lambda: times.worked_s, lambda: times.now_s)
+    pace = Pace(0.25, lambda: times.now_s)
     assert times.reads(pace, BURST_S) == 0.0, "what comes once is read at once"
     for _ in range(100):
         times.now_s += times.reads(pace, 0.01)
@@ -41,7 +40,7 @@ def test_reading_takes_its_share_and_no_more() -> None:
 
 def test_who_sends_what_was_asked_for_never_waits() -> None:
     times = Times()
-    pace = Pace(0.25, lambda: times.worked_s, lambda: times.now_s)
+    pace = Pace(0.25, lambda: times.now_s)
     for _ in range(1000):
         assert times.reads(pace, 0.004) == 0.0
         times.now_s += 0.016
@@ -69,7 +68,7 @@ async def test_a_stream_rests_between_frames_of_a_flood() -> None:
     counts = WireCounts()
     outbox: Outbox[DraftBound] = Outbox()
     pumps = Pumps(encode_target_frames, decode_draft_frame, 1, FrameLimits.of(HELLO, DRAFT), 1 << 20, counts, outbox,
-                  received, pace=Pace(0.5, lambda: next(worked)))
+                  received, pace=Pace(0.5), worked=lambda: next(worked))
 
     async def enough() -> None:
         while counts.frames_in < 6:

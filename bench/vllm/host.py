@@ -36,7 +36,7 @@ from slipstream_vllm.remote import Chains
 from bench.report import Row, finished, write
 from bench.timed import deployed, text
 from slipstream.base.config import LogSection
-from slipstream.following.inbox import Event, Inbox
+from slipstream.following.following import Event, Inbox
 from slipstream.observe.log import configure
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello

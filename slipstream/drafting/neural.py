@@ -175,7 +175,7 @@ def _known(taken: list[tuple[DraftContext, Seed]], found: Grown) -> tuple[list[t
 def _fits(backend: Levels, context: DraftContext, levels: int, topk: int) -> bool:
     rows, done = context.num_pending, context.done
     return (levels > 0 and topk * (levels - 1) <= MOST_BITS and backend.takes(levels - 1, topk)
-            and context.plain and (backend.samples or context.sampling.greedy)
+            and context.plain and (backend.samples or context.drawn is None)
             and not context.tree.begun and context.tree.num_sent < MAX_HELD - 1
             and 0 < rows <= backend.most_rows and done + rows == len(context.tokens))
 

@@ -285,6 +285,7 @@ class DraftContext:
     window: int
     lag: int
     plain: bool = False  # its logits are ranked, under noise or not, as they are
+    drawn: Sampling | None = None  # the noise that they are ranked under
     start: int = 0  # position of the oldest row
     origin: int = 0  # taken from positions before they are rotated
     slots: Indices = field(default_factory=lambda: NO_SLOTS)  # [C] KV of rows start .. start + C - 1
@@ -298,6 +299,7 @@ class DraftContext:
         self.start = self.origin = self.lag
         sampling = self.sampling
         self.plain = not sampling.logit_bias and not sampling.path_dependent
+        self.drawn = None if sampling.greedy else sampling
 
     @property
     def base(self) -> int:
@@ -365,7 +367,7 @@ class DraftContext:
         tokens = self.tokens[row:]
         states = self.pull(len(tokens))
         assert states is not None
-        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, self.base, self.sampling)
+        return Seed(tokens, states, row - self.origin, self.slots, slots, levels, len(self.tokens), self.drawn)
 
     def unseed(self, seed: Seed) -> None:
         """Its rows are pending again."""

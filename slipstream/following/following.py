@@ -2,6 +2,7 @@
 
 Rules:
 1. Its verbs belong to the engine thread; what links tell (``LinkEvents``) waits in the inbox until that thread looks.
+   Whoever has little time says until when: what is left waits for the next look, however fast more of it comes.
 2. It blocks nowhere but in ``wait``, and there never longer than it is told.
 3. What can wait until the drafts have heard of a commit (counters, costs) waits until ``flush``.
 4. What holds for each session alone is ``followed``'s.
@@ -11,16 +12,18 @@ It knows nothing about engines, clients or sockets.
 
 from __future__ import annotations
 
+import math
+import queue
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.followed import Changed, Followed, Learned, RoundRecord, Shared, Step, Verified, logged
-from slipstream.following.inbox import Inbox, Lane
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -36,11 +39,85 @@ from slipstream.protocol.messages import (
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
 
+Event = Callable[[], None]
 Failed = Callable[[int, Exception], None]  # a session, and what went wrong in it
 
 AT_ONCE = 64  # items of a frame that are looked at before the clock is
 GLANCE_S = 0.005  # for what has come, where nobody waits
-LANES = 16  # rows of a trace for sessions; later ones share them
+TRACED = 16  # rows of a trace for sessions; later ones share them
+MOST = 256  # events of one peer that wait: a frame of a draft's is one, and a step has a few
+
+
+class Events(Protocol):
+    """What is used of a queue."""
+
+    def put(self, item: Event | None, /) -> None: ...
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Event | None: ...
+
+
+class Inbox:
+    """What other threads tell an engine thread, in order, until it looks: done there, on the thread that drains."""
+
+    __slots__ = ("_clock", "_events", "_stopped")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, events: Events | None = None) -> None:
+        self._clock = clock
+        self._events: Events = events if events is not None else queue.SimpleQueue()
+        self._stopped = False
+
+    def post(self, event: Event) -> None:
+        """From any thread."""
+        self._events.put(event)
+
+    def stop(self) -> None:
+        """From any thread: ``drain`` returns False once it has come so far."""
+        self._events.put(None)
+
+    def drain(self, wait_s: float | None = 0.0, until_s: float = math.inf, for_s: float = math.inf) -> bool:
+        """Do what is there, or as much of it as can be begun before ``until_s`` and within ``for_s``; with nothing
+        there, wait for something (None: for ever). Returns False when told to stop."""
+        try:
+            event = self._events.get(wait_s != 0.0, wait_s)
+            if for_s < math.inf:
+                until_s = min(until_s, self._clock() + for_s)
+            while event is not None:
+                event()
+                if until_s < math.inf and self._clock() >= until_s:
+                    return not self._stopped
+                event = self._events.get(False)
+        except queue.Empty:
+            return not self._stopped
+        self._stopped = True
+        return False
+
+
+class Lane:
+    """What one peer has to tell, in order: posted on its thread, done on the inbox's. A bounded number of events waits,
+    so that a flood costs its sender and nobody else."""
+
+    __slots__ = ("_done", "_inbox", "_posted")
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._posted = self._done = 0  # each counted by one thread alone
+
+    @property
+    def full(self) -> bool:
+        """Whether more waits than comes of what was asked for."""
+        return self._posted - self._done >= MOST
+
+    def post(self, event: Event) -> bool:
+        """False: it is full, and the event is lost."""
+        if self._posted - self._done >= MOST:
+            return False
+        self._posted += 1
+        self._inbox.post(partial(self._do, event))
+        return True
+
+    def _do(self, event: Event) -> None:
+        self._done += 1
+        event()
 
 
 class Following:
@@ -259,7 +336,7 @@ class Following:
         known.add(field)
 
     def _picture(self, followed: Followed, base: int, began_s: float, record: RoundRecord, step: Step) -> None:
-        lane = f"answer {followed.session % LANES}"
+        lane = f"answer {followed.session % TRACED}"
         if record.waited_s:
             self._trace.span(lane, "wait", began_s, began_s + record.waited_s)
         self._trace.span(lane, "round", step.began_s, step.ended_s, drafted=record.drafted, accepted=record.accepted,

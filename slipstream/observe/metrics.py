@@ -516,8 +516,8 @@ class DraftMetrics:
         self._grow.of().observe(seconds)
         self._nodes.of().inc(nodes)
 
-    def committed(self, tokens: int) -> None:
-        self._commits.of().inc()
+    def committed(self, commits: int, tokens: int) -> None:
+        self._commits.of().inc(commits)
         self._tokens.of().inc(tokens)
 
     def wire_bytes(self, direction: str, count: int) -> None:

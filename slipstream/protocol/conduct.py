@@ -57,20 +57,11 @@ class Allowance:
 class Pace:
     """Of one stream."""
 
-    def __init__(self, share: float, worked: Callable[[], float] = time.thread_time,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        """share: of all time, at most 1. worked: seconds that this thread has computed."""
-        self._share, self._worked, self._clock = share, worked, clock
-        self._owed_s = self._began_s = 0.0
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """share: of all time, at most 1."""
+        self._share, self._clock = share, clock
+        self._owed_s = 0.0
         self._at_s = clock()
-
-    def begin(self) -> None:
-        """Something is read."""
-        self._began_s = self._worked()
-
-    def end(self) -> float:
-        """It is done. Returns for how long nothing more should be read."""
-        return self.owes(self._worked() - self._began_s)
 
     def owes(self, seconds: float) -> float:
         """So much work was done for it. Returns for how long nothing more should be."""

@@ -38,6 +38,7 @@ import contextlib
 import random
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -223,6 +224,7 @@ class Pumps(Generic[Item, Heard]):
     full: Callable[[], bool] = lambda: False
     allowance: Allowance | None = None  # None: it speaks unasked
     pace: Pace = field(default_factory=partial(Pace, SHARE))
+    worked: Callable[[], float] = time.thread_time  # seconds that this thread has computed
     refusals: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     async def run(self, line: Line, *until: Coroutine[Any, Any, None], opening: Iterable[bytes] = ()) -> None:
@@ -238,11 +240,10 @@ class Pumps(Generic[Item, Heard]):
         raise RemoteProtocolError(await self.refusals.get(), "wrong too often")
 
     async def _read(self, line: Line) -> None:
-        pace = self.pace
         while isinstance(data := await line.read(), bytes):
-            pace.begin()
+            began_s = self.worked()
             self._hear(data)
-            if (rest_s := pace.end()) > 0.0:
+            if (rest_s := self.pace.owes(self.worked() - began_s)) > 0.0:
                 await asyncio.sleep(rest_s)
             while self.full():
                 await asyncio.sleep(LOOK_S)

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.followed import Followed, Step, Verified
-from slipstream.following.following import Following
-from slipstream.following.inbox import Inbox
+from slipstream.following.following import Following, Inbox
 from slipstream.following.pool import no_rows
 from slipstream.following.rounds import Told, ToldStep
 from slipstream.models.folder import tokenizer_hash

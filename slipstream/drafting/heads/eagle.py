@@ -144,16 +144,12 @@ class EagleNetwork:
 class NativeTrees:
     """A ``neural.Levels`` on kernels of our own."""
 
-    __slots__ = ("_body", "_pool")
+    __slots__ = ("_body", "_pool", "samples")
     most_rows = 16  # more are no small forward
 
     def __init__(self, body: NativeDraft, pool: KVPool) -> None:
         self._body, self._pool = body, pool
-
-    @property
-    def samples(self) -> bool:
-        """See ``neural.Levels``."""
-        return self._body.samples
+        self.samples = body.samples
 
     def takes(self, levels: int, topk: int) -> bool:
         """Any tree."""

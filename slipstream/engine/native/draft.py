@@ -56,7 +56,7 @@ class Seed:
     slots: Indices  # [M + levels * K] for the pending rows and the tree's, level by level
     levels: int  # beyond the root's children
     base: int  # position of the root's children in the text, the prompt's first token being 0
-    sampling: Sampling  # nothing of it changes logits before they are filtered and drawn from
+    drawn: Sampling | None  # changes no logits before they are filtered and drawn from; None: the best are taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,10 @@ class Call:
         trees, records, tokens, slots, begin = self._trees, list[int](), list[int](), list[Indices](), 0
         asked = list[bytes]()
         for seed in seeds:
-            greedy = seed.sampling.greedy
             records += (len(seed.tokens), begin, len(seed.context), seed.position, seed.levels, seed.base,
-                        -1 if greedy else len(asked))
-            if not greedy:
-                asked.append(asked_plainly(seed.sampling))
+                        -1 if seed.drawn is None else len(asked))
+            if seed.drawn is not None:
+                asked.append(asked_plainly(seed.drawn))
             tokens += seed.tokens
             slots += (seed.context, seed.slots)
             begin += len(seed.context) + len(seed.slots)
@@ -156,7 +155,7 @@ class NativeDraft:
     """One head's weights, and the lists of its forward."""
 
     __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layer", "_norm_before_residual",
-                 "_norm_output", "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary", "race")
+                 "_norm_output", "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary", "race", "samples")
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
                  norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
@@ -175,6 +174,7 @@ class NativeDraft:
         self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary
         self.race = NativeRace(team, vocabulary)  # of its logits
+        self.samples = self.race.words(self._head.packed.outer) is not None  # it grows trees under noise
         self._table = Table(config)
         self._ranking: Ranking | None = None
         self._calls: dict[tuple[int, int, int], Call] = {}  # by sessions, levels and topk
@@ -207,11 +207,6 @@ class NativeDraft:
             call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk, pool)
         grown = call(self._team, seeds, states, self._table)
         return grown.of(order)
-
-    @property
-    def samples(self) -> bool:
-        """Whether it grows trees under noise."""
-        return self.race.words(self._head.packed.outer) is not None
 
     def _call(self, sessions: int, levels: int, topk: int, pool: KVPool) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
