@@ -129,8 +129,8 @@ bench-drafts: setup  ## every drafter on question sets: acceptance and speed (PR
 bench-early: setup  ## how well a middle layer foretells how a round ends, and what that gives a draft apart (PROMPTS=folder)
 	$(BIN)/python -m bench.drafters.early --prompts $(or $(PROMPTS),$(error give PROMPTS=folder of question sets)) $(ARGS)
 
-bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep)
-	$(BIN)/python -m bench.traffic.network $(ARGS)
+bench-network: setup  ## schedules against round trips, on timed devices between real processes (ARGS="--full": the whole sweep; ARGS=--real PROMPTS=folder: the default pair, simulated)
+	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 bench-floods: setup  ## what a peer costs that floods: a draft against a target, and a target against a draft that serves another
 	$(BIN)/python -m tests.flooding $(ARGS)

@@ -63,7 +63,7 @@ from slipstream.protocol.session import DraftEvent, DraftSide, DraftState
 from slipstream.protocol.tree import MAX_HELD
 
 THIN = 0.5  # share of a whole tree's promise
-PIECE = 16  # nodes sent for one further level
+PIECE, SHARE = 16, 16  # nodes sent for one further level: a sixteenth of what may be held beyond, at least so many
 LEAST = log(1 / 256)  # the score below which a node is not worth a level of the drafter's time
 
 
@@ -124,7 +124,9 @@ class Drafted:
     def budget(self) -> int:
         """Nodes of its next growth at most. A level's best are sent, and not all that it found: better ones may come
         from the levels below, and the tree has an end."""
-        return min(self.wanted if self.starving else PIECE, self.room) if self.extra else self.wanted
+        if not self.extra:
+            return self.wanted
+        return min(self.wanted if self.starving else max(PIECE, self.extra // SHARE), self.room)
 
 
 @dataclass(frozen=True, slots=True)

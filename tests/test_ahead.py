@@ -81,6 +81,18 @@ def test_it_says_no_more_than_a_commit_allows(most: int, monkeypatch: pytest.Mon
     assert len(bench.deliver(bench.side.commit(bench.true_path(1), wanted=4, ahead=True))) + bench.idle() == most
 
 
+def test_what_may_grow_far_grows_wide() -> None:
+    """The nodes of a level, by how many may be held beyond those that are verified next."""
+    widths = {}
+    for extra in (239, 1007):
+        bench = Bench(run_ahead=extra)
+        bench.deliver(bench.side.attach(wanted=4, ahead=True))
+        sent = [len(item.ids) for _ in range(24) for item in bench.turn() if isinstance(item, Growth)]
+        assert len(bench.side.tree) - 1 <= 4 + extra
+        widths[extra] = max(sent)
+    assert widths[239] <= 16 < widths[1007] <= 62, widths
+
+
 def test_its_hello_says_how_far_it_grows_ahead() -> None:
     assert [Bench(nodes).worker.peer_up(Listener(), HELLO).run_ahead for nodes in (0, 12)] == [0, 12]
 

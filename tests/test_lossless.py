@@ -42,7 +42,7 @@ SAMPLINGS = {
                           min_tokens=8, stop_token_ids=(7, 32, 101, 116), logit_bias=((65, 2.0),)),
 }
 FATES = ("colocated", "grpc", "late", "lost", "killed", "ahead", "shuffled")
-RUN_AHEAD = 24
+AHEAD = {"ahead": 24, "shuffled": 1007}  # nodes beyond those that are verified next
 DELAYS_S = {"late": 0.004, "ahead": 0.002}  # of growth that runs ahead, so that much of it crosses a commit
 PROMPTS = (b"the cat sat on the mat. the cat sat on the", b"one two three one two three one", b"zq")
 
@@ -110,7 +110,7 @@ async def joined(rig: Rig, kind: str, fate: str, folders: dict[str, Path]) -> As
 async def drafted(rig: Rig, drafter: Drafter | HostileDraft, fate: str) -> AsyncIterator[FaultyEvents | None]:
     async with AsyncExitStack() as stack:
         peers: PeerEvents = drafter if isinstance(drafter, HostileDraft) else await stack.enter_async_context(
-            drafting(drafter, RUN_AHEAD if fate in ("ahead", "shuffled") else 0))
+            drafting(drafter, AHEAD.get(fate, 0)))
         if fate == "grpc":
             await stack.enter_async_context(grpc_link(rig, peers))
             yield None
@@ -181,7 +181,7 @@ async def test_drafters_of_two_kinds_and_a_move_between_them_change_nothing(
         folders: dict[str, Path], plain: dict[str, list[list[Piece]]]) -> None:
     """One of them goes in mid-answer and comes back later: its answers go on with the other."""
     async with (target(folders["target"]) as rig, drafting(drafter("noisy", folders)) as some,
-                drafting(drafter("eagle3", folders), RUN_AHEAD) as others, local_link(rig, some) as link,
+                drafting(drafter("eagle3", folders), AHEAD["ahead"]) as others, local_link(rig, some) as link,
                 local_link(rig, others) as second):
         def upset(count: int) -> None:
             for number, one in enumerate((link, second)):

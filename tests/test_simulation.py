@@ -86,6 +86,16 @@ def test_running_ahead_beats_a_drafter_on_the_targets_own_device() -> None:
     assert rate("run-ahead", good) > 1.1 * rate("colocated", good)
 
 
+@pytest.mark.parametrize("draft_s", [0.005, 0.010])
+def test_growth_far_ahead_beats_one_device_with_a_usual_drafter(draft_s: float) -> None:
+    """Where what may be held is wide enough for most outcomes of a round."""
+    dear = replace(SOME, timing=Timing(draft_s=draft_s))
+    found = simulate(of_schedule("outcomes", dear), 6.0)
+    assert found.tokens_per_s > 1.12 * rate("colocated", dear)
+    assert found.tokens_per_s > 1.03 * rate("run-ahead", dear)
+    assert found.hit_length > 3.0
+
+
 def test_streams_that_wait_share_a_step() -> None:
     """Two groups that take turns would read the weights twice: eight streams make more than five times one's tokens."""
     assert rate("serial", replace(SOME, batch=8), 4.0) > 6 * rate("serial")

@@ -95,7 +95,7 @@ def test_append_leaves_out_what_does_not_fit() -> None:
 
 def test_append_stops_at_what_may_be_held_and_a_selection_fits_the_words() -> None:
     tree = DraftTree.root_only(1, 0)
-    tree = tree.append(range(1, 400), [-1] * 399, range(399), [-1.0] * 399)
+    tree = tree.append(range(1, 1400), [-1] * 1399, range(1399), [-1.0] * 1399)
     assert len(tree) == MAX_HELD
     chosen = tree.best(MAX_NODES)
     assert len(chosen) == MAX_NODES

@@ -3,7 +3,8 @@
 Each row is one target (20 ms a step) with a drafter, over a relay with a set round trip: serial (one growth a
 commit), run-ahead (growth is streamed while the target verifies), colocated (drafter and target on one device, no
 network) and plain. The policy is the default one and chooses within each. Nothing is computed, so the figures are
-those of the schedule, the wire and the host's work, not of a model. ``ARGS=--full`` is the whole sweep, half an hour.
+those of the schedule, the wire and the host's work, not of a model. ``ARGS=--full`` is the whole sweep, half an hour;
+``ARGS=--real`` is ``bench.traffic.real``.
 
 What the rows say of the claims that are made of schedules is printed below them. A claim about rows that are not there
 is not judged, and says so. The worst row decides, and is named. Two rows scatter against each other by some 3 %: a
@@ -23,11 +24,13 @@ from dataclasses import dataclass, replace
 
 from bench.report import Row, number, save, write
 from bench.timed import Reader, Timed, deployed
+from bench.traffic import real
 from slipstream.cli.process import kept_up
-from slipstream.simulate.simulation import RUN_AHEAD, SCHEDULES
+from slipstream.simulate.simulation import AHEAD, SCHEDULES
 from slipstream.simulate.timed import Timing
 
 STEP_MS = 20.0
+MEASURED = SCHEDULES[:4]  # growth far ahead is said in simulated time
 USUAL, GOOD = (0.75, 0.12, 0.05), (0.95, 0.03, 0.015)  # chances of a node's children
 KEPT, WON, NEVER_WORSE, OVERLAP = 0.95, 1.10, 0.95, 1.10
 DEAR, HITS, NEAR_MS = 0.15, 0.70, 1.0  # drafting's share of a round; rounds whose tree was there; a short round trip
@@ -61,7 +64,7 @@ class Cell:
                         width=len(self.acceptance))
         drafts, role = {"plain": (0, "target"), "colocated": (0, "colocated")}.get(self.schedule, (1, "target"))
         return deployed(timing, drafts=drafts, rtt_ms=self.rtt_ms, role=role, settings=(
-            f"draft.run_ahead={RUN_AHEAD if self.schedule == 'run-ahead' else 0}",))
+            f"draft.run_ahead={AHEAD.get(self.schedule, 0)}",))
 
 
 def cells_of(schedules: Sequence[str], rtts_ms: Sequence[float], drafts_ms: Sequence[float],
@@ -78,7 +81,7 @@ def cells_of(schedules: Sequence[str], rtts_ms: Sequence[float], drafts_ms: Sequ
 def full() -> list[Cell]:
     """The whole sweep, and a drafter that is nearly always right."""
     return [*cells_of(("colocated", "run-ahead"), (0.0, 1.0), (5.0, 10.0), (1,), GOOD),
-            *cells_of(SCHEDULES, (0.0, 0.1, 1.0, 5.0, 20.0), (2.0, 5.0, 10.0), (1, 2, 8, 32))]
+            *cells_of(MEASURED, (0.0, 0.1, 1.0, 5.0, 20.0), (2.0, 5.0, 10.0), (1, 2, 8, 32))]
 
 
 async def measure(rig: Timed, cell: Cell, seconds: float) -> Row:
@@ -211,11 +214,22 @@ def numbers(text: str) -> tuple[float, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--schedules", default=",".join(MEASURED))
     parser.add_argument("--rtts-ms", type=numbers, default=(0.0, 1.0, 5.0))
     parser.add_argument("--batches", type=numbers, default=(1.0, 8.0))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a row at most")
+    parser.add_argument("--real", action="store_true", help="the default pair in simulated time, and what a second "
+                        "device is worth")
+    parser.add_argument("--prompts", help="for --real: folder of JSONL question sets")
+    parser.add_argument("--count", type=int, default=5, help="for --real: questions of each set")
+    parser.add_argument("--tokens", type=int, default=64, help="for --real: of an answer at most")
+    parser.add_argument("--price", type=float, default=real.PRICE, help="for --real: a draft's device by a target's")
     given = parser.parse_args()
+    if given.real:
+        if not given.prompts:
+            parser.error("--real: give PROMPTS=folder of question sets")
+        real.run(given.prompts, given.count, given.tokens, given.price)
+        return
     cells = full() if given.full else cells_of(given.schedules.split(","), given.rtts_ms, (5.0,),
                                                [int(batch) for batch in given.batches])
 

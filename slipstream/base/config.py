@@ -114,7 +114,7 @@ class DraftSection(Section):
     dtype: Dtype = "bfloat16"
     device: str = "cpu"
     max_sessions: int = Field(256, ge=1)
-    run_ahead: int = Field(0, ge=0, le=255, description="nodes grown beyond what the target verifies next, while it "
+    run_ahead: int = Field(0, ge=0, le=1023, description="nodes grown beyond what the target verifies next, while it "
                                                        "verifies; 0: one growth a commit")
     growth: GrowthSection = GrowthSection()
 

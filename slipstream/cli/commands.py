@@ -290,7 +290,8 @@ def train_head(
 
 @app.command()
 def simulate(
-    schedule: Annotated[str, typer.Option(help="plain, colocated, serial or run-ahead; all: one row each.")] = "all",
+    schedule: Annotated[str, typer.Option(help="plain, colocated, serial, run-ahead or outcomes (far ahead); all: one "
+                                          "row each.")] = "all",
     targets: Annotated[int, typer.Option(min=1)] = 1,
     drafts: Annotated[int, typer.Option(min=1)] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Streams of each target.")] = 1,

@@ -33,7 +33,7 @@ from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, ranked
 from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
-from slipstream.drafting.tree import NO_SLOTS, ROOT, DraftContext, GrowingTree, Indices
+from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT, DraftContext, GrowingTree, Indices
 from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
 from slipstream.engine.kv import Slots
 from slipstream.engine.model import DTYPES
@@ -319,9 +319,9 @@ class NeuralDrafter:
                 self.slots.free(context.close())
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
-        """Up to ``min(budgets[i], num_draft_tokens)`` further nodes for each known session, ``steps`` levels deeper at
-        most (0: ``num_steps``)."""
-        began_s, most = perf_counter(), self._growth.num_draft_tokens
+        """Up to ``budgets[i]`` further nodes for each known session, ``steps`` levels deeper at most; 0: ``num_steps``
+        levels, and no more than ``num_draft_tokens`` nodes."""
+        began_s, most = perf_counter(), max(budgets, default=0) if steps else self._growth.num_draft_tokens
         wanted = [(self._contexts[session], min(budget, most))
                   for session, budget in zip(ids, budgets, strict=True) if session in self._contexts]
         self._deepen(wanted, steps)
@@ -332,8 +332,8 @@ class NeuralDrafter:
 
     def _deepen(self, wanted: Sequence[tuple[DraftContext, int]], steps: int) -> None:
         if steps:
-            for context, _ in wanted:
-                context.tree.aim()
+            for context, budget in wanted:
+                context.tree.aim(budget // SENT)
         # A tree of n nodes is at most n levels deep, and the root's children cost no forward of their own.
         most = min(self._growth.num_steps, steps or self._growth.num_steps)
         left = {context.session: min(most, budget) for context, budget in wanted}

@@ -10,8 +10,9 @@ Rules of a growing tree:
 4. It is re-rooted once a commit, as the target re-roots its own. What the target has below the committed tokens stays,
    under the same ids; a drafter that begins anew there proposes some of it again, which is then not sent again. A tree
    that grows ahead goes on below a commit instead, where the last committed token was computed.
-5. Ahead of the target the frontier are the ``AHEAD`` best nodes of any level that have no children yet: a forward of
-   few rows costs what one row costs, and what the target will ask for next is not known.
+5. Ahead of the target the frontier are the ``rows`` best nodes of any level that have no children yet: a forward of
+   few rows costs what one row costs, and what the target will ask for next is not known. A score is the chance that
+   the answer comes there, so what the target does not verify is grown in the order in which rounds may end there.
 6. Computed nodes stand in the KV list in the order in which they were; bit j of an ancestor word is the j-th.
 
 DraftContext: one session of a drafter with weights: its committed tokens, and what of them was computed.
@@ -52,7 +53,7 @@ from slipstream.engine.native.draft import Seed
 from slipstream.protocol.messages import Growth, Sampling
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 
-AHEAD = 8
+AHEAD, SENT = 8, 2  # nodes that are expanded at once at least; nodes sent for each
 BRIDGE = 256  # rows without a state
 ROOT = -1  # among nodes, which are counted from 0
 Indices = NDArray[np.int64]
@@ -61,12 +62,13 @@ NO_SLOTS: Indices = np.zeros(0, np.int64)
 
 class GrowingTree:
     __slots__ = ("_held", "ahead", "base", "begun", "computed", "depths", "frontier", "ids", "next_id", "num_sent",
-                 "parents", "picks", "scores", "slots", "tokens", "width")
+                 "parents", "picks", "rows", "scores", "slots", "tokens", "width")
 
     def __init__(self, base: int, width: int = 1, next_id: int = 1) -> None:
         """next_id: the first that is free, where a session begins again."""
         self.base, self.width, self.next_id = base, width, next_id
         self.ahead = False  # it is grown on while the target verifies
+        self.rows = AHEAD  # of its frontier then
         self.begun = False  # the root's children are known
         self.tokens: list[int] = []
         self.parents: list[int] = []
@@ -165,15 +167,15 @@ class GrowingTree:
         """Whether the target has a child that was not proposed since the last commit."""
         return (parent, token) in self._held
 
-    def aim(self) -> None:
+    def aim(self, rows: int = AHEAD) -> None:
         """From now on it grows ahead of the target: where growth is likely to be needed, not only down the newest
-        level."""
-        self.ahead = True
+        level. ``rows``: nodes that are expanded at once, at least AHEAD."""
+        self.ahead, self.rows = True, max(AHEAD, rows)
         if not self.begun or not self.tokens:
             return
         left_out = {*self.computed, *self._held.values()}
         waiting = [node for node in range(len(self.tokens)) if node not in left_out]
-        most = min(AHEAD, max(0, MAX_HELD - len(self.computed)))
+        most = min(self.rows, max(0, MAX_HELD - len(self.computed)))
         self.frontier = sorted(nlargest(most, waiting, key=self.scores.__getitem__))
 
     def growth(self, session: int, most: int, began_s: float) -> Growth:
@@ -236,7 +238,7 @@ class GrowingTree:
         self.computed = [places[node] for node in at if node in places]
         self._held = {(places.get(parent, ROOT), token): places[node] for (parent, token), node in held.items()
                       if node in places}
-        self.aim()
+        self.aim(self.rows)
         if not len(slots):
             return NO_SLOTS, NO_SLOTS
         true, kept = [at[node] for node in path], [place for node, place in at.items() if node in places]

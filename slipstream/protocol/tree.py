@@ -54,7 +54,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_NODES = 64  # of a selection that is verified, root included
-MAX_HELD = 256  # of a tree that grows ahead of what is verified, root included
+MAX_HELD = 1024  # of a tree that grows ahead of what is verified, root included
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]

@@ -16,11 +16,14 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from draft_service.assembly import assemble
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
+from slipstream.drafting import Drafter
+from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBound, TargetHello
@@ -29,7 +32,6 @@ from slipstream.simulate.timed import (
     MAX_CONTEXT,
     STREAMS,
     SYMBOLS,
-    VOCAB,
     Device,
     TimedDrafter,
     TimedModel,
@@ -38,11 +40,44 @@ from slipstream.simulate.timed import (
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 
-SCHEDULES = ("plain", "colocated", "serial", "run-ahead")
-RUN_AHEAD = 239  # nodes beyond those that are verified next
+AHEAD = {"run-ahead": 239, "outcomes": 1007}  # nodes beyond those that are verified next
+SCHEDULES = ("plain", "colocated", "serial", *AHEAD)
 PROFILED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 ANSWER = 2000  # tokens; who has read them asks for more
-HELLO = TargetHello(PROTOCOL_VERSION, 1, "simulated", VOCAB, "", 1, 1, MAX_CONTEXT)
+
+
+class Cast(Protocol):
+    """Who plays: a model and a drafter at set times, and what they are asked."""
+
+    @property
+    def answer(self) -> int:
+        """Tokens of one."""
+        ...
+
+    def model(self, timing: Timing, device: Device, stream: int) -> CausalModel:
+        """``stream``: the first that it is asked for."""
+        ...
+
+    def drafter(self, timing: Timing, device: Device, keep: bool) -> Drafter:
+        """``keep``: it grows ahead."""
+        ...
+
+    def prompt(self, stream: int) -> tuple[int, ...]: ...
+
+
+class TimedCast:
+    """Nothing is computed."""
+
+    answer = ANSWER
+
+    def model(self, timing: Timing, device: Device, stream: int) -> CausalModel:
+        return TimedModel(timing, device)
+
+    def drafter(self, timing: Timing, device: Device, keep: bool) -> Drafter:
+        return TimedDrafter(timing, device, keep)
+
+    def prompt(self, stream: int) -> tuple[int, ...]:
+        return (stream % STREAMS * SYMBOLS,) * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +95,7 @@ class Deployment:
     colocated: bool = False
     speculate: bool = True
     policy: PolicySection = field(default_factory=PolicySection)
+    cast: Cast = field(default_factory=TimedCast)
 
 
 class World:
@@ -141,7 +177,8 @@ class Line:
         self._delay_s = delay_s
 
     def join(self) -> None:
-        self._target.worker.following.link_up(self, self._draft.worker.peer_up(Answers(self), HELLO))
+        hello = TargetHello(PROTOCOL_VERSION, 1, "simulated", self._target.vocab_size, "", 1, 1, MAX_CONTEXT)
+        self._target.worker.following.link_up(self, self._draft.worker.peer_up(Answers(self), hello))
 
     def send(self, items: Sequence[DraftBound]) -> None:
         peer = Answers(self)
@@ -176,7 +213,7 @@ class Answers:
 class Draft:
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
-        drafter = TimedDrafter(deployment.timing, device, deployment.run_ahead > 0)
+        drafter = deployment.cast.drafter(deployment.timing, device, deployment.run_ahead > 0)
         self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock).worker
         self.actor.act = self._act
 
@@ -194,7 +231,8 @@ class Target:
         self.pieces: list[tuple[float, Piece]] = []
         self._deployment = deployment
         timing = deployment.timing
-        runner = ModelRunner(TimedModel(timing, device), MAX_CONTEXT)
+        runner = ModelRunner(deployment.cast.model(timing, device, first), MAX_CONTEXT)
+        self.vocab_size = runner.config.vocab_size
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=MAX_CONTEXT, drafts=(), prompt_lookup=False,
                                 max_sessions=max(64, deployment.batch))
@@ -207,8 +245,8 @@ class Target:
             self._ask(first + stream)
 
     def _ask(self, stream: int) -> None:
-        prompt = (stream % STREAMS * SYMBOLS,) * 2
-        request = Request("r", prompt, Sampling(), ANSWER, None, self._deployment.speculate)
+        cast = self._deployment.cast
+        request = Request("r", cast.prompt(stream), Sampling(), cast.answer, None, self._deployment.speculate)
 
         def sink(piece: Piece | Exception) -> None:
             assert isinstance(piece, Piece), piece
@@ -238,7 +276,7 @@ def of_schedule(name: str, deployment: Deployment) -> Deployment:
     if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is not one of {', '.join(SCHEDULES)}")
     return replace(deployment, speculate=name != "plain", colocated=name == "colocated",
-                   run_ahead=RUN_AHEAD if name == "run-ahead" else 0)
+                   run_ahead=AHEAD.get(name, 0))
 
 
 def describe(schedule: str, targets: int, drafts: int, batch: int, rtt_ms: float, step_ms: float, draft_ms: float,
@@ -262,6 +300,7 @@ class Predicted:
 
     tokens_per_s: float
     hit_rate: float  # rounds whose tree was there
+    hit_length: float  # tokens that they gave; 0 of none
     waiting_share: float  # of a target's time
     acceptance_length: float
     draft_busy: float  # share of a draft's time
@@ -286,7 +325,8 @@ def simulate(deployment: Deployment, seconds: float, warmup_s: float = 2.0) -> P
     pieces = [piece for target in targets for at_s, piece in target.pieces if warmup_s <= at_s < warmup_s + seconds]
     rounds = max(1, len(pieces))
     shares = [(device.busy_s - before) / seconds for device, before in zip((*devices, *beside), busy, strict=True)]
-    return Predicted(sum(len(piece.tokens) for piece in pieces) / seconds,
-                     sum(piece.drafted > 0 and piece.wait_s == 0.0 for piece in pieces) / rounds,
+    hits = [piece for piece in pieces if piece.drafted > 0 and piece.wait_s == 0.0]
+    return Predicted(sum(len(piece.tokens) for piece in pieces) / seconds, len(hits) / rounds,
+                     sum(len(piece.tokens) for piece in hits) / max(1, len(hits)),
                      max(0.0, 1.0 - sum(shares[:len(devices)]) / len(devices)),
                      sum(len(piece.tokens) for piece in pieces) / rounds, sum(shares[len(devices):]) / len(beside))

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
-from slipstream.drafting.tree import ROOT, GrowingTree, Indices
+from slipstream.drafting.tree import ROOT, SENT, GrowingTree, Indices
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.model import ModelConfig
@@ -64,6 +64,10 @@ class Timing:
     def step_of(self, rows: int) -> float:
         """Seconds of a target step: flat, then linear, with a soft corner (as a roofline has)."""
         return self.step_s * float((1.0 + (rows / self.knee_rows) ** 3) ** (1 / 3))
+
+    def level_of(self, rows: int) -> float:
+        """Seconds of a level of a tree, likewise."""
+        return self.draft_s / self.levels * float((1.0 + (rows / self.knee_rows) ** 3) ** (1 / 3))
 
     def save(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self)))
@@ -217,8 +221,8 @@ class TimedDrafter:
                  if number in self.sessions]
         most = steps or self.timing.levels
         if steps:
-            for _, session, _ in known:
-                session.tree.aim()
+            for _, session, budget in known:
+                session.tree.aim(budget // SENT)
         fresh, others = list[tuple[TimedSession, int]](), list[tuple[TimedSession, int]]()
         for _, session, budget in known:
             (fresh if budget > 0 and is_fresh(session.tree) else others).append((session, min(most, budget)))
