@@ -7,7 +7,7 @@ device is worth.
    place what the real head said there; like the head it begins anew behind each commit.
 3. Bounds: ``bound`` is a step and a tree by a step, as if every tree were there and as good as one that is waited for.
    ``oracle`` knows how each round ends: all trees are there, as good as those that were. ``knows`` drafts the answer
-   itself, apart by together.
+   itself, apart by together: no bound, as trees that grow ahead get deeper than one that is waited for.
 """
 
 from __future__ import annotations
