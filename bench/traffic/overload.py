@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--max-wait-s", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=3, help="of all rates")
     parser.add_argument("--seconds", type=float, default=8.0, help="that count, of each rate in a turn")
-    parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--step-ms", type=float, default=200.0)
     parser.add_argument("--drafts", type=int, default=0)
     arguments = parser.parse_args()
     rows = finished(measure(arguments.places, arguments.max_wait_s, arguments.turns, arguments.seconds,
