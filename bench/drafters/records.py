@@ -1,5 +1,5 @@
 """Records: what a drafter says of every place of real answers, computed once, so that schedules are compared by
-simulation alone (``bench.real``).
+simulation alone (``bench.traffic.real``).
 
 1. The target answers each question plainly and greedily. Trees never change an answer, so that is every schedule's.
 2. At each position of an answer, behind the target's own states, the head's tree is grown best first, far wider than
