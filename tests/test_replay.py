@@ -10,7 +10,7 @@ import pytest
 
 from bench.drafters.records import Place, Record, Recorder, load, save
 from bench.report import number
-from bench.traffic.real import PRICE, ReplayedCast, Text, schedules, second
+from bench.traffic.real import PRICE, Answers, ReplayedCast, schedules, second
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally
@@ -40,7 +40,7 @@ def written() -> Record:
 
 
 def test_plain_decoding_says_the_text_and_drafts_follow_the_head() -> None:
-    cast = ReplayedCast(Text([written()]))
+    cast = ReplayedCast(Answers([written()]))
     deployment = Deployment(TIMING, cast=cast, host_s=0.0)
     plain, serial = (simulate(of_schedule(name, deployment), 2.0, 0.5) for name in ("plain", "serial"))
     assert plain.tokens_per_s == pytest.approx(50.0, rel=0.03) and plain.acceptance_length == 1.0
@@ -52,7 +52,7 @@ def test_plain_decoding_says_the_text_and_drafts_follow_the_head() -> None:
 
 
 def test_tables_compare_with_one_device() -> None:
-    cast = ReplayedCast(Text([written()]))
+    cast = ReplayedCast(Answers([written()]))
     row = schedules(cast, 5.0, 1.0, 1.0)
     assert row["bound"] == 1.25 and row["outcomes_by_together"] == number(row, "outcomes") / number(row, "together")
     beside = second(cast, 5.0, 2, PRICE, 1.0)

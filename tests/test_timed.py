@@ -42,7 +42,7 @@ def test_children_are_right_as_often_as_they_are_said_to_be() -> None:
     law, positions = Law(QUICK), np.arange(1, 6001)
     streams = np.full(len(positions), 2)
     truth = law.following(streams * SYMBOLS, positions)
-    ranked = law.children(streams, positions, 3)
+    ranked = law.believed(streams, positions)
     for rank, chance in enumerate(QUICK.acceptance):
         share = np.mean(ranked[:, rank] == truth)
         assert abs(share - chance) < 0.02, (rank, share)

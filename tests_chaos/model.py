@@ -121,8 +121,7 @@ def _logits(seed: int) -> torch.Tensor:
 
 class WordyModel(TimedModel):
     def __init__(self, timing: Timing, device: Device) -> None:
-        super().__init__(timing, device)
-        self._law = ScriptedLaw(timing)
+        super().__init__(timing, device, ScriptedLaw(timing))
         self._logits = _logits(timing.seed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -131,6 +130,4 @@ class WordyModel(TimedModel):
 
 def drafter(timing: Timing, most: int) -> TimedDrafter:
     """Of so many sessions, on a device of its own."""
-    made = TimedDrafter(timing, Device(), True, most)
-    made.law = ScriptedLaw(timing)
-    return made
+    return TimedDrafter(timing, Device(), True, most, ScriptedLaw(timing))

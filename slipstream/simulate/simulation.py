@@ -22,8 +22,6 @@ from draft_service.assembly import assemble
 from slipstream.base.config import PolicySection, TargetSection
 from slipstream.base.errors import ConfigError
 from slipstream.decision.beliefs import StepCosts
-from slipstream.drafting import Drafter
-from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, Sampling, TargetBound, TargetHello
@@ -33,6 +31,8 @@ from slipstream.simulate.timed import (
     STREAMS,
     SYMBOLS,
     Device,
+    Law,
+    Text,
     TimedDrafter,
     TimedModel,
     Timing,
@@ -47,19 +47,20 @@ ANSWER = 2000  # tokens; who has read them asks for more
 
 
 class Cast(Protocol):
-    """Who plays: a model and a drafter at set times, and what they are asked."""
+    """What is said at set times, and asked."""
 
     @property
     def answer(self) -> int:
         """Tokens of one."""
         ...
 
-    def model(self, timing: Timing, device: Device, stream: int) -> CausalModel:
-        """``stream``: the first that it is asked for."""
+    @property
+    def keeps(self) -> bool:
+        """Whether a drafter that grows ahead does not draft again what survives a commit."""
         ...
 
-    def drafter(self, timing: Timing, device: Device, keep: bool) -> Drafter:
-        """``keep``: it grows ahead."""
+    def text(self, timing: Timing, stream: int) -> Text:
+        """Of a target and of drafts. ``stream``: the first that the target is asked for."""
         ...
 
     def prompt(self, stream: int) -> tuple[int, ...]: ...
@@ -69,12 +70,10 @@ class TimedCast:
     """Nothing is computed."""
 
     answer = ANSWER
+    keeps = True
 
-    def model(self, timing: Timing, device: Device, stream: int) -> CausalModel:
-        return TimedModel(timing, device)
-
-    def drafter(self, timing: Timing, device: Device, keep: bool) -> Drafter:
-        return TimedDrafter(timing, device, keep)
+    def text(self, timing: Timing, stream: int) -> Text:
+        return Law(timing)
 
     def prompt(self, stream: int) -> tuple[int, ...]:
         return (stream % STREAMS * SYMBOLS,) * 2
@@ -213,7 +212,8 @@ class Answers:
 class Draft:
     def __init__(self, world: World, device: Accelerator, deployment: Deployment) -> None:
         self.actor = Actor(world, device)
-        drafter = deployment.cast.drafter(deployment.timing, device, deployment.run_ahead > 0)
+        cast, timing = deployment.cast, deployment.timing
+        drafter = TimedDrafter(timing, device, cast.keeps and deployment.run_ahead > 0, text=cast.text(timing, 0))
         self.worker = assemble(drafter, "", 1e9, deployment.run_ahead, clock=self.actor.clock).worker
         self.actor.act = self._act
 
@@ -231,7 +231,7 @@ class Target:
         self.pieces: list[tuple[float, Piece]] = []
         self._deployment = deployment
         timing = deployment.timing
-        runner = ModelRunner(deployment.cast.model(timing, device, first), MAX_CONTEXT)
+        runner = ModelRunner(TimedModel(timing, device, deployment.cast.text(timing, first)), MAX_CONTEXT)
         self.vocab_size = runner.config.vocab_size
         costs = StepCosts({rows: timing.step_of(rows) for rows in PROFILED})
         section = TargetSection(policy=deployment.policy, slots=MAX_CONTEXT, drafts=(), prompt_lookup=False,

@@ -20,15 +20,17 @@ import json
 import math
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from slipstream.base.errors import ConfigError
+from slipstream.choosing.sampling import Children
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
 from slipstream.drafting.tree import ROOT, SENT, GrowingTree, Indices
 from slipstream.engine.batch import ForwardBatch
@@ -40,6 +42,7 @@ from slipstream.protocol.tree import MAX_NODES
 SYMBOLS, STREAMS = 8, 64
 VOCAB = SYMBOLS * STREAMS
 MAX_CONTEXT = 1 << 16
+KNEE_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Timing:
     """What the two devices take, in seconds, and how well they agree."""
 
     step_s: float = 0.020  # a target step of few rows
-    knee_rows: int = 200  # rows at which a step's arithmetic takes as long as reading the weights
+    knee_rows: int = KNEE_ROWS  # rows at which a step's arithmetic takes as long as reading the weights
+    draft_knee_rows: int = 1 << 30  # likewise of a tree's level
     draft_s: float = 0.005  # a whole tree of one batch
     levels: int = 4  # of a tree; each takes its share of draft_s
     width: int = 3  # nodes expanded in a level, and children of a node
@@ -67,7 +71,7 @@ class Timing:
 
     def level_of(self, rows: int) -> float:
         """Seconds of a level of a tree, likewise."""
-        return self.draft_s / self.levels * float((1.0 + (rows / self.knee_rows) ** 3) ** (1 / 3))
+        return self.draft_s / self.levels * float((1.0 + (rows / self.draft_knee_rows) ** 3) ** (1 / 3))
 
     def save(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self)))
@@ -94,30 +98,69 @@ def mix(seed: int, stream: NDArray[np.uint64], position: NDArray[np.uint64]) -> 
         return mixed
 
 
-class Law:
-    """The text, and what a drafter believes of it."""
+class Text(Protocol):
+    """What a model says, and what a drafter believes of it."""
 
-    def __init__(self, timing: Timing) -> None:
-        self._seed = timing.seed
-        self._limits = np.cumsum(timing.acceptance)
-        self.scores = [math.log(p) for p in timing.acceptance]  # of a node's children, best first
-        self._wrong = timing.wrong
+    @property
+    def vocab_size(self) -> int: ...
 
     def following(self, tokens: Sequence[int] | Indices, positions: Sequence[int] | Indices) -> Indices:
         """The true token after each of ``tokens`` at ``positions``: int64 of their shape."""
+        ...
+
+    def place(self, prompt: NDArray[np.int32]) -> int:
+        """Whatever of a session's prompt decides what a drafter says in it."""
+        ...
+
+    def by_level(self, sessions: Sequence[TimedSession], levels: int) -> tuple[Indices, Sequence[float]] | None:
+        """Children [B, levels, K] of whichever node of a level below the root, best first, and their scores; None: they
+        depend on the path."""
+        ...
+
+    def children(self, sessions: Sequence[TimedSession]) -> Iterable[list[Children]]:
+        """Of each one's frontier."""
+        ...
+
+
+class Law:
+    """A ``Text`` that is a function of stream and position. A session's place is its stream."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._limits = np.cumsum(timing.acceptance)
+        self._scores = [math.log(p) for p in timing.acceptance]  # of a node's children, best first
+
+    def following(self, tokens: Sequence[int] | Indices, positions: Sequence[int] | Indices) -> Indices:
         stream = np.asarray(tokens, np.uint64) // np.uint64(SYMBOLS)
-        symbol = mix(self._seed, stream, np.asarray(positions, np.uint64)) % np.uint64(SYMBOLS)
+        symbol = mix(self._timing.seed, stream, np.asarray(positions, np.uint64)) % np.uint64(SYMBOLS)
         return (stream * np.uint64(SYMBOLS) + symbol).astype(np.int64)
 
-    def children(self, streams: NDArray[np.int64], positions: NDArray[np.int64], count: int) -> Indices:
-        """The ``count`` best children, by the drafter's belief, of nodes of a stream at a position, whatever tokens
-        they carry: int64 [..., K]. K is at most how many there are chances for; ``scores`` are theirs."""
+    def place(self, prompt: NDArray[np.int32]) -> int:
+        return int(prompt[-1]) // SYMBOLS
+
+    def by_level(self, sessions: Sequence[TimedSession], levels: int) -> tuple[Indices, Sequence[float]] | None:
+        streams = np.array([[session.place] for session in sessions])
+        positions = np.array([[session.tree.base - 1] for session in sessions]) + np.arange(levels)
+        return self.believed(streams, positions), self._scores[: self._timing.width]
+
+    def children(self, sessions: Sequence[TimedSession]) -> Iterable[list[Children]]:
+        nodes = [(session.place, session.tree.base - 1 + (0 if node == ROOT else session.tree.depths[node]))
+                 for session in sessions for node in session.tree.frontier]
+        found = iter(self.believed(*np.array(nodes).T).tolist())
+        return ([(next(found), self._scores) for _ in session.tree.frontier] for session in sessions)
+
+    def believed(self, streams: NDArray[np.int64], positions: NDArray[np.int64]) -> Indices:
+        """The best children, by the drafter's belief, of nodes of a stream at a position, whatever tokens they carry:
+        int64 [..., K]. K is a node's width, or how many there are chances for."""
         begin = streams * SYMBOLS
         truth = self.following(begin, positions)
-        luck = mix(self._seed + (1 << 32), streams.astype(np.uint64), positions.astype(np.uint64)) / np.float64(2**64)
-        right = np.searchsorted(self._limits, luck, side="right")
-        right[(positions >= self._wrong[0]) & (positions < self._wrong[1])] = len(self.scores)
-        places = np.arange(min(count, len(self.scores)))
+        luck = mix(self._timing.seed + (1 << 32), streams.astype(np.uint64), positions.astype(np.uint64))
+        right = np.searchsorted(self._limits, luck / np.float64(2**64), side="right")
+        first, end = self._timing.wrong
+        right[(positions >= first) & (positions < end)] = len(self._scores)
+        places = np.arange(min(self._timing.width, len(self._scores)))
         wrong = begin[..., None] + (truth[..., None] + 1 + places) % SYMBOLS
         found: Indices = np.where(places == right[..., None], truth[..., None], wrong)
         return found
@@ -140,29 +183,30 @@ class Device:
 
 
 class TimedModel:
-    """A ``engine.model.CausalModel`` that knows the law. Its states hold the token that comes next."""
+    """A ``engine.model.CausalModel`` that knows a text, its law's where none is given. Its states hold the token that
+    comes next."""
 
     dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, timing: Timing, device: Device) -> None:
-        self.config = ModelConfig(
-            "timed", VOCAB, 1, 1, 1, 1, 1, 2, MAX_CONTEXT, 1e-6, 1e4, None, True, False, False, False, False, 0, ())
+    def __init__(self, timing: Timing, device: Device, text: Text | None = None) -> None:
+        self._text = text or Law(timing)
+        self.config = ModelConfig("timed", self._text.vocab_size, 1, 1, 1, 1, 1, 2, MAX_CONTEXT, 1e-6, 1e4, None, True,
+                                  False, False, False, False, 0, ())
         self._timing = timing
-        self._law = Law(timing)
         self._device = device
 
     def forward(self, batch: ForwardBatch, pool: KVPool,
                 taps: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, 1], and nothing tapped: no timed drafter reads states."""
         began_s = time.perf_counter()
-        following = self._law.following(batch.tokens.numpy(), batch.positions.numpy())
+        following = self._text.following(batch.tokens.numpy(), batch.positions.numpy())
         self._device.busy(began_s, self._timing.step_of(batch.num_rows))
         return torch.from_numpy(following.astype(np.float32))[:, None], None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, 1] -> [R, V], one where the token stands."""
-        return torch.zeros(len(hidden), VOCAB).scatter_(1, hidden.long(), 1.0)
+        return torch.zeros(len(hidden), self.config.vocab_size).scatter_(1, hidden.long(), 1.0)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens[:, None].to(self.dtype)
@@ -170,7 +214,7 @@ class TimedModel:
 
 @dataclass(slots=True)
 class TimedSession:
-    newest: int  # token
+    place: int  # Text.place
     tree: GrowingTree
 
     @property
@@ -178,32 +222,28 @@ class TimedSession:
         return self.tree.room > 0 and bool(self.tree.frontier)
 
 
-@dataclass(slots=True)
 class TimedDrafter:
-    """A ``drafting.Drafter`` that takes set times. ``keep``: what survives a commit is not drafted again."""
+    """A ``drafting.Drafter`` that takes set times and says what is believed of a text, its law's where none is given.
+    ``keep``: what survives a commit is not drafted again."""
 
-    timing: Timing
-    device: Device
-    keep: bool = False
-    max_sessions: int = 1024
-    sessions: dict[int, TimedSession] = field(default_factory=dict)
-    law: Law = field(init=False)
-    name: str = "timed"
-    features: None = None
-    vocab_size: int = VOCAB
-    hidden_size: int = 0
-    max_context: int = MAX_CONTEXT
-    max_nodes: int = MAX_NODES - 1
+    features = None
+    hidden_size = 0
+    max_context = MAX_CONTEXT
+    max_nodes = MAX_NODES - 1
 
-    def __post_init__(self) -> None:
-        self.law = Law(self.timing)
+    def __init__(self, timing: Timing, device: Device, keep: bool = False, max_sessions: int = 1024,
+                 text: Text | None = None, name: str = "timed") -> None:
+        self.name, self.max_sessions = name, max_sessions
+        self.sessions: dict[int, TimedSession] = {}
+        self._timing, self._device, self._keep, self._text = timing, device, keep, text or Law(timing)
+        self.vocab_size = self._text.vocab_size
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         """Begin sessions; all have room."""
         for message in opens:
             known = self.sessions.get(message.session)
-            tree = GrowingTree(len(message.tokens), self.timing.width, 1 if known is None else known.tree.next_id)
-            self.sessions[message.session] = TimedSession(int(message.tokens[-1]), tree)
+            tree = GrowingTree(len(message.tokens), self._timing.width, 1 if known is None else known.tree.next_id)
+            self.sessions[message.session] = TimedSession(self._text.place(message.tokens), tree)
         return []
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -211,27 +251,32 @@ class TimedDrafter:
 
     def commit(self, commits: Sequence[Commit]) -> None:
         for message in commits:
-            session = self.sessions[message.session]
-            session.tree.commit(message.tokens.tolist(), self.keep)
-            session.newest = int(message.tokens[-1])
+            self.sessions[message.session].tree.commit(message.tokens.tolist(), self._keep)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
         began_s = time.perf_counter()
         known = [(number, self.sessions[number], budget) for number, budget in zip(ids, budgets, strict=True)
                  if number in self.sessions]
-        most = steps or self.timing.levels
+        most = steps or self._timing.levels
         if steps:
             for _, session, budget in known:
                 session.tree.aim(budget // SENT)
-        fresh, others = list[tuple[TimedSession, int]](), list[tuple[TimedSession, int]]()
-        for _, session, budget in known:
-            (fresh if budget > 0 and is_fresh(session.tree) else others).append((session, min(most, budget)))
-        levels, done = self._begin(fresh) if fresh else 0, 0
-        while level := [session for session, count in others if done < count and session.can_grow]:
-            self._expand(level)
-            done += 1
+        wanted = [(session, min(most, budget)) for _, session, budget in known]
+        rows = [0] * most  # of each level, of all trees
+        fresh = [(session, count) for session, count in wanted if count > 0 and is_fresh(session.tree)]
+        deepest = max((count for _, count in fresh), default=0)
+        if fresh and (said := self._text.by_level([session for session, _ in fresh], deepest)) is not None:
+            wanted = [(session, count) for session, count in wanted if count > 0 and not is_fresh(session.tree)]
+            self._begin(fresh, *said)
+            for level in range(most):
+                rows[level] = sum(self._timing.width if level else 1 for _, count in fresh if count > level)
+        for level in range(most):
+            growing = [session for session, count in wanted if count > level and session.can_grow]
+            rows[level] += sum(len(session.tree.frontier) for session in growing)
+            for session, children in zip(growing, self._text.children(growing) if growing else (), strict=True):
+                session.tree.expand(children)
         growths = [session.tree.growth(number, budget, began_s) for number, session, budget in known]
-        self.device.busy(began_s, max(levels, done) * self.timing.draft_s / self.timing.levels)
+        self._device.busy(began_s, sum(self._timing.level_of(count) for count in rows if count))
         return growths
 
     def tree(self, session: int) -> GrowingTree:
@@ -241,30 +286,17 @@ class TimedDrafter:
         for number in ids:
             self.sessions.pop(number, None)
 
-    def _begin(self, sessions: Sequence[tuple[TimedSession, int]]) -> int:
-        """Whole trees of so many levels each. Returns how many levels the device computed."""
+    def _begin(self, sessions: Sequence[tuple[TimedSession, int]], children: Indices, scores: Sequence[float]) -> None:
+        """Whole trees of so many levels each."""
         trees, levels = [session.tree for session, _ in sessions], [count for _, count in sessions]
-        streams = np.array([[session.newest // SYMBOLS] for session, _ in sessions])
-        positions = np.array([[tree.base - 1] for tree in trees]) + np.arange(max(levels))
-        children, scores = self.law.children(streams, positions, self.timing.width), self.law.scores
         if len(trees) < MANY:
             for tree, count, found in zip(trees, levels, children.tolist(), strict=True):
                 for level in range(count):
                     tree.expand([(found[level], scores)] * len(tree.frontier))
-            return max(levels)
-        fresh, nodes = FreshTrees(len(trees), self.timing.width), 1
+            return
+        fresh, nodes = FreshTrees(len(trees), self._timing.width), 1
         for level in range(max(levels)):
             shape = (len(trees), nodes, children.shape[2])
-            fresh.expand(np.broadcast_to(children[:, level, None], shape), np.broadcast_to(scores[: shape[2]], shape))
+            fresh.expand(np.broadcast_to(children[:, level, None], shape), np.broadcast_to(scores, shape))
             nodes = fresh.picks.shape[1]
         fresh.settle(trees, levels)
-        return max(levels)
-
-    def _expand(self, sessions: Sequence[TimedSession]) -> None:
-        """One level of all of them, as a device computes it."""
-        nodes = [(session.newest // SYMBOLS, session.tree.base - 1 + (0 if node == ROOT else session.tree.depths[node]))
-                 for session in sessions for node in session.tree.frontier]
-        streams, positions = np.array(nodes).T
-        children = iter(self.law.children(streams, positions, self.timing.width).tolist())
-        for tree in (session.tree for session in sessions):
-            tree.expand([(next(children), self.law.scores) for _ in tree.frontier])
