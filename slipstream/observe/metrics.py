@@ -16,17 +16,21 @@ The only importer of prometheus_client. It knows nothing about sessions, trees o
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import Counter as Counted
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from slipstream import __version__
 from slipstream.base.errors import STATUS
@@ -76,6 +80,30 @@ class Replaced(Collector):
             yield again
 
 
+class Tally(Collector):
+    """A histogram of whole numbers, of which many are told at once."""
+
+    def __init__(self, name: str, text: str, buckets: Iterable[int], labels: Mapping[str, str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._buckets = tuple(buckets)
+        self._times = Counted[int]()
+        self._lock = threading.Lock()
+
+    def add(self, number: int, times: int) -> None:
+        """It was seen so many times more. From any thread."""
+        with self._lock:
+            self._times[number] += times
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            times = self._times.copy()
+        buckets = [(floatToGoString(most), float(sum(many for number, many in times.items() if number <= most)))
+                   for most in (*self._buckets, math.inf)]
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, float(sum(map(mul, times, times.values()))))
+        yield family
+
+
 class Registry:
     """The metrics of one service and model."""
 
@@ -105,6 +133,11 @@ class Registry:
         metric = Histogram(f"slipstream_{name}", text, self._labels(labels), registry=self._collectors,
                            buckets=tuple(buckets))
         return self._begun(Series(metric, self._fixed), labels)
+
+    def tally(self, name: str, text: str, buckets: Iterable[int]) -> Tally:
+        metric = Tally(f"slipstream_{name}", text, buckets, dict(zip(self._labels(()), self._fixed, strict=True)))
+        self._collectors.register(metric)
+        return metric
 
     def certificate_ends(self, at_s: float) -> None:
         self._certificate.of().set(at_s)
@@ -311,7 +344,7 @@ class RouterMetrics:
         self._breaker.drop(peer)
 
 
-TOGETHER = 64  # rounds that are counted at once
+TOGETHER = 64  # times that something was told, which are counted at once
 
 
 def taken(told: deque[Told]) -> Iterator[Told]:
@@ -324,15 +357,15 @@ def taken(told: deque[Told]) -> Iterator[Told]:
 class TargetMetrics:
     """Steps and rounds. ``accepted_tokens_total + bonus_tokens_total`` is what was emitted.
 
-    What a step tells is counted when TOGETHER rounds are there or somebody reads: behind a step the caches hold
-    weights, and a counter takes ten times longer than in a loop."""
+    What steps tell is counted when TOGETHER are there or somebody reads: behind a step the caches hold
+    weights, and a counter takes ten times longer than in a loop. Rounds that are alike are counted as one."""
 
     def __init__(self, model: str) -> None:
         self.registry = registry = Registry("target", model)
         self._stepped = deque[tuple[int, float, float, float]]()
         self._ended = deque[Sequence[tuple[int, int, str]]]()
         self._judged = deque[tuple[str, int, int]]()
-        self._waiting = 0  # rounds, and steps
+        self._waiting = 0  # steps, and their rounds
         self._held: tuple[int, int, int] | None = None  # slots
         self._there: tuple[int, int] | None = None  # sessions
         registry.settle = self._settle
@@ -350,8 +383,8 @@ class TargetMetrics:
         self._bonus = registry.counter("bonus_tokens_total", "Tokens that the target added itself, one a round.")
         self._position = registry.counter("accepted_tokens_per_position_total", "Accepted, by depth.",
                                           "position").begin(*zip(POSITIONS))
-        self._nodes = registry.histogram("tree_nodes", "Draft nodes of one verification.", NODES)
-        self._length = registry.histogram("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
+        self._nodes = registry.tally("tree_nodes", "Draft nodes of one verification.", NODES)
+        self._length = registry.tally("accepted_length", "Accepted draft tokens of one verification.", LENGTHS)
         self._slots = registry.gauge("kv_slots", "KV slots by state.", "state")
         self._sessions = registry.gauge("sessions", "Sessions by state.", "state")
         self._preempted = registry.counter("preemptions_total", "Sessions whose KV was given to others.")
@@ -383,12 +416,12 @@ class TargetMetrics:
 
     def step(self, rows: int, draft_wait_s: float, verify_s: float, host_s: float) -> None:
         self._stepped.append((rows, draft_wait_s, verify_s, host_s))
-        self._wait(1)
+        self._wait()
 
     def rounds(self, rounds: Sequence[tuple[int, int, str]]) -> None:
         """The commits of one step, one a session: draft tokens, how many were accepted, and one of OUTCOMES."""
         self._ended.append(rounds)
-        self._wait(len(rounds))
+        self._wait()
 
     def slots(self, total: int, free: int, cached: int) -> None:
         """``cached``: those that hold prompts for later and are given up when room is wanted."""
@@ -397,8 +430,8 @@ class TargetMetrics:
     def sessions(self, running: int, waiting: int) -> None:
         self._there = running, waiting
 
-    def _wait(self, more: int) -> None:
-        self._waiting += more
+    def _wait(self) -> None:
+        self._waiting += 1
         if self._waiting >= TOGETHER:
             self._waiting = 0
             self._settle()
@@ -415,8 +448,7 @@ class TargetMetrics:
             tokens[drafter, "accepted"] += accepted
         for labels, count in tokens.items():
             self._by_drafter.of(*labels).inc(count)
-        if rounds := [one for step in taken(self._ended) for one in step]:
-            self._count(rounds)
+        self._count(Counted(one for step in taken(self._ended) for one in step))
         if self._held is not None:
             total, free, cached = self._held
             self._slots.of("used").set(total - free - cached)
@@ -426,22 +458,19 @@ class TargetMetrics:
             self._sessions.of("running").set(self._there[0])
             self._sessions.of("waiting").set(self._there[1])
 
-    def _count(self, rounds: Sequence[tuple[int, int, str]]) -> None:
-        for outcome, count in Counted(outcome for _, _, outcome in rounds).items():
-            self._rounds.of(outcome).inc(count)
-        self._bonus.of().inc(len(rounds))
-        drafts = [(drafted, accepted) for drafted, accepted, _ in rounds if drafted]
-        if not drafts:
-            return
-        self._drafts.of().inc(len(drafts))
-        self._draft_tokens.of().inc(sum(drafted for drafted, _ in drafts))
-        self._accepted.of().inc(sum(accepted for _, accepted in drafts))
-        nodes, length = self._nodes.of(), self._length.of()
-        for drafted, accepted in drafts:
-            nodes.observe(drafted)
-            length.observe(accepted)
-        for position in range(1, max(accepted for _, accepted in drafts) + 1):
-            self._position.of(str(position)).inc(sum(accepted >= position for _, accepted in drafts))
+    def _count(self, rounds: Mapping[tuple[int, int, str], int]) -> None:
+        for (drafted, accepted, outcome), times in rounds.items():
+            self._rounds.of(outcome).inc(times)
+            self._bonus.of().inc(times)
+            if not drafted:
+                continue
+            self._drafts.of().inc(times)
+            self._draft_tokens.of().inc(times * drafted)
+            self._accepted.of().inc(times * accepted)
+            self._nodes.add(drafted, times)
+            self._length.add(accepted, times)
+            for position in range(1, accepted + 1):
+                self._position.of(str(position)).inc(times)
 
     def preempted(self) -> None:
         self._preempted.of().inc()
