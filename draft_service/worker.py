@@ -46,6 +46,7 @@ from slipstream.observe.vitals import Vitals
 from slipstream.protocol.conduct import GROWTHS, FaultRate
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
+    Close,
     Commit,
     DraftBound,
     DraftHello,
@@ -308,10 +309,10 @@ class DraftWorker:
 
     def _hear(self, peer: Peer, said: Sequence[Said], round_: Round) -> None:
         for item in said:
-            if isinstance(item, tuple):
-                self._refuse(peer, *item, round_)
-            else:
+            if isinstance(item, Open | Features | Commit | Close):
                 self._route(peer, item, round_)
+            else:
+                self._refuse(peer, *item, round_)
 
     def _refuse(self, peer: Peer, session: int, error: RemoteProtocolError, round_: Round) -> None:
         self._metrics.invalid_item()

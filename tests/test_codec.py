@@ -91,7 +91,7 @@ def same(left: object, right: object) -> bool:
     """Equal field by field, arrays by value."""
     if type(left) is not type(right):
         return False
-    for name in left.__dataclass_fields__:
+    for name in left._fields if isinstance(left, tuple) else left.__dataclass_fields__:
         mine, other = getattr(left, name), getattr(right, name)
         equal = np.array_equal(mine, other) if isinstance(mine, np.ndarray) else mine == other or same(mine, other)
         if not equal:

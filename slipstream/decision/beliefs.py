@@ -21,7 +21,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from weakref import WeakSet
 
 KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
@@ -362,11 +363,10 @@ class Acceptance:
         """Draft tokens expected to be accepted of the best 0, 1, … ``most`` nodes."""
         if len(self._expected) != most + 1:
             per_level = self._per_level
-            reach = self._reached(min(DEPTHS, int(most / per_level) + 1))
             if per_level == 1.0 and most < DEPTHS:  # chains
-                self._expected = reach[: most + 1]
+                self._expected = self._reached(most)
                 return self._expected
-            self._expected = []
+            reach, self._expected = self._reached(min(DEPTHS, int(most / per_level) + 1)), []
             for nodes in range(most + 1):
                 levels = nodes / per_level
                 whole = int(levels)
@@ -390,12 +390,7 @@ class Acceptance:
 
     def _reached(self, depths: int) -> list[float]:
         # [depths + 1] tokens expected of a chain of so many nodes
-        alive, total, reach = 1.0, 0.0, [0.0]
-        for chance in self._chances(depths):
-            alive *= chance
-            total += alive
-            reach.append(total)
-        return reach
+        return [0.0, *accumulate(accumulate(self._chances(depths), mul))]
 
 
 @dataclass(slots=True)

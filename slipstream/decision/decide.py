@@ -158,7 +158,8 @@ class Standing:
 
     @property
     def recent_wait_s(self) -> float:
-        return self.recent.waited_s / max(1, min(RECENT, self.recent.rounds))
+        recent = self.recent
+        return recent.waited_s / max(1, min(RECENT, recent.rounds)) if recent.waited_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +201,12 @@ def tree_nodes(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rule
     """Of a tree that is there: what was waited for it is spent. 0: a plain step is better."""
     if rules.whole_trees:
         return standing.most
-    plain_s, wait_s = prices.steps[0], standing.recent_wait_s
+    plain_s, wait_s, latency = prices.steps[0], standing.recent_wait_s, beliefs.latency
     expected = (acceptance or standing.acceptance).expected(standing.most)
     if wait_s == 0.0:
-        return prices.best(expected, rules.leave_gain, beliefs.latency.toll_s(plain_s, 0.0))
-    return prices.best(expected, rules.leave_gain * plain_s / prices.seconds(0, wait_s),
-                       wait_s + beliefs.latency.toll_s(plain_s, wait_s))
+        return prices.best(expected, rules.leave_gain, latency.toll_s(plain_s, 0.0) if latency.shared else 0.0)
+    return prices.best(expected, rules.leave_gain * plain_s / (plain_s + prices.worth * wait_s),
+                       wait_s + latency.toll_s(plain_s, wait_s))
 
 
 def overloaded(prices: Prices, beliefs: Beliefs, standing: Standing, rules: Rules) -> bool:
@@ -258,17 +259,17 @@ GRANTED, TRIED, REFUSED = Wait(True), Wait(True, tries=True), Wait(False)
 
 def _worth_s(turn: Turn, rules: Rules) -> float:
     """Seconds beside the step, its own and those of others, that its tree is worth (rule 1)."""
-    (standing, seen, _), prices, nodes = turn.case, turn.prices, turn.nodes
-    plain_s, gain = prices.steps[0], rules.leave_gain if seen.followed else rules.enter_gain
+    standing, steps = turn.standing, turn.prices.steps
+    plain_s, gain = steps[0], rules.leave_gain if turn.seen.followed else rules.enter_gain
     if not gain:
         return inf
-    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[nodes]) * plain_s
-    return (won_s / gain - plain_s) / prices.worth - prices.rows * (prices.steps[nodes] - plain_s)
+    won_s = (1 + standing.share * standing.acceptance.expected(standing.most)[turn.nodes]) * plain_s
+    return (won_s / gain - plain_s) / turn.prices.worth - turn.prices.rows * (steps[turn.nodes] - plain_s)
 
 
 def _wait(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None) -> Wait:
     """``held``: see ``DraftLatency.toll_s``."""
-    standing, latency, plain_s = turn.case.standing, beliefs.latency, turn.prices.steps[0]
+    standing, latency, plain_s = turn.standing, beliefs.latency, turn.prices.steps[0]
     mean_s = latency.mean_s
     toll_s = latency.toll_s(plain_s, mean_s or 0.0, held)
     if standing.trying or (mean_s is None and not toll_s):
@@ -288,9 +289,9 @@ def _plain_loses_s(prices: Prices, standing: Standing) -> float:
 def _enough(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing) -> float:
     """Draft tokens from which a tree that is there is better than a whole one after an exchange; below, waiting gains
     more tokens than the time would make. With others in the step a wait lasts until they are through, which is too
-    long for that: 0."""
+    long for that, and nobody asks."""
     mean_s = beliefs.latency.mean_s
-    if prices.rows > 1 or mean_s is None:
+    if mean_s is None:
         return 0.0
     whole = standing.acceptance.expected(standing.most)[nodes]
     return max(0.0, whole - (1 + whole) * mean_s / prices.steps[nodes])
@@ -303,30 +304,27 @@ def _deadline_s(usual_s: float, standing: Standing, rules: Rules) -> float:
     return min(usual_s, max(left_s, rules.deadline_min_s)) if left_s > 0 else 0.0
 
 
-class Case(NamedTuple):
-    """One session that decides."""
-
-    standing: Standing
-    seen: Seen
-    leads: bool = False  # one more session may be grown ahead
+Case = tuple[Standing, Seen, bool]  # one session that decides; whether one more may be grown ahead
 
 
 class Turn(NamedTuple):
     """A case with what follows from it alone."""
 
-    case: Case
+    standing: Standing
+    seen: Seen
+    leads: bool
     prices: Prices
     nodes: int  # of a tree that is there
     lookup: int
-    plain: bool  # a step to measure what one costs
-    loses_s: float  # by that
     wants: bool  # growth is asked for
-    drafts: bool  # in this step too
+    stands: bool  # it would stand still for it, if that is granted
+    plain: bool = False  # a step to measure what one costs
+    loses_s: float = 0.0  # by that
 
 
 def decide(beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules, leads: bool = False) -> Decision:
     """The coming round of one session."""
-    (decision,) = decide_all(beliefs, [Case(standing, seen, leads)], rules)
+    (decision,) = decide_all(beliefs, [(standing, seen, leads)], rules)
     return decision
 
 
@@ -334,62 +332,57 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
     """The coming rounds of sessions that were in one step."""
     prices: Prices | None = None
     turns, due = list[Turn](), False
-    for case in cases:
-        if prices is None or prices.rows != case.seen.others + 1:  # all of a step have the same
-            prices = Prices.of(beliefs, case.seen.others, case.standing.most)
+    for standing, seen, leads in cases:
+        if prices is None or prices.rows != seen.others + 1:  # all of a step have the same
+            prices = Prices.of(beliefs, seen.others, standing.most)
             due = beliefs.costs.due(prices.rows, rules.plain_every)
-        turns.append(_turn(beliefs, case, prices, rules, due))
+        nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
+        lookup = _lookup(prices, nodes, beliefs, standing, seen, rules) if seen.chances else 0
+        stands = wants and nodes > 0 and seen.followed and not standing.silent
+        turn = Turn(standing, seen, leads, prices, nodes, lookup, wants, stands)
+        if due or standing.since_plain >= rules.plain_every:
+            turn = _measures(turn, beliefs, rules, due)
+        turns.append(turn)
     waits = _together(turns, beliefs, rules) if beliefs.together else [_asks(turn, beliefs, rules) for turn in turns]
     usual_s = usual_wait_s(beliefs, rules)
     return [_decision(beliefs, turn, wait, rules, usual_s) for turn, wait in zip(turns, waits, strict=True)]
 
 
-def _turn(beliefs: Beliefs, case: Case, prices: Prices, rules: Rules, due: bool) -> Turn:
-    """``due``: see ``StepCosts.due``."""
-    standing, seen, _ = case
-    nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
-    lookup = _lookup(prices, nodes, beliefs, standing, seen, rules) if seen.chances else 0
-    if beliefs.costs.guessed:  # one plain step of all, or nobody learns what it costs
-        plain = due and not rules.whole_trees
-        lookup = 0 if plain else lookup
-    else:
-        plain = standing.mode is Mode.SPECULATE and standing.since_plain >= rules.plain_every and not lookup
-    if not plain:
-        return Turn(case, prices, nodes, lookup, False, 0.0, wants, wants)
-    loses_s = _plain_loses_s(prices, standing)
-    if beliefs.costs.guessed:
-        loses_s *= beliefs.costs.known(prices.rows)
-    elif beliefs.purse.left_s < loses_s:
-        return Turn(case, prices, nodes, lookup, False, 0.0, wants, wants)
-    return Turn(case, prices, nodes, lookup, True, loses_s, wants, False)
+def _measures(turn: Turn, beliefs: Beliefs, rules: Rules, due: bool) -> Turn:
+    """``turn``, if it is one to measure what a plain step costs, without its tree. ``due``: see ``StepCosts.due``."""
+    standing, costs = turn.standing, beliefs.costs
+    if costs.guessed:  # one plain step of all, or nobody learns what it costs
+        if not due or rules.whole_trees:
+            return turn
+        loses_s = _plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows)
+        return turn._replace(lookup=0, stands=False, plain=True, loses_s=loses_s)
+    if standing.mode is not Mode.SPECULATE or standing.since_plain < rules.plain_every or turn.lookup:
+        return turn
+    loses_s = _plain_loses_s(turn.prices, standing)
+    return turn if beliefs.purse.left_s < loses_s else turn._replace(stands=False, plain=True, loses_s=loses_s)
 
 
 def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules, usual_s: float) -> Decision:
     """``usual_s``: see ``usual_wait_s``."""
-    (standing, seen, leads), prices, nodes, lookup, plain, loses_s, wants, drafts = turn
+    standing, seen, leads, prices, nodes, lookup, wants, stands, plain, loses_s = turn
     if lookup and wait.tries:
         wait = REFUSED
     granted, shared = wait.granted, beliefs.latency.shared
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
     asks = granted if shared else wants and (granted or _lasts(turn, beliefs, rules))
-    verify = nodes if drafts else 0
+    verify = nodes if wants and not plain else 0
     want = verify if asks and not lookup else 0
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
                     want > 0 and seen.grows_ahead and leads and not shared,
-                    _deadline_s(usual_s, standing, rules) if granted and _waits(turn) else 0.0,
-                    _enough(prices, nodes, beliefs, standing) if wants and not lookup else 0.0,
+                    _deadline_s(usual_s, standing, rules) if granted and stands else 0.0,
+                    _enough(prices, nodes, beliefs, standing) if prices.rows == 1 and wants and not lookup else 0.0,
                     _why(turn, wait), loses_s if plain else wait.spends_s, wait.tries, nodes > 0)
-
-
-def _waits(turn: Turn) -> bool:
-    """Whether it would stand still, if that is granted."""
-    return turn.nodes > 0 and turn.drafts and turn.case.seen.followed and not turn.case.standing.silent
 
 
 def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
     """Whether a tree that comes behind the step is worth being read. In a step of all its first token is decided by
     then."""
-    standing, seen = turn.case.standing, turn.case.seen
+    standing, seen = turn.standing, turn.seen
     if not beliefs.together or not seen.followed or seen.grows_ahead:
         return True
     if turn.nodes < 2:
@@ -399,8 +392,8 @@ def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
 
 
 def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None) -> Wait:
-    standing, seen = turn.case.standing, turn.case.seen
-    if not turn.drafts:
+    standing, seen = turn.standing, turn.seen
+    if not turn.wants or turn.plain:
         return REFUSED
     if standing.probe_left_s is not None or standing.silent or not (seen.followed or beliefs.latency.shared):
         return GRANTED
@@ -417,15 +410,15 @@ def _together(turns: Sequence[Turn], beliefs: Beliefs, rules: Rules) -> list[Wai
     are worth it."""
     able, waits = dict[int, float](), list[Wait]()  # who could wait -> the seconds that it is worth
     for at, turn in enumerate(turns):
-        if not _waits(turn):
+        if not turn.stands:
             waits.append(_asks(turn, beliefs, rules))
             continue
-        standing = turn.case.standing
+        standing = turn.standing
         able[at] = inf if standing.trying or standing.probe_left_s is not None else _worth_s(turn, rules)
         waits.append(REFUSED)
     waiting = _worth(able, turns, beliefs.latency)
     for at in waiting:
-        waits[at] = TRIED if turns[at].case.standing.trying else GRANTED
+        waits[at] = TRIED if turns[at].standing.trying else GRANTED
     if waiting or not able:
         return waits
     # Nobody waits: who tries it tries it with all, as all stand.
@@ -466,7 +459,7 @@ def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules
 
 
 def _why(turn: Turn, wait: Wait) -> Why:
-    standing = turn.case.standing
+    standing = turn.standing
     if not standing.allowed:
         return "forbidden"
     if turn.lookup:
@@ -479,6 +472,6 @@ def _why(turn: Turn, wait: Wait) -> Why:
         return "drafts do not pay"
     if wait.tries:
         return "tries a wait"
-    if not turn.case.seen.followed:
+    if not turn.seen.followed:
         return "no drafter"
     return "drafts pay" if wait.granted else "too slow"

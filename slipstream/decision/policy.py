@@ -147,12 +147,13 @@ class SpeculationPolicy:
             self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
-        return Case(self._at, seen, seen.grows_ahead and self._beliefs.leads(self, self._rules.few))
+        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self, self._rules.few))
 
     def _takes(self, decision: Decision, seen: Seen) -> None:
-        beliefs = self._beliefs
+        beliefs, asks = self._beliefs, decision.want > 0
         self._stands, self._others = decision, seen.others
-        self._asks(decision.want > 0)
+        if asks is not self._asking:
+            self._asks(asks)
         if decision.tries and not self._at.trying:
             beliefs.purse.pay_wait(decision.spends_s)
             self._at.trying = True
@@ -160,9 +161,8 @@ class SpeculationPolicy:
             beliefs.purse.pay(decision.spends_s)
 
     def _asks(self, asks: bool) -> None:
-        if asks is not self._asking:  # seldom; a set of weak references is slow
-            self._asking = asks
-            self._beliefs.asks(self, asks)
+        self._asking = asks  # told when it changes: a set of weak references is slow
+        self._beliefs.asks(self, asks)
 
     def _take_back(self, decision: Decision) -> None:
         self._stands = None
@@ -177,21 +177,22 @@ class SpeculationPolicy:
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
         earned_s, spent_s = self._account(round_)
-        answered = self._count(round_) if not round_.lookup else False
+        at, stands, lookup = self._at, self._stands, round_.lookup
         self._stands = None
-        if round_.lookup or not self._at.wants:
+        answered = not lookup and self._count(round_, stands)
+        if lookup or not at.wants:
             return self.tick(now_s)
-        self._at.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
+        at.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         if self._probe is not None:
             self._probe.add(now_s, earned_s, spent_s, round_, answered)
             return self._judge(now_s, self._probe)
         self._won_s += earned_s - spent_s
         self._risk_s = max(0.0, self._risk_s + self._rules.leave_gain * spent_s - earned_s)
-        return self._consider_leaving(now_s)
+        return self._consider_leaving(now_s) if now_s - self._since_s >= self._rules.min_dwell_s else None
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        beliefs, told, drafted, wait_s = self._beliefs, self._others, round_.drafted, round_.wait_s
+        beliefs, at, told, drafted, wait_s = self._beliefs, self._at, self._others, round_.drafted, round_.wait_s
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
         beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
         others = beside if told is None else told
@@ -199,7 +200,7 @@ class SpeculationPolicy:
             plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
             # As many as a decision asks for, so that they are made once.
-            steps, waiting = beliefs.steps(beside + 1, max(drafted, self._at.most)), others + 1
+            steps, waiting = beliefs.steps(beside + 1, drafted if drafted > at.most else at.most), others + 1
             plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
@@ -212,9 +213,9 @@ class SpeculationPolicy:
         beliefs.purse.earn(round_.verify_s + wait_s, others + 1)
         if not round_.lookup:
             if drafted:
-                self._at.acceptance.observe(drafted, round_.accepted, round_.depth)
+                at.acceptance.observe(drafted, round_.accepted, round_.depth)
                 self._known.observe(drafted, round_.accepted, round_.depth)
-            self._at.trying = self._at.trying and round_.first  # which teaches nothing
+            at.trying = at.trying and round_.first  # which teaches nothing
             if drafted or wait_s > 0 or round_.exchange_s is not None:
                 self._learn_latency(round_)
         return earned_s, spent_s
@@ -236,9 +237,9 @@ class SpeculationPolicy:
     def _prices(self) -> Prices:
         return Prices.of(self._beliefs, self._others or 0, self._at.most)
 
-    def _count(self, round_: Round) -> bool:
-        """Returns whether the drafter answered in this round."""
-        at, stands = self._at, self._stands
+    def _count(self, round_: Round, stands: Decision | None) -> bool:
+        """``stands``: what it was decided by. Returns whether the drafter answered in this round."""
+        at = self._at
         pays = stands.pays if stands is not None else tree_nodes(self._prices(), self._beliefs, at, self._rules) > 0
         at.since_plain = at.since_plain + 1 if round_.drafted else 0
         at.idle = 0 if pays else at.idle + 1
@@ -290,8 +291,6 @@ class SpeculationPolicy:
 
     def _consider_leaving(self, now_s: float) -> Transition | None:
         at, patience = self._at, self._rules.patience
-        if now_s - self._since_s < self._rules.min_dwell_s:
-            return None
         if at.idle >= patience:
             full = overloaded(self._prices(), self._beliefs, at, self._rules)
             return (self._leave(now_s, Mode.PLAIN, "overload") if full

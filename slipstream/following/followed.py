@@ -169,6 +169,7 @@ class Waiting:
         return latency_s
 
 
+NOTHING: tuple[Sequence[int], Sequence[float]] = ((), ())
 ROWS = 256  # feature rows of one item: well below the message limit for any known model
 RETRY_S = 1.0  # after a drafter gave the session up for lack of room
 LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
@@ -177,8 +178,8 @@ LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 class Followed:
     """One session. Made by ``Following.open``."""
 
-    __slots__ = ("_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared", "begun",
-                 "decision", "link", "policy", "reads", "session", "side", "waiting")
+    __slots__ = ("_foretold", "_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared",
+                 "begun", "decision", "link", "policy", "reads", "session", "side", "waiting")
 
     def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
         """limit: tokens that the session has at most, its prompt included."""
@@ -194,6 +195,7 @@ class Followed:
         self._shared = shared
         self._limit = limit
         self._lookup: PromptLookup | None = None
+        self._foretold = NOTHING  # what the text foretold at the newest commit, and its chances
         self._retry_at_s = 0.0  # no drafter is looked for before
         self._opened_s = -RETRY_S  # when the newest drafter was told of it
         self._rows_from = 0  # feature rows before were handed over, or are outside the drafter's window
@@ -265,19 +267,31 @@ class Followed:
         self.detach()
         self.decision = self._alone()
 
-    def learn(self, verified: Verified, step: Step, now_s: float) -> Learned:
-        """What a step that ended at ``now_s`` gave, and what the next round is decided by."""
-        record = self._learn(verified, step, now_s)
-        if verified.finish:
-            return Learned(self, verified, record, (), (), None)
-        chain, chances = self._look_up(verified.tokens) if self._shared.lookup else ((), ())
-        self.waiting.unasked += len(verified.tokens)
-        return Learned(self, verified, record, chain, chances, self._sees(now_s, step.sessions - 1, chances))
+    def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, Seen | None]:
+        """What a step that ended at ``now_s`` gave. Returns what became of the round, and what the next one is decided
+        by; None: there is nothing to decide."""
+        _, tokens, drafted, accepted, depth, finish, _ = verified
+        before, waiting, side, link = self.decision, self.waiting, self.side, self.link
+        lookup, first_token = before.lookup > 0, side.base == side.prompt_len
+        waited_s = waiting.stood_s(step.began_s) if waiting.stood and link is not None else 0.0
+        round_ = Round(drafted, accepted, depth, step.seconds, waited_s, step.rows, waiting.stood and not side.heard,
+                       None, None if lookup else waiting.latency(), waiting.first, lookup)
+        # At the first token the drafter has the prompt to read, and so it may have behind it.
+        waiting.first = waiting.first and (lookup or first_token)
+        if (change := self.policy.observe(now_s, round_)) is not None:
+            self._note(change, link)
+        outcome = "used" if drafted and not lookup else self._outcome(drafted)
+        record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
+        if finish:
+            return record, None
+        self._foretold = self._look_up(tokens) if self._shared.lookup else NOTHING
+        waiting.unasked += len(tokens)
+        return record, self._sees(now_s, step.sessions - 1, self._foretold[1])
 
-    def commit(self, learned: Learned, decision: Decision | None, step: Step, now_s: float) -> None:
+    def commit(self, verified: Verified, decision: Decision | None, step: Step, now_s: float) -> None:
         """Make ``tokens`` part of the session, and have the drafter told by the next flush. ``decision``: of the next
         round; None: nobody drafts there."""
-        verified, side = learned.verified, self.side
+        side = self.side
         if verified.finish:
             side.commit(verified.tokens)
             return
@@ -292,8 +306,8 @@ class Followed:
             self._follow(now_s, step.sessions - 1)
         self._await(now_s)
         if decision.lookup:
-            chances = learned.chances[: decision.lookup]
-            side.add_lookup(learned.chain[: decision.lookup], [log(chance) for chance in chances])
+            chain, chances = self._foretold
+            side.add_lookup(chain[: decision.lookup], [log(chance) for chance in chances[: decision.lookup]])
 
     def wants_rows(self) -> tuple[FeatureSpec, int] | None:
         """Which feature rows its drafter reads, and the first position whose row it has not had."""
@@ -344,21 +358,6 @@ class Followed:
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
 
-    def _learn(self, verified: Verified, step: Step, now_s: float) -> RoundRecord:
-        before, waiting, side = self.decision, self.waiting, self.side
-        lookup, first_token = before.lookup > 0, side.base == side.prompt_len
-        waited_s = waiting.stood_s(step.began_s) if waiting.stood and self.link is not None else 0.0
-        round_ = Round(drafted=verified.drafted, accepted=verified.accepted, depth=verified.depth,
-                       verify_s=step.seconds, wait_s=waited_s, rows=step.rows,
-                       late=waiting.stood and not side.heard, exchange_s=None if lookup else waiting.latency(),
-                       first=waiting.first, lookup=lookup)
-        # At the first token the drafter has the prompt to read, and so it may have behind it.
-        waiting.first = waiting.first and (lookup or first_token)
-        if (change := self.policy.observe(now_s, round_)) is not None:
-            self._note(change, self.link)
-        return RoundRecord(verified.drafted, verified.accepted, len(verified.tokens), waited_s,
-                           self._outcome(verified.drafted), before.why, None if before.lookup else self.link)
-
     def _outcome(self, drafted: int) -> str:
         if drafted:
             return "prompt_lookup" if self.decision.lookup else "used"
@@ -369,7 +368,7 @@ class Followed:
     def _look_up(self, tokens: tuple[int, ...]) -> tuple[Sequence[int], Sequence[float]]:
         most = self._shared.policy.max_nodes
         if not most or not self.policy.allowed:
-            return (), ()
+            return NOTHING
         if self._lookup is None:
             self._lookup = PromptLookup([*self.side.tokens, *tokens])
         else:
@@ -444,14 +443,3 @@ class Followed:
     def _note(self, change: Transition | None, link: Link | None) -> None:
         if change is not None:
             self._shared.changed(self.session, change, self.decision.why, link)
-
-
-class Learned(NamedTuple):
-    """A session between a step and the decision that follows."""
-
-    followed: Followed
-    verified: Verified
-    record: RoundRecord
-    chain: Sequence[int]  # that the text foretells
-    chances: Sequence[float]  # of it
-    seen: Seen | None  # None: there is nothing to decide

@@ -22,8 +22,9 @@ from typing import Protocol
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import Beliefs, StepCosts
+from slipstream.decision.decide import Seen
 from slipstream.decision.policy import SpeculationPolicy
-from slipstream.following.followed import Changed, Followed, Learned, RoundRecord, Shared, Step, Verified, logged
+from slipstream.following.followed import Changed, Followed, RoundRecord, Shared, Step, Verified, logged
 from slipstream.following.pool import DraftPool, GiveRows, no_rows
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -219,26 +220,27 @@ class Following:
     def committed(self, batch: Sequence[Verified], step: Step, failed: Failed | None = None) -> list[RoundRecord]:
         """What a step gave. Drafters hear of it with the next ``flush``. failed: is told of a session in which
         something went wrong, which has no record then; without it that is raised."""
-        learned, now_s = list[Learned](), step.ended_s
+        learned, now_s = list[tuple[Followed, Verified, RoundRecord, Seen | None]](), step.ended_s
         for verified in batch:
             try:
-                learned.append(self.sessions[verified.session].learn(verified, step, now_s))
+                followed = self.sessions[verified.session]
+                learned.append((followed, verified, *followed.learn(verified, step, now_s)))
             except Exception as error:
                 _fails(failed, verified.session, error)
-        decisions = iter(SpeculationPolicy.decide_step([(one.followed.policy, one.seen) for one in learned
-                                                        if one.seen is not None]))
+        decisions = iter(SpeculationPolicy.decide_step([(followed.policy, seen) for followed, _, _, seen in learned
+                                                        if seen is not None]))
         records = list[RoundRecord]()
-        for one in learned:
-            decision = next(decisions) if one.seen is not None else None
-            followed, base, began_s = one.followed, one.followed.side.base, one.followed.waiting.committed_s
+        for followed, verified, record, seen in learned:
+            decision = next(decisions) if seen is not None else None
+            base, began_s = followed.side.base, followed.waiting.committed_s
             try:
-                followed.commit(one, decision, step, now_s)
+                followed.commit(verified, decision, step, now_s)
             except Exception as error:
                 _fails(failed, followed.session, error)
                 continue
-            records.append(one.record)
+            records.append(record)
             if self._trace.keeps:
-                self._picture(followed, base, began_s, one.record, step)
+                self._picture(followed, base, began_s, record, step)
         self._told += records
         self._step = step
         return records

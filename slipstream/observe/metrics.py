@@ -16,7 +16,6 @@ The only importer of prometheus_client. It knows nothing about sessions, trees o
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter as Counted
 from collections import deque
@@ -30,7 +29,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from slipstream import __version__
 from slipstream.base.errors import STATUS
@@ -97,8 +95,9 @@ class Tally(Collector):
     def collect(self) -> Iterator[Metric]:
         with self._lock:
             times = self._times.copy()
-        buckets = [(floatToGoString(most), float(sum(many for number, many in times.items() if number <= most)))
-                   for most in (*self._buckets, math.inf)]
+        buckets = [(str(float(most)), float(sum(many for number, many in times.items() if number <= most)))
+                   for most in self._buckets]
+        buckets.append(("+Inf", float(times.total())))
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, float(sum(map(mul, times, times.values()))))
         yield family

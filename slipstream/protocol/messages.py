@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -145,9 +145,9 @@ class Open:
     ahead: bool = False  # whether more may be grown than is wanted, while the target verifies
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Tokens became part of the answer: ``tokens[:-1]`` were accepted draft tokens, the last is the bonus token."""
+class Commit(NamedTuple):
+    """Tokens became part of the answer: ``tokens[:-1]`` were accepted draft tokens, the last is the bonus token.
+    Like ``Growth`` a named tuple, as each session has one a round."""
 
     session: int
     base: int
@@ -163,8 +163,7 @@ class Close:
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """New nodes for a session's tree, drafted when ``base`` tokens were committed as far as the drafter knew."""
 
     session: int

@@ -151,15 +151,14 @@ class TargetSide:
                wanted: int = MAX_NODES - 1, ahead: bool = False) -> Commit | None:
         """Append ``tokens`` to the answer and re-root. Returns what to send: None when nobody follows."""
         assert len(tokens) >= 1
-        followed = self.state is TargetState.FOLLOWED
-        base = self.base
+        followed, base, tree = self.state is TargetState.FOLLOWED, self.base, self.tree
         self._move(TargetEvent.COMMIT)
-        nodes = self.tree.follow(tokens)
+        nodes = tree.follow(tokens)
         if followed:
             self._remember(tokens, nodes)
-        self.tree = self.tree.below(nodes, tokens)
+        self.tree = tree.below(nodes, tokens)
         self.tokens.extend(tokens)
-        self.base = len(self.tokens)
+        self.base = base + len(tokens)
         self.heard = False
         if not followed:
             return None
@@ -177,7 +176,8 @@ class TargetSide:
             return -1
         if message.base > self.base:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")
-        self.heard = self.heard or message.base == self.base
+        if message.base == self.base:
+            self.heard = True
         before = len(self.tree.token_list)
         self._append(message)
         return len(self.tree.token_list) - before
@@ -218,11 +218,15 @@ class TargetSide:
 
     def _remember(self, tokens: Sequence[int], nodes: Sequence[int]) -> None:
         # Growth that is on its way may name these nodes as parents, and scores them relative to an older root.
-        gained = self.tree.score_list[nodes[-1]] if nodes else 0.0
-        for position, node in enumerate(nodes, start=self.base):
-            self._passed[self.tree.id_list[node]] = position
-        known = self._root_scores.get(self.base, 0.0)
-        self._root_scores[self.base + len(tokens)] = known + (gained if isfinite(gained) else 0.0)
+        base = self.base
+        known = self._root_scores.get(base, 0.0)
+        if nodes:
+            gained, ids = self.tree.score_list[nodes[-1]], self.tree.id_list
+            for position, node in enumerate(nodes, start=base):
+                self._passed[ids[node]] = position
+            if isfinite(gained):
+                known += gained
+        self._root_scores[base + len(tokens)] = known
         if len(self._root_scores) > MAX_NODES:  # a drafter that says nothing must not make us remember for ever
             del self._root_scores[next(iter(self._root_scores))]
 

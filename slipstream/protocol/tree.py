@@ -72,8 +72,10 @@ class DraftTree:
                  scores: list[float] | Floats) -> None:
         """Of [N] each. Lists are kept, not copied."""
         self.base = base
-        self.token_list, self.parent_list = _listed(tokens), _listed(parents)
-        self.id_list, self.score_list = _listed(ids), _listed(scores)
+        self.token_list: list[int] = tokens if type(tokens) is list else _listed(tokens)
+        self.parent_list: list[int] = parents if type(parents) is list else _listed(parents)
+        self.id_list: list[int] = ids if type(ids) is list else _listed(ids)
+        self.score_list: list[float] = scores if type(scores) is list else _listed(scores)
 
     @property
     def tokens(self) -> Ints:
@@ -176,6 +178,9 @@ class DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5 of trees); one that is not a number counts as the worst."""
+        root = self.id_list[0]
+        if len(self.id_list) == 1 and ids and parents == [root, *ids[:-1]] and self._are_new(ids):
+            return self._chained(ids, tokens, scores)
         held_tokens, held_parents, held_ids = [*self.token_list], [*self.parent_list], [*self.id_list]
         known = [*self.score_list]
         count = held = len(known)
@@ -195,6 +200,18 @@ class DraftTree:
             held_ids.append(node_id)
         return self if count == held else DraftTree(self.base, held_tokens, held_parents, held_ids, known)
 
+    def _are_new(self, ids: Sequence[int]) -> bool:
+        return len({self.id_list[0], *ids}) == 1 + len(ids) <= MAX_HELD
+
+    def _chained(self, ids: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> DraftTree:
+        # ``append`` of a chain to a root, as most growths are where one path is verified.
+        known = [most := self.score_list[0]]
+        for score in scores:
+            most = -inf if score != score else score if score < most else most
+            known.append(most)
+        return DraftTree(self.base, [self.token_list[0], *tokens], [*range(-1, len(ids))], [self.id_list[0], *ids],
+                         known)
+
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here
         already stays as it is."""
@@ -206,7 +223,7 @@ class DraftTree:
 
     def select(self, nodes: Sequence[int] | Ints) -> DraftTree:
         """The connected sub-tree of ``nodes`` (ascending, the root first). Scores stay relative to the old root."""
-        keep = _listed(nodes)
+        keep = nodes if type(nodes) is list else _listed(nodes)
         places = {node: place for place, node in enumerate(keep)}
         places[-1] = -1
         found = [places.get(self.parent_list[node]) for node in keep]
@@ -257,7 +274,8 @@ class DraftTree:
 
 
 def _listed(values: Any) -> list[Any]:
-    return values if type(values) is list else np.asarray(values).tolist()
+    found: list[Any] = np.asarray(values).tolist()
+    return found
 
 
 @dataclass(frozen=True, slots=True)

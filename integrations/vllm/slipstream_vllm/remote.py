@@ -219,8 +219,9 @@ class Chains:
     def _verified(self, row: Row) -> Verified:
         one = self._sessions[row.request]
         newest = self._states.newest(row.request) if self._states is not None and one.reads else None
-        return Verified(one.session, row.new, row.drafted, min(row.drafted, len(row.new) - 1),
-                        row.drafted if row.depth is None else row.depth, rows=newest)
+        accepted = min(row.drafted, len(row.new) - 1)
+        return Verified(one.session, row.new, row.drafted, accepted, row.drafted if row.depth is None else row.depth,
+                        "", newest)
 
     def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
         """Its session, with the states that it lacks."""
