@@ -128,7 +128,7 @@ class Flood:
             for item in decode_target_frame(data, target.incarnation, limits)[0]:
                 if isinstance(item, Open | Commit):
                     bases[item.session] = len(item.tokens) + (item.base if isinstance(item, Commit) else 0)
-                    for _ in range(2):  # with its frame each is two of four items
+                    if item.wanted or self.kind == "drops asked":
                         await context.write(frame(target.incarnation, self._useless(item.session, bases), 1))
                 elif isinstance(item, Close):
                     bases.pop(item.session, None)
@@ -228,6 +228,10 @@ async def target_floods(model: str, kind: str, turns: int) -> None:
 
             @asynccontextmanager
             async def hostile() -> AsyncIterator[None]:
+                if kind == "nothing":
+                    yield
+                    return
+
                 async def flood() -> None:
                     async with aio.insecure_channel(draft.address) as channel:
                         call = channel.stream_stream(EXCHANGE)()
@@ -257,7 +261,7 @@ async def run(model: str, kinds: Sequence[str], turns: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = [*(f"draft:{kind}" for kind in (*UNASKED, *ASKED)),
-             *(f"target:{kind}" for kind in ("closes", "commits", "openings"))]
+             *(f"target:{kind}" for kind in ("nothing", "closes", "commits", "openings"))]
     parser.add_argument("--model", default="", help='name or folder; "": two layers of 64 numbers')
     parser.add_argument("--kinds", nargs="*", default=known, choices=known)
     parser.add_argument("--turns", type=int, default=5)

@@ -146,20 +146,37 @@ def test_the_time_alone_doubles_ends_and_is_forgotten() -> None:
 
 def test_all_that_an_honest_draft_can_say_is_allowed() -> None:
     """Each level in a frame of its own, and a drop for each commit of a session that it has given up."""
-    allowance = Allowance()
+    allowance, level = Allowance(), growth(1)
     for _ in range(1000):
         allowance.asked([Commit(1, 5, ints(7), ahead=True)])
-        for _ in range(GROWTHS + 1):
-            allowance.said(1)
-            allowance.said(1)
+        for _ in range(GROWTHS):
+            allowance.said([level])
+        allowance.said([Drop(1, "gap")])
     for _ in range(1000):
         allowance.asked([Commit(1, 5, ints(7)), Features(1, 0, b"", 1, "float32"), Close(1)])
-        for _ in range(2):
-            allowance.said(2)
+        allowance.said([level])
+        allowance.said([Drop(1, "gap")])
+    for _ in range(1000):
+        allowance.asked([Commit(1, 5, ints(7), wanted=0)])
+        allowance.said([Drop(1, "unknown")])
+
+
+def test_a_draft_may_not_grow_for_who_wants_nothing() -> None:
+    """Each growth takes the time of the target's threads, read or not."""
+    allowance = Allowance()
+    for _ in range(AT_LEAST):
+        allowance.said([growth(1)])
+        allowance.asked([Commit(1, 5, ints(7), wanted=0)])
+    with pytest.raises(RemoteProtocolError, match="more was said"):
+        allowance.said([growth(1)])
+
+
+def test_what_was_not_said_may_be_said_later_up_to_a_bound() -> None:
+    allowance = Allowance()
     for _ in range(10_000):
         allowance.asked([Commit(1, 5, ints(7))])
     with pytest.raises(RemoteProtocolError, match="more was said"):
-        allowance.said(MOST + 1)
+        allowance.said([Drop(1, "gap")] * MOST)
 
 
 def following() -> Following:

@@ -369,7 +369,7 @@ def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules, usual_s: f
         wait = REFUSED
     granted, shared = wait.granted, beliefs.latency.shared
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
-    asks = granted if shared else wants and (granted or _lasts(turn, beliefs, rules))
+    asks = granted if shared else wants and (granted or (nodes > 0 and _lasts(turn, beliefs, rules)))
     verify = nodes if wants and not plain else 0
     want = verify if asks and not lookup else 0
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
@@ -395,10 +395,12 @@ def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None)
     standing, seen = turn.standing, turn.seen
     if not turn.wants or turn.plain:
         return REFUSED
-    if standing.probe_left_s is not None or standing.silent or not (seen.followed or beliefs.latency.shared):
+    if standing.probe_left_s is not None or standing.silent:
         return GRANTED
-    if not turn.nodes:
+    if not turn.nodes:  # who is followed for nothing takes the host's time from all
         return REFUSED
+    if not (seen.followed or beliefs.latency.shared):
+        return GRANTED
     if beliefs.latency.shared and beliefs.latency.load != turn.prices.rows:  # all who run, not who is in this step
         prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
         turn = turn._replace(prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))

@@ -2,8 +2,9 @@
 alone.
 
 Rules:
-1. A draft speaks when it is asked. An opening or a commit allows a growth and a drop, and the growths of further levels
-   where the drafter may run ahead; a frame counts as one item more. Who says more breaks the protocol.
+1. A draft speaks when it is asked. An opening or a commit allows a drop; where it wants draft tokens also a growth, and
+   the growths of further levels where the drafter may run ahead. A frame counts as one item more. Who says more breaks
+   the protocol.
 2. What was not said may be said later, up to ``MOST``: a draft that slept may wake up.
 3. A wrong item costs its session. More than ``FAULTS`` of them within ``FAULTS_S`` cost the stream.
 4. Who broke the protocol is left alone for ``FIRST_S``, twice as long each further time, and is forgiven after
@@ -18,10 +19,10 @@ It knows nothing about sockets or what items mean.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.base.errors import RemoteProtocolError
-from slipstream.protocol.messages import Close, DraftBound, Features
+from slipstream.protocol.messages import Commit, DraftBound, Growth, Open, TargetBound
 
 GROWTHS = 32  # for one opening or commit, by a drafter that runs ahead: levels below are not verified
 AT_LEAST = 16  # the farewells of sessions that are no more
@@ -32,26 +33,30 @@ BURST_S = 0.05
 
 
 class Allowance:
-    """What a draft may say on one stream, counted in items."""
+    """What a draft may say on one stream, counted in items, and how many of them may be growths."""
 
-    __slots__ = ("left",)
+    __slots__ = ("growths", "left")
 
     def __init__(self) -> None:
-        self.left = AT_LEAST
+        self.left = self.growths = AT_LEAST
 
     def asked(self, items: Iterable[DraftBound]) -> None:
         """These go to the draft."""
-        more = 0
+        sessions = growths = 0
         for item in items:
-            if not isinstance(item, Features | Close):
-                more += 2 * (GROWTHS + 1) if item.ahead else 4  # each may come in a frame of its own
-        self.left = min(MOST, self.left + more)
+            if isinstance(item, Commit | Open):
+                sessions += 1
+                if item.wanted:
+                    growths += GROWTHS if item.ahead else 1
+        self.left = min(MOST, self.left + 2 * (sessions + growths))  # each may come in a frame of its own
+        self.growths = min(MOST, self.growths + growths)
 
-    def said(self, items: int) -> None:
-        """So many came from it. Raises RemoteProtocolError."""
-        if items > self.left:
+    def said(self, items: Sequence[TargetBound], faults: int = 0) -> None:
+        """A frame of it came, with so many ``faults`` beside ``items``. Raises RemoteProtocolError."""
+        self.left -= 1 + len(items) + faults
+        self.growths -= sum(isinstance(item, Growth) for item in items)
+        if self.left < 0 or self.growths < 0:
             raise RemoteProtocolError("items", "more was said than was asked for")
-        self.left -= items
 
 
 class Pace:

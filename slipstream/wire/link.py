@@ -262,7 +262,7 @@ class Pumps(Generic[Item, Heard]):
             counts.stale_frames += 1
             items, faults = [], ()
         if allowance is not None:
-            allowance.said(1 + len(items) + len(faults))
+            allowance.said(cast(Sequence[TargetBound], items), len(faults))
         if not items and not faults:
             return
         counts.invalid_items += len(faults)
