@@ -3,7 +3,7 @@
 A target on a core of its own answers eight readers, in turns with and without a draft on the other core that does its
 worst. For each kind the target is a fresh one, so that it has not learned to leave the draft alone. ``goodput``: tokens
 a second, the median of turns, by that without any draft. "target: …" is a target with an honest draft that another
-target floods.
+target floods; "target: nothing" shows what that draft gives when nobody does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from slipstream.wire.codec import (
 from slipstream.wire.target import TargetClient
 from tests.tiny import write_tiny_model
 
-READERS, TOKENS, TURN_S = 8, 100, 3.0
+READERS, TOKENS, WARM_S, TURN_S = 8, 100, 2.0, 10.0
 DRAFT = DraftHello(PROTOCOL_VERSION, 0, "flood", 0, "", None, 0, 1 << 16, 63, 64)
 MANY = 90_000  # items of a frame of up to four megabytes
 EXCHANGE = "/slipstream.v1.DraftService/Exchange"
@@ -145,13 +145,14 @@ class Answered:
     def __init__(self) -> None:
         self.tokens = self.failed = 0
 
-    async def read(self, client: TargetClient, until_s: float) -> None:
-        while time.perf_counter() < until_s:
-            number = next(NUMBERS)
+    async def read(self, client: TargetClient) -> None:
+        """One answer after another, for ever."""
+        for number in NUMBERS:
             prompt = tuple((37 * number + 5 * at) % 200 for at in range(64))
             try:
-                async for piece in client.submit(Request(f"{number}", prompt, Sampling(), TOKENS)):
-                    self.tokens += len(piece.tokens)
+                async with aclosing(client.submit(Request(f"{number}", prompt, Sampling(), TOKENS))) as answer:
+                    async for piece in answer:
+                        self.tokens += len(piece.tokens)
             except SlipstreamError:
                 self.failed += 1
 
@@ -160,10 +161,18 @@ NUMBERS = count()
 
 
 async def turn(client: TargetClient) -> tuple[float, int]:
-    """Tokens a second, and how many requests failed."""
-    answered, began_s = Answered(), time.perf_counter()
-    await asyncio.gather(*(answered.read(client, began_s + TURN_S) for _ in range(READERS)))
-    return answered.tokens / (time.perf_counter() - began_s), answered.failed
+    """Tokens a second, and how many requests failed. What comes after its time is not counted: the last answers have
+    the target for themselves."""
+    answered = Answered()
+    readers = [asyncio.ensure_future(answered.read(client)) for _ in range(READERS)]
+    await asyncio.sleep(WARM_S)
+    before, began_s = answered.tokens, time.perf_counter()
+    await asyncio.sleep(TURN_S)
+    rate = (answered.tokens - before) / (time.perf_counter() - began_s)
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    return rate, answered.failed
 
 
 def pin(process: Process, core: int) -> None:
