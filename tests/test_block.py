@@ -185,7 +185,7 @@ def test_sampled_trees_begin_with_what_the_shared_noise_chooses(tmp_path: Path, 
         if children:
             logits = straight.lm_head @ slots[len(path)]
             logits = logits + straight.bias(slots, [tokens[-1], *path], len(path))
-            key = row_keys(77, [len(tokens) + len(path)], torch.device("cpu"))
+            key = row_keys([77], [len(tokens) + len(path)], torch.device("cpu"))
             wanted = logits / temperature + noise(key, torch.arange(VOCAB)[None])[0]
             assert children[0] == int(wanted.argmax()), path  # nodes come best first
 

@@ -107,7 +107,7 @@ def random_session(rng: np.random.Generator, vocab: int, first: int) -> tuple[Ch
 
 def noise_at(seed: int, positions: list[int], tokens: torch.Tensor,
              device: torch.device = CPU) -> torch.Tensor:
-    return noise(row_keys(seed, positions, device), tokens.to(device)).cpu()
+    return noise(row_keys([seed] * len(positions), positions, device), tokens.to(device)).cpu()
 
 
 def test_noise_is_the_hash_that_it_says(device: torch.device) -> None:
@@ -212,7 +212,7 @@ def test_leaders_are_the_best_of_all(vocab: int) -> None:
         logits[1, torch.rand(vocab, generator=dice) < 0.9] = -math.inf
         logits[1, vocab // 2] = 0.0
         heat = torch.tensor([1.0, 0.3, 1e-300, 2.0, 50.0], dtype=torch.float64)
-        keys = row_keys(vocab, [3, 9, 4, 1, 7], torch.device("cpu"))
+        keys = row_keys([vocab] * 5, [3, 9, 4, 1, 7], torch.device("cpu"))
         whole = logits.to(torch.float64) / heat[:, None] + noise(keys, torch.arange(vocab)[None])
         ids, scores = leaders(logits, heat, keys, most)
         assert ids.max() < vocab

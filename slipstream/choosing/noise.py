@@ -31,10 +31,10 @@ BLOCK_STRIDE = 0xA0761D6478BD642F  # from block to block
 SLACK = 1e-9  # logarithms may differ in the last unit, and so may a bound and a score
 
 
-def row_keys(seed: int, positions: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [R]: the keys of a seed (an unsigned 64-bit number) at ``positions``."""
-    start = _mix(sent([_signed(seed + GOLDEN)], device))
-    return _mix(start + sent(positions, device) * _signed(GOLDEN))
+def row_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [R]: the keys of seeds (unsigned 64-bit numbers) at ``positions``."""
+    start = _mix(sent([_signed(seed + GOLDEN) for seed in seeds], device))
+    return _mix(start.add_(sent(positions, device), alpha=_signed(GOLDEN)))
 
 
 def noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

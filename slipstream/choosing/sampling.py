@@ -43,7 +43,7 @@ __all__ = ["Children", "ChoiceRows", "Race", "TokenHistory", "Winners", "adjuste
            "choose", "coins", "probabilities", "rank", "ranked", "shares"]
 
 COINS = 0x5851F42D4C957F2D  # apart from the seed of the noise, which decides the choice
-ROWS_AT_ONCE_CPU, ROWS_AT_ONCE = 4, 64  # a CPU works in its cache, a GPU likes few launches; both bound float64 copies
+CELLS_AT_ONCE_CPU, ROWS_AT_ONCE = 200_000, 64  # a CPU works in its cache, a GPU likes few launches; both bound copies
 RUNNERS_UP = 8  # ranked beyond what is asked for, so that equal scores at the edge come in the order of their ids
 
 
@@ -164,24 +164,32 @@ def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
     if plain and best is not None:
         parts.append((plain, sent([best[row] for row in plain], logits.device)))
     elif plain:
-        parts.append((plain, _argmax(logits if len(plain) == len(logits) else _picked(logits, plain))))
+        parts.append((plain, _argmax(_picked(logits, plain))))
     for session in sessions:
         if session.sampling.greedy and not session.plain_greedy:
             parts.append((session.rows, _argmax(_penalised(logits, session, None))))
-    most = ROWS_AT_ONCE_CPU if logits.device.type == "cpu" else ROWS_AT_ONCE
-    for is_adjusted in (False, True):  # apart, as an adjusted row is summed in another type
-        sampled = [s for s in sessions if not s.sampling.greedy and s.adjusted is is_adjusted]
-        free = [s for s in sampled if not is_filtered(s.sampling)]
-        for few in [free] if most == ROWS_AT_ONCE_CPU and free else _packs(free, most):
-            parts.append((_rows_of(few), _race(logits, few)))
-        filtered = [s for s in sampled if is_filtered(s.sampling)]
-        for few in _packs(filtered, most):
-            parts.append((_rows_of(few), _lowest_winner(*_survivors(_gathered(logits, few), few, None))))
+    for few in _alike([session for session in sessions if not session.sampling.greedy], logits):
+        found = _survivors(_gathered(logits, few), few, None) if is_filtered(few[0].sampling) else _race(logits, few)
+        parts.append((_rows_of(few), _lowest_winner(*found)))
     return parts
 
 
+def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor) -> list[list[ChoiceRows]]:
+    """The sessions in groups that are computed at once: all greedy or none, adjusted (these are summed in another type)
+    and filtered likewise; of as many rows as are good together, where whole rows are copied."""
+    kinds: dict[tuple[bool, bool, bool], list[ChoiceRows]] = {}
+    for session in sessions:
+        kind = session.sampling.greedy, session.adjusted, is_filtered(session.sampling)
+        kinds.setdefault(kind, []).append(session)
+    on_cpu = logits.device.type == "cpu"
+    most = max(4, CELLS_AT_ONCE_CPU // logits.shape[1]) if on_cpu else ROWS_AT_ONCE
+    return [few for (greedy, is_adjusted, filtered), alike in kinds.items()
+            for few in ([alike] if not filtered and (on_cpu or greedy) and not (greedy and is_adjusted)
+                        else _packs(alike, most))]
+
+
 def _picked(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return logits.index_select(0, sent(rows, logits.device))
+    return logits if rows == list(range(len(logits))) else logits.index_select(0, sent(rows, logits.device))
 
 
 def adjusted(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None = None) -> torch.Tensor:
@@ -223,7 +231,8 @@ def adjusted_rows(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
 
 def coins(session: ChoiceRows) -> list[float]:
     """Uniform numbers in (0, 1), one a row: a function of seed and position, independent of the noise."""
-    keys = row_keys((session.sampling.seed + COINS) % (1 << 64), session.positions, torch.device("cpu"))
+    seeds = [(session.sampling.seed + COINS) % (1 << 64)] * len(session.rows)
+    keys = row_keys(seeds, session.positions, torch.device("cpu"))
     gumbel = noise(keys, torch.zeros(1, 1, dtype=torch.int64))
     values: list[float] = torch.exp(-torch.exp(-gumbel))[:, 0].tolist()
     return values
@@ -237,19 +246,25 @@ def rank(logits: torch.Tensor, session: ChoiceRows, k: int,
     best survivors, so that the first one is what this model would choose; ranks without a survivor score -inf. ``k`` is
     at most V.
     """
-    rows = _own_rows(logits, session, vocabulary)
-    if session.sampling.greedy:
+    return _rank(logits, [session], k, vocabulary)
+
+
+def _rank(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int,
+          vocabulary: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of sessions that are alike (``_alike``)."""
+    sampling, rows = sessions[0].sampling, _gathered(logits, sessions, vocabulary)
+    if sampling.greedy:
         # A draft's greedy ranking is its hot path: float32 unless something must be adjusted.
         scores, columns = rows.to(torch.promote_types(rows.dtype, torch.float32)), None
-    elif is_filtered(session.sampling):
-        columns, scores = _survivors(rows, [session], vocabulary, k)
+    elif is_filtered(sampling):
+        columns, scores = _survivors(rows, sessions, vocabulary, k)
     else:
         spread = _spread(rows, vocabulary)
-        columns, scores = leaders(spread, _heat([session], rows.device), _keys([session], rows.device),
+        columns, scores = leaders(spread, _heat(sessions, rows.device), _keys(sessions, rows.device),
                                   min(k + RUNNERS_UP, spread.shape[1]))
         vocabulary = None
     most = min(k + RUNNERS_UP, scores.shape[1])
-    if session.sampling.greedy:
+    if sampling.greedy:
         best, where = torch.log_softmax(scores, 1).topk(most, 1)
     else:
         best, where = scores.topk(most, 1)
@@ -270,42 +285,19 @@ Children = tuple[Sequence[int], Sequence[float]]  # tokens of one row, best firs
 def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabulary: torch.Tensor | None = None,
            race: Race | None = None) -> list[Children]:
     """What ``rank`` says of each row of all ``sessions``, one behind the other. race: made for ``vocabulary``."""
+    told: dict[int, Children] = {}
     sampled = [session for session in sessions if not session.sampling.greedy]
     won = race(logits, sampled, k + RUNNERS_UP) if race is not None and sampled else None
-    greedy = iter(_greedy_children(logits, [session for session in sessions if session.plain_greedy], k, vocabulary))
-    first, found = 0, list[Children]()
-    for session in sessions:
-        if session.plain_greedy:
-            found += [next(greedy) for _ in session.rows]
-            continue
-        if session.sampling.greedy or won is None:
-            found += _children(logits, session, k, vocabulary)
-            continue
-        for place in range(len(session.rows)):
-            row, begin = first + place, (first + place) * (k + RUNNERS_UP)
-            if won.sure[row]:
-                found.append((won.tokens[begin : begin + k], won.scores[begin : begin + k]))
-            else:
-                found += _children(logits, session.part(slice(place, place + 1)), k, vocabulary)
-        first += len(session.rows)
-    return found
-
-
-def _greedy_children(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int,
-                     vocabulary: torch.Tensor | None) -> list[Children]:
-    """Of all sessions whose rows are ranked as they are: one ranking, and one wait for a device."""
-    rows = _rows_of(sessions)
-    if not rows:
-        return []
-    picked = logits if rows == list(range(len(logits))) else _picked(logits, rows)
-    count = len(rows)
-    return _children(picked, ChoiceRows(Sampling(), range(count), [0] * count, [0] * count, None, [()] * count), k,
-                     vocabulary)
-
-
-def _children(logits: torch.Tensor, session: ChoiceRows, k: int, vocabulary: torch.Tensor | None) -> list[Children]:
-    tokens, scores = rank(logits, session, k, vocabulary)
-    return [*zip(tokens.tolist(), scores.tolist(), strict=True)]
+    left = [session for session in sessions if won is None or session.sampling.greedy]
+    if won is not None:
+        begins = range(0, len(won.tokens), k + RUNNERS_UP)
+        told |= {row: (won.tokens[begin : begin + k], won.scores[begin : begin + k])
+                 for row, begin in zip(_rows_of(sampled), begins, strict=True)}
+        left += [session.part(cut) for session, cut in _unsure(sampled, won)]
+    for few in _alike(left, logits):
+        tokens, scores = _rank(logits, few, k, vocabulary)
+        told |= zip(_rows_of(few), zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
+    return [told[row] for session in sessions for row in session.rows]
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -316,10 +308,10 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(wide.detach().numpy().argmax(1))
 
 
-def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
-    """int64 [r]: the choices of sampled sessions without a filter."""
+def _race(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``_survivors`` gives, of sampled sessions without a filter: of those that could be best."""
     rows = _gathered(logits, sessions)
-    return _lowest_winner(*leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1))
+    return leaders(rows, _heat(sessions, rows.device), _keys(sessions, rows.device), 1)
 
 
 def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tensor | None) -> torch.Tensor:
@@ -329,11 +321,14 @@ def _own_rows(logits: torch.Tensor, session: ChoiceRows, vocabulary: torch.Tenso
     return logits[session.rows.start:session.rows.stop]
 
 
-def _gathered(logits: torch.Tensor, sessions: Sequence[ChoiceRows]) -> torch.Tensor:
+def _gathered(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
+              vocabulary: torch.Tensor | None = None) -> torch.Tensor:
     """[r, V]: the rows of sessions that are all adjusted or all not (see ``_own_rows``)."""
     if len(sessions) == 1:
-        return _own_rows(logits, sessions[0], None)
-    return torch.cat([_own_rows(logits, s, None) for s in sessions])
+        return _own_rows(logits, sessions[0], vocabulary)
+    if sessions[0].adjusted:
+        return torch.cat([_penalised(logits, s, vocabulary) for s in sessions])
+    return _picked(logits, _rows_of(sessions))
 
 
 def _rows_of(sessions: Sequence[ChoiceRows]) -> list[int]:
@@ -355,7 +350,8 @@ def _heat(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
 
 def _keys(sessions: Sequence[ChoiceRows], device: torch.device) -> torch.Tensor:
     """int64 [r]: what each row's noise is made from."""
-    return torch.cat([row_keys(s.sampling.seed, s.positions, device) for s in sessions])
+    return row_keys([s.sampling.seed for s in sessions for _ in s.rows],
+                    [position for s in sessions for position in s.positions], device)
 
 
 def _packs(sessions: Sequence[ChoiceRows], most: int) -> list[list[ChoiceRows]]:
