@@ -19,6 +19,9 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 NO_INDEX = { echo "pip could not install this: it needs a package index (PyPI, or one that pip's settings name)"; exit 1; }
 
+# What is compiled is kept: the tests start some hundred processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup run test test-long test-k8s test-chaos test-soak fuzz test-vllm vllm conformance clients lint proto bench bench-peers bench-router \
 	bench-floods bench-overload bench-scale bench-smoke bench-exact bench-drafts bench-host bench-steps bench-early bench-network bench-vllm \

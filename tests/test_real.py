@@ -53,22 +53,22 @@ async def test_answers_over_grpc_equal_plain_ones(pair: fleet.Served, codec: Tex
     assert sum(answer.accepted for answer in drafted) > 20, "drafts were hardly used, so this shows little"
 
 
-async def test_answers_of_torch_in_float32_equal_plain_ones(codec: TextCodec) -> None:
+@pytest.mark.parametrize("text", [COPY[0], pytest.param(COPY[1], marks=pytest.mark.long)], ids=["one", "another"])
+async def test_answers_of_torch_in_float32_equal_plain_ones(text: str, codec: TextCodec) -> None:
     """A difference is possible where two tokens are as good as equal, and is then shown with the margin."""
     from_drafts = 0
     async with (target(resolve(ModelSection().path), STUBBORN, dtype="float32", slots=2048) as rig,
                 drafting(NgramDrafter(8)) as peers, grpc_link(rig, peers)):
-        for text in COPY[:2]:
-            for sampling in SAMPLINGS:
-                plain = await ask(rig.service, prompt(codec, text), sampling, 32, False, top_logprobs=2)
-                drafted = await ask(rig.service, prompt(codec, text), sampling, 32, True)
-                parted = next((i for i, (a, b) in enumerate(zip(plain.tokens, drafted.tokens, strict=False)) if a != b),
-                              None)
-                margin = None if parted is None else plain.logprobs[parted][0] - plain.logprobs[parted][1]
-                assert parted is None, f"they part at token {parted}, margin {margin}"
-                assert len(plain.tokens) == len(drafted.tokens)
-                from_drafts += drafted.accepted
-    assert from_drafts > 10, "drafts were hardly used, so this shows little"
+        for sampling in SAMPLINGS:
+            plain = await ask(rig.service, prompt(codec, text), sampling, 32, False, top_logprobs=2)
+            drafted = await ask(rig.service, prompt(codec, text), sampling, 32, True)
+            parted = next((i for i, (a, b) in enumerate(zip(plain.tokens, drafted.tokens, strict=False)) if a != b),
+                          None)
+            margin = None if parted is None else plain.logprobs[parted][0] - plain.logprobs[parted][1]
+            assert parted is None, f"they part at token {parted}, margin {margin}"
+            assert len(plain.tokens) == len(drafted.tokens)
+            from_drafts += drafted.accepted
+    assert from_drafts > 5, "drafts were hardly used, so this shows little"
 
 
 async def test_a_killed_draft_changes_nothing_and_a_restarted_one_is_used(pair: fleet.Served, codec: TextCodec) -> None:

@@ -354,9 +354,14 @@ def test_rank_over_a_part_of_the_vocabulary_uses_target_ids() -> None:
 
 def test_sessions_that_are_ranked_together_are_ranked_as_alone() -> None:
     """Greedy ones in one ranking, between others and in any order of rows; with equals at the edge."""
-    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)).mul_(3).round_()
+    logits = torch.randn(19, 40, generator=torch.Generator().manual_seed(2)).mul_(3).round_()
+    filtered, biased = Sampling(temperature=0.7, top_p=0.9, seed=5), ((4, 9.0),)
     kinds = [(Sampling(), range(3, 5)), (Sampling(temperature=0.8, seed=3), range(2)), (Sampling(), range(8, 9)),
-             (Sampling(logit_bias=((4, 9.0),)), range(5, 7))]
+             (Sampling(logit_bias=biased), range(5, 7)), (filtered, range(9, 11)),
+             (Sampling(logit_bias=biased), range(11, 12)),
+             (Sampling(temperature=1.1, seed=6), range(12, 14)), (replace(filtered, top_k=3, seed=8), range(14, 16)),
+             (replace(filtered, logit_bias=biased), range(16, 18)),
+             (replace(filtered, logit_bias=biased, min_p=0.1), range(18, 19))]
     sessions = [ChoiceRows(sampling, rows, [7] * len(rows), [1] * len(rows), None, [()] * len(rows))
                 for sampling, rows in kinds]
     for vocabulary in (None, torch.arange(40).flip(0)):

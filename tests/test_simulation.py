@@ -33,7 +33,7 @@ SOME = Deployment()
 
 
 @cache
-def rate(schedule: str, deployment: Deployment = SOME, seconds: float = 6.0) -> float:
+def rate(schedule: str, deployment: Deployment = SOME, seconds: float = 4.0) -> float:
     return simulate(of_schedule(schedule, deployment), seconds).tokens_per_s
 
 
@@ -90,7 +90,7 @@ def test_running_ahead_beats_a_drafter_on_the_targets_own_device() -> None:
 def test_growth_far_ahead_beats_one_device_with_a_usual_drafter(draft_s: float) -> None:
     """Where what may be held is wide enough for most outcomes of a round."""
     dear = replace(SOME, timing=Timing(draft_s=draft_s))
-    found = simulate(of_schedule("outcomes", dear), 6.0)
+    found = simulate(of_schedule("outcomes", dear), 4.0)
     assert found.tokens_per_s > 1.12 * rate("colocated", dear)
     assert found.tokens_per_s > 1.03 * rate("run-ahead", dear)
     assert found.hit_length > 3.0
@@ -98,13 +98,13 @@ def test_growth_far_ahead_beats_one_device_with_a_usual_drafter(draft_s: float) 
 
 def test_streams_that_wait_share_a_step() -> None:
     """Two groups that take turns would read the weights twice: eight streams make more than five times one's tokens."""
-    assert rate("serial", replace(SOME, batch=8), 4.0) > 6 * rate("serial")
+    assert rate("serial", replace(SOME, batch=8)) > 6 * rate("serial")
 
 
 def test_a_draft_serves_two_targets_and_a_target_two_drafts() -> None:
     one = rate("run-ahead")
-    assert rate("run-ahead", replace(SOME, targets=2), 4.0) > 1.6 * one
-    assert rate("run-ahead", replace(SOME, drafts=2, batch=4), 4.0) > 3 * one
+    assert rate("run-ahead", replace(SOME, targets=2)) > 1.6 * one
+    assert rate("run-ahead", replace(SOME, drafts=2, batch=4), 3.0) > 3 * one
 
 
 @pytest.mark.parametrize("rtt_s", [0.02, 0.1])
