@@ -67,7 +67,7 @@ def block_tensors(config: Mapping[str, Any], seed: int = 0, loud: float = 2.0) -
                                                            "vocab_size"))
     queries, keys = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size
     draft_vocab, rank = config.get("draft_vocab_size", vocab), config.get("markov_rank", 0)
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(ids) * 48)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(ids) * (config.get("target_hidden_size") or 48))}
     for i in range(layer["num_hidden_layers"]):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         shapes |= {f"{attention}.q_proj.weight": (queries, hidden), f"{attention}.k_proj.weight": (keys, hidden),

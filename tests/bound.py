@@ -1,12 +1,13 @@
-"""Bound answers by the thousand against plain ones: ``python -m tests.bound [--first N] [--count N] [--model NAME]``.
+"""Bound answers by the thousand against plain ones: ``python -m tests.bound [--first N] [--count N] [--dtype TYPE]
+[--model NAME]``.
 
 Batch N decides all about its answers: a drafter and what becomes of its drafts, and for each answer a grammar, a
 prompt, a length and a way to choose. Told with their batch and number are: answers with another token than plain
 constrained decoding; with a token that a matcher forbids which has seen nothing else; and whole ones that are no text
-of their grammar (``tests.grammars``). Rows go to ``build/bound-MODEL.jsonl``; batches that are there are not asked
-again, and the tables count them all.
+of their grammar (``tests.grammars``). Rows go to ``build/bound-MODEL-TYPE.jsonl``; batches that are there are not
+asked again, and the tables count them all.
 
-Without ``--model``: the tiny model, in float64. With it: in bfloat16, as it is served.
+bfloat16 is computed as it is served, on the CPU kernels of our own. Without ``--model``: tiny models.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from tokenizers import Tokenizer
 
 from router_service.text.tokens import TextCodec
-from slipstream.base.config import DraftSection, LogSection, ModelSection
+from slipstream.base.config import DraftSection, Dtype, LogSection, ModelSection
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.tree import ROOT, GrowingTree
@@ -51,6 +52,7 @@ HEAD = "smollm2-135m-eagle3"
 FATES = {"drafted": "colocated", "late": "late", "moved": "colocated", "ahead": "ahead", "lost": "lost",
          "killed": "killed"}
 TEXT = "one two three one two three. Anna is 31 and lives in Oslo, Bob is 7. the cat sat on the mat. "
+SIZES = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}  # of tiny models: what the CPU kernels take
 DEPTH, ASTRAY = 8, 0.1  # of what is told; how often a level of it is wrong
 
 Prompt = tuple[int, ...]
@@ -117,7 +119,7 @@ class Bench:
     """A model, and how answers of it are made, plain and drafted."""
 
     folder: Path
-    dtype: str
+    dtype: Dtype
     drafters: Sequence[str]
     folders: Mapping[str, Path]  # of tiny drafters
     codec: TextCodec
@@ -131,8 +133,8 @@ class Bench:
         policy = HASTY if fate in ("late", "lost") else STUBBORN
         lookup = kind == "lookup" or fate == "killed"
         async with (AsyncExitStack() as stack,
-                    target(self.folder, policy, self.dtype, 1 << 14, bound=self.plain.grammars,
-                           prompt_lookup=lookup) as rig):
+                    target(self.folder, policy, self.dtype, 1 << 14, exact=self.dtype == "bfloat16",
+                           bound=self.plain.grammars, prompt_lookup=lookup) as rig):
             if kind != "lookup":
                 await stack.enter_async_context(drafted(rig, self._drafter(kind, batch, answers), FATES[fate]))
             yield rig
@@ -143,7 +145,7 @@ class Bench:
         if kind == "told":
             return TellingDrafter(answers, np.random.default_rng(batch))
         if self.folders:
-            return drafter(kind, dict(self.folders))
+            return drafter(kind, dict(self.folders), self.dtype)
         if kind == "ngram":
             return NgramDrafter(2 * BATCH)
         model = ModelSection(path=str(self.folder), dtype=self.dtype)
@@ -182,13 +184,13 @@ def way(dice: Dice, stops: tuple[int, ...]) -> tuple[str, Sampling]:
 
 
 @asynccontextmanager
-async def bench(model: str) -> AsyncIterator[Bench]:
+async def bench(model: str, dtype: Dtype) -> AsyncIterator[Bench]:
     """Of the model ``model``, "": the tiny one."""
     with tempfile.TemporaryDirectory() as made_:
-        folders = {} if model else model_folders(Path(made_))
+        folders = {} if model else model_folders(Path(made_), SIZES if dtype == "bfloat16" else {})
         folder = resolve(model) if model else folders["target"]
-        dtype, kinds = ("bfloat16", SERVED) if model else ("float64", DRAFTERS)
-        async with target(folder, dtype=dtype, slots=1 << 14) as plain:
+        kinds = SERVED if model else DRAFTERS
+        async with target(folder, dtype=dtype, slots=1 << 14, exact=dtype == "bfloat16") as plain:
             tokenizer = load_tokenizer(folder)
             yield Bench(folder, dtype, kinds, folders, TextCodec(folder), tokenizer,
                         Vocabulary(tokenizer, plain.hello.vocab_size), plain)
@@ -250,11 +252,11 @@ def show(rows: Sequence[Row]) -> None:
 
 
 async def run(options: argparse.Namespace) -> None:
-    file = Path("build") / f"bound-{options.model or 'tiny'}.jsonl"
+    file = Path("build") / f"bound-{options.model or 'tiny'}-{options.dtype}.jsonl"
     file.parent.mkdir(exist_ok=True)
     rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {row["batch"] for row in rows}
-    async with bench(options.model) as on:
+    async with bench(options.model, options.dtype) as on:
         for batch in sorted({*range(options.first, options.first + options.count)} - done):
             began_s = perf_counter()
             new = await swept(on, batch)
@@ -272,6 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="batch")
     parser.add_argument("--count", type=int, default=168, help=f"of batches, {BATCH} answers each")
+    parser.add_argument("--dtype", choices=("float64", "bfloat16"), default="float64")
     parser.add_argument("--model", default="", help="a name or folder")
     configure(LogSection(level="error"))
     torch.set_num_threads(1)

@@ -171,16 +171,16 @@ BATCHES = 168  # of 60: 10,080 answers
 QUICK = {0, 22}  # of a drafter that knows the answers: drafted, and moved
 
 
-@pytest.fixture(scope="module")
-async def on() -> AsyncIterator[Bench]:
-    async with bench("") as found:
+@pytest.fixture(scope="module", params=("float64", "bfloat16"))
+async def on(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    async with bench("", request.param) as found:
         yield found
 
 
 @pytest.mark.parametrize("batch", [pytest.param(batch, marks=() if batch in QUICK else pytest.mark.long)
                                    for batch in range(BATCHES)])
 async def test_ten_thousand_constrained_answers_are_the_plain_ones(batch: int, on: Bench) -> None:
-    """``python -m tests.bound`` prints the counts."""
+    """``python -m tests.bound`` prints the counts, with ``--dtype bfloat16`` those of the CPU kernels."""
     rows = await swept(on, batch)
     assert len(rows) == BATCH and not [row for row in rows if row["different"] or row["forbidden"] or row["unfit"]]
     assert sum(row["accepted"] for row in rows) > BATCH or batch not in QUICK, "hardly a draft was of use"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy import stats
 
-from slipstream.base.config import DraftSection, GrowthSection, ModelSection, PolicySection
+from slipstream.base.config import DraftSection, Dtype, GrowthSection, ModelSection, PolicySection
 from slipstream.drafting import Drafter, create
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.engine.batch import BatchBuilder
@@ -27,7 +27,7 @@ from slipstream.protocol.messages import PeerEvents, Sampling
 from slipstream.protocol.requests import Piece, Request
 from slipstream.wire.local import LocalLink
 from tests.block_folder import speculators_block_config, write_block_folder
-from tests.eagle_folder import eagle_config, write_eagle2_folder, write_eagle_folder
+from tests.eagle_folder import eagle2_config, eagle_config, write_eagle2_folder, write_eagle_folder
 from tests.hostile import HostileDraft
 from tests.pair import HASTY, STUBBORN, FaultyEvents, Rig, drafting, grpc_link, local_link, target
 from tests.tiny import write_tiny_model
@@ -52,16 +52,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return model_folders(tmp_path_factory.mktemp("lossless"))
 
 
-def model_folders(root: Path) -> dict[str, Path]:
-    """A target, and a model for each drafter that has one."""
-    tiny = write_tiny_model(root / "target")
-    return {"target": tiny, "noisy": write_tiny_model(root / "noisy", noise=0.05),
-            "pard": write_tiny_model(root / "pard", noise=0.05, pard_token=258),
-            "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1),
+def model_folders(root: Path, sizes: Mapping[str, int] = {}) -> dict[str, Path]:
+    """A target, and a model for each drafter that has one; ``sizes`` replace fields of all their configs."""
+    hidden = sizes.get("hidden_size", 48)
+    heads = {"num_attention_heads": hidden // sizes["head_dim"], "num_key_value_heads": 1, **sizes} if sizes else {}
+    layer = speculators_block_config()["transformer_layer_config"]
+    return {"target": write_tiny_model(root / "target", **sizes),
+            "noisy": write_tiny_model(root / "noisy", noise=0.05, **sizes),
+            "pard": write_tiny_model(root / "pard", noise=0.05, pard_token=258, **sizes),
+            "standalone": write_tiny_model(root / "standalone", seed=5, num_hidden_layers=1, **sizes),
             "eagle3": write_eagle_folder(root / "eagle3", eagle_config(eagle_config={
-                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]})),
-            "block": write_block_folder(root / "block", speculators_block_config(aux_hidden_state_layer_ids=[0, 1, 2])),
-            "eagle2": write_eagle2_folder(root / "eagle2"), "map": write_map(root / "map.json")}
+                "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]},
+                target_hidden_size=hidden, **heads)),
+            "block": write_block_folder(root / "block", speculators_block_config(
+                aux_hidden_state_layer_ids=[0, 1, 2], target_hidden_size=hidden,
+                transformer_layer_config=layer | dict(sizes))),
+            "eagle2": write_eagle2_folder(root / "eagle2", eagle2_config(**heads)), "map": write_map(root / "map.json")}
 
 
 def write_map(path: Path) -> Path:
@@ -70,15 +76,15 @@ def write_map(path: Path) -> Path:
     return path
 
 
-def drafter(kind: str, folders: dict[str, Path]) -> Drafter:
-    model = ModelSection(path=str(folders["target"]), dtype="float64")
+def drafter(kind: str, folders: dict[str, Path], dtype: Dtype = "float64") -> Drafter:
+    model = ModelSection(path=str(folders["target"]), dtype=dtype)
     growth = GrowthSection(num_steps=4, topk=2, num_draft_tokens=8)
     if kind == "ngram":
         return NgramDrafter(256, NgramShape(min_match=1))
     head = {"mapped": "eagle2"}.get(kind, kind)
     name = head if head in ("eagle2", "eagle3", "block") else "standalone"
     return create(DraftSection(drafter=name, model=str(folders[head]),
-                               token_map=str(folders["map"]) if kind == "mapped" else "", dtype="float64",
+                               token_map=str(folders["map"]) if kind == "mapped" else "", dtype=dtype,
                                growth=growth), model, 2048)
 
 
