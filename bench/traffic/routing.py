@@ -50,10 +50,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def routed(timing: Timing, drafts: int = 0, settings: Sequence[str] = ("target.max_sessions=128",)) \
-        -> AsyncIterator[Rig]:
-    """``settings`` go to all. Raises Unavailable."""
-    async with deployed(timing, drafts=drafts, settings=settings) as timed:
+async def routed(timing: Timing, drafts: int = 0, settings: Sequence[str] = ("target.max_sessions=128",),
+                 bound: bool = False) -> AsyncIterator[Rig]:
+    """``settings`` go to all. bound: answers may be. Raises Unavailable."""
+    async with deployed(timing, drafts=drafts, settings=settings, bound=bound) as timed:
         (target,), (client,), grpc = timed.targets, timed.clients, free_port()
         router = service("router", "routing-router", LOGS, (f"router.grpc_listen=127.0.0.1:{grpc}",
                          f"router.targets=['{target.address}']", *settings))

@@ -1,9 +1,9 @@
 """``python -m bench.traffic.worst``: what the worst legal requests to a router cost everybody else.
 
 Behind the router is a target that computes nothing. A stream runs and ``/live`` is asked without end, while a body of
-2 MiB comes over HTTP or gRPC, or ``--together`` of them, one kind after the other. Told for each kind: how long the
-stream waited for a token beyond its step, and ``/live`` for its answer, at worst; the answer to the body, and when all
-of them had theirs.
+2 MiB or with a hostile grammar comes over HTTP or gRPC, or ``--together`` of them, one kind after the other. Told for
+each kind: how long the stream waited for a token beyond its step, and ``/live`` for its answer, at worst; the answer to
+the body, and when all of them had theirs; and, of a further time, what the router's memory grew by meanwhile.
 The first row has a short body: it is what this machine does to them. Client and services share the cores, and others
 may add to it but never take away: the best of ``--times`` counts.
 """
@@ -15,10 +15,14 @@ import asyncio
 import itertools
 import json
 import time
+from contextlib import suppress
 from typing import Any
+
+import psutil
 
 from bench.completions import MAX_LINE, Connection, chunks
 from bench.report import Row, finished, number, write
+from bench.traffic.grammars import asked
 from bench.traffic.routing import LONG, Rig, routed
 from router_service.dialects.tools import MAX_TOOLS
 from slipstream.base.errors import SlipstreamError
@@ -34,7 +38,8 @@ GRPC_CHAT, GRPC_COMPLETE = f"/{INFERENCE_SERVICE}/Chat", f"/{INFERENCE_SERVICE}/
 MESSAGES, OPTIONS, BIASES, STOPS = 2, 3, 9, 11  # numbers of fields in inference.proto
 MARK = "<|im_end|>"
 HELLO = '"messages":[{"role":"user","content":"a"}],'
-GOAL_MS = 250
+GOAL_MS, GRAMMAR_MS = 250, 100
+TIMES = ("stream_ms", "live_ms", "answered_ms")
 SETTLE_S = 0.3
 
 
@@ -227,21 +232,55 @@ async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     gaps_s = [after - before for before, after in itertools.pairwise([*came, time.perf_counter()]) if after > began_s]
-    return {"body": name, "stream_ms": 1e3 * (max(gaps_s) - step_s),
-            "live_ms": 1e3 * max(waits_s[probed:]), "answered_s": took_s, "answers": "; ".join(sorted(set(answers)))}
+    return {"body": name, "stream_ms": 1e3 * (max(gaps_s) - step_s), "live_ms": 1e3 * max(waits_s[probed:]),
+            "answered_ms": 1e3 * took_s, "answers": "; ".join(sorted(set(answers)))}
+
+
+async def grown(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s: float) -> float:
+    """MiB that the router and its processes take meanwhile, at most. To look at them takes time."""
+    sizes = [memory(rig.router.pid)]
+
+    async def weigh() -> None:
+        while True:
+            sizes.append(await asyncio.to_thread(memory, rig.router.pid))
+            await asyncio.sleep(0.005)
+
+    weighing = asyncio.create_task(weigh())
+    await one(rig, name, path, body, at_once, step_s)
+    weighing.cancel()
+    return max(sizes) - sizes[0]
+
+
+def memory(pid: int) -> float:
+    """MiB of a process and of those that it started; what they share counts once."""
+    total = 0.0
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.Error):
+                total += one.memory_full_info().pss / 2**20
+    return total
 
 
 async def measure(only: str, together: int, times: int, timing: Timing) -> list[Row]:
     rows: list[Row] = []
-    kinds = {"a short one": (COMPLETIONS, _body({"prompt": "a"})),
-             **{name: kind for name, kind in {**bodies(), **others(), **calls(), **scored()}.items()
-                if only in name}}
-    async with routed(timing) as rig:
-        for name, (path, body) in kinds.items():
-            tried = [await one(rig, name, path, body, together, timing.step_s) for _ in range(times)]
-            rows.append(min(tried, key=waited_ms))
+    *turns, last = [kinds(only, turn) for turn in range(times + 1)]
+    async with routed(timing, bound=True) as rig:
+        for name in turns[0]:
+            tried = [await one(rig, name, *turn[name], together, timing.step_s) for turn in turns]
+            rows.append({**tried[0], **{column: min(number(row, column) for row in tried) for column in TIMES},
+                         "grown_mib": await grown(rig, name, *last[name], together, timing.step_s)})
             print(f"{name}: {waited_ms(rows[-1]):.0f} ms", flush=True)
     return rows
+
+
+def kinds(only: str, turn: int) -> dict[str, tuple[str, bytes]]:
+    """A short body, and all with ``only`` in their names: where each is sent, and what."""
+    bound = {f"grammar: {name}": (CHAT if "messages" in fields else COMPLETIONS, _body(fields))
+             for name, fields in asked(turn).items()}
+    hostile = {**bodies(), **others(), **calls(), **scored(), **bound}
+    return {"a short one": (COMPLETIONS, _body({"prompt": "a"})),
+            **{name: kind for name, kind in hostile.items() if only in name}}
 
 
 def waited_ms(row: Row) -> float:
@@ -257,8 +296,13 @@ def main() -> None:
     arguments = parser.parse_args()
     timing = Timing(step_s=arguments.step_ms / 1e3)
     rows = finished(measure(arguments.only, arguments.together, arguments.times, timing))
-    write("worst", rows, f"bench.traffic.worst: 2 MiB of one kind, {arguments.together} at once")
+    write("worst", rows, f"bench.traffic.worst: bodies of one kind, {arguments.together} at once")
     print(f"at worst a stream or /live waited {max(map(waited_ms, rows[1:])):.0f} ms (goal {GOAL_MS})")
+    refused = [row for row in rows if str(row["body"]).startswith("grammar") and str(row["answers"]).startswith("400")]
+    if refused:
+        took_ms, name = max((number(row, "answered_ms"), row["body"]) for row in refused)
+        print(f"{len(refused)} grammars were refused, within {took_ms:.0f} ms (goal {GRAMMAR_MS}; {name}); the router "
+              f"grew by {max(number(row, 'grown_mib') for row in refused):.0f} MiB at most meanwhile")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from slipstream.protocol.chat import MAX_ITEMS
 MAX_CONTAINERS = 4 * MAX_ITEMS  # lists and objects of one body: messages, their contents and parts, and some more
 MAX_DEPTH = 128
 OPENING, CLOSING = b"[{", b"]}"
-OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING))
+OTHERS = bytes(set(range(256)) - set(OPENING + CLOSING + b'"'))
 MAX_UNKNOWN = 64  # names of one request
 TOLD_NAMES, NAME_CHARS = 8, 64
 
@@ -170,12 +170,14 @@ def _count(data: bytes | bytearray) -> int:
 
 
 def _outside_strings(data: bytes | bytearray) -> bytes:
-    return b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+    """What opens and closes lists and objects, outside of strings."""
+    marks = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, OTHERS)
+    return b"".join(marks.replace(b'""', b"").split(b'"')[::2])  # most strings hold none, and two quotes change nothing
 
 
 def _deeper(outside: bytes) -> bool:
     """Than ``MAX_DEPTH``."""
-    left = outside.translate(None, OTHERS)
+    left = outside
     for _ in range(MAX_DEPTH):
         if not left:
             return False

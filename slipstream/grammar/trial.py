@@ -32,10 +32,10 @@ from slipstream.base.child import Child, bounded
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
-from slipstream.protocol.grammar import Grammar
+from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.tree import DraftTree
 
-CPU_S = 0.075  # of one trial: common grammars take a fifteenth of it
+CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal is to come within 100 ms
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS = 8
@@ -152,6 +152,7 @@ def main() -> None:
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
+                tried(vocabulary, JSON_OBJECT)  # what the first one of all builds, each fork would else build again
             except Exception as error:
                 problem = str(error)[:200] or type(error).__name__
         else:
