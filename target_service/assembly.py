@@ -24,7 +24,7 @@ from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.ranks import RankedModel, ranked_model
 from slipstream.engine.runner import TYPICAL_CONTEXT, Memory, ModelRunner, default_slots
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.trial import Trial
+from slipstream.grammar.trial import AGAIN_S, Trial
 from slipstream.models.folder import load_tokenizer, resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -113,7 +113,7 @@ def assemble(config: Config, model: CausalModel, name: str, digest: str, loop: a
 def grammars(folder: Path, vocab_size: int) -> Grammars | None:
     """What binds answers of the model in ``folder`` to grammars; None where its tokenizer is of no use for that."""
     try:
-        return Grammars(Vocabulary(load_tokenizer(folder), vocab_size), Trial(folder))
+        return Grammars(Vocabulary(load_tokenizer(folder), vocab_size), Trial(folder, AGAIN_S))
     except ModelError as error:
         logger("target").warning("answers are bound to no grammar", problem=str(error))
         return None

@@ -23,7 +23,7 @@ from typing import Any
 
 from slipstream.base.config import Config, ModelSection, TargetSection
 from slipstream.base.errors import ConfigError, InvalidRequest, ModelError, Unavailable
-from slipstream.grammar.trial import Trial
+from slipstream.grammar.trial import AGAIN_S, Trial
 from slipstream.models.folder import resolve, tokenizer_hash, weights_hash
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -174,7 +174,7 @@ def start(config: Config) -> Running:
 
 def _trials(folder: Path) -> Trials | None:
     """Of grammars for the model in ``folder``; None where its tokenizer is of no use for them."""
-    trial = Trial(folder)
+    trial = Trial(folder, AGAIN_S)
     try:
         trial.check(JSON_OBJECT)
     except (ModelError, InvalidRequest) as error:

@@ -86,6 +86,13 @@ def test_what_only_looks_dear_is_taken(grammar: Grammar, trial: Trial) -> None:
     assert trial.passed(grammar), "it need not wait for others again"
 
 
+def test_a_trial_takes_no_more_than_it_is_given(tiny_folder: Path) -> None:
+    trial = Trial(tiny_folder, cpu_s=0.001)
+    with pytest.raises(InvalidRequest, match="more work"):
+        trial.check(FINE["200 properties"])
+    trial.close()
+
+
 def test_what_one_namespace_tried_tells_another_nothing(trial: Trial) -> None:
     grammar = Grammar("regex", "[x-z]+")
     trial.check(grammar, "one")

@@ -5,7 +5,8 @@ one another thousands deep exceed a thread's stack, which ends the process.
 
 Rules:
 1. A trial is what the target does with a grammar: it is compiled with the model's own tokens, and followed for
-   ``STEPS`` tokens. Each has a fork of the process, ``CPU_S`` of the processor and a part of the usual stack.
+   ``STEPS`` tokens. Each has a fork of the process, ``CPU_S`` of the processor and a part of the usual stack. A target
+   allows ``AGAIN_S``: what just passed at a router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
 3. The process is started by the first grammar, or before (``warm``), as that takes a second, and again where it has
    ended. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody
@@ -36,6 +37,7 @@ from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.tree import DraftTree
 
 CPU_S = 0.06  # of one trial: common grammars take a tenth of it; a refusal is to come within 100 ms
+AGAIN_S = 2 * CPU_S
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS = 8
@@ -46,9 +48,9 @@ TOO_MUCH = "cannot be compiled: it takes more work than a request may"
 class Trial:
     """Of grammars for one model. Threads may share it; they wait for one another."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: of the model, with a tokenizer.json."""
-        self._opening = json.dumps(str(folder / "tokenizer.json")).encode()
+    def __init__(self, folder: Path, cpu_s: float = CPU_S) -> None:
+        """folder: of the model, with a tokenizer.json; cpu_s: of a trial."""
+        self._opening = json.dumps([str(folder / "tokenizer.json"), cpu_s]).encode()
         self._lock = threading.Lock()
         self.child: Child | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
@@ -119,12 +121,12 @@ def tried(vocabulary: Vocabulary, grammar: Grammar) -> str:
     return ""
 
 
-def _apart(vocabulary: Vocabulary, grammar: Grammar) -> str:
+def _apart(vocabulary: Vocabulary, grammar: Grammar, cpu_s: float) -> str:
     """``tried`` in a fork of this process."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process, whatever that is doing
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that is doing
         told: list[str] = []
         threading.stack_size(STACK)
         thread = threading.Thread(target=lambda: told.append(tried(vocabulary, grammar)))
@@ -140,15 +142,17 @@ def _apart(vocabulary: Vocabulary, grammar: Grammar) -> str:
 
 
 def main() -> None:
-    """Answer line by line: first where the tokenizer is, then grammars."""
+    """Answer line by line: first where the tokenizer is and what a trial may take, then grammars."""
     bounded(MEMORY)
     vocabulary: Vocabulary | None = None
+    cpu_s = CPU_S
     for line in sys.stdin.buffer:
         asked: Any = json.loads(line)
         if vocabulary is None:
             problem = ""
             try:
-                tokenizer = Tokenizer.from_file(asked)
+                file, cpu_s = asked
+                tokenizer = Tokenizer.from_file(file)
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 vocabulary = Vocabulary(tokenizer, tokenizer.get_vocab_size())
@@ -156,6 +160,6 @@ def main() -> None:
             except Exception as error:
                 problem = str(error)[:200] or type(error).__name__
         else:
-            problem = _apart(vocabulary, Grammar(*asked))
+            problem = _apart(vocabulary, Grammar(*asked), cpu_s)
         sys.stdout.write(json.dumps(problem) + "\n")
         sys.stdout.flush()
