@@ -24,9 +24,9 @@ from bench.peers.__main__ import (
     Results,
     in_batches,
     one_by_one,
+    otherwise,
     ratio,
     row_of,
-    sampled,
     verdicts,
 )
 from bench.peers.systems import llama_server, write_bfloat16
@@ -103,7 +103,8 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
 async def test_sampled_questions_go_to_plain_and_default_in_turns() -> None:
     plain, default, other = Told("slipstream-plain", 10), Told("slipstream-default", 15), Told("llamacpp-plain", 9)
     results: Results = defaultdict(list)
-    async for _ in sampled([plain, other, default], {"copy": [[9]], "mt_bench": [[1], [2]]}, 11, results):
+    asked = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]]}
+    async for _ in otherwise([plain, other, default], asked, 11, results):
         pass
     assert plain.asked == default.asked == [(1,), (2,)] * len(SAMPLED) and not other.asked
     for name in SAMPLED:
@@ -193,9 +194,9 @@ def test_the_copied_model_has_the_same_weights_rounded_once(tmp_path: Path) -> N
     assert GgufFile(copy).values("tokenizer.ggml.tokens", str) == before.values("tokenizer.ggml.tokens", str)
 
 
-def test_our_copy_set_reads_like_any_other() -> None:
-    questions = read(Path("bench/sets"), "copy", 99)
-    assert len({q.text for q in questions}) == 12
+@pytest.mark.parametrize(("name", "count"), [("copy", 12), ("extraction", 8)])
+def test_our_sets_read_like_any_other(name: str, count: int) -> None:
+    assert len({q.text for q in read(Path("bench/sets"), name, 99)}) == count
 
 
 def test_the_work_of_a_process_is_told_and_of_none_is_zero() -> None:

@@ -10,7 +10,8 @@ What is measured, and how:
 4. Batches: Slipstream alone, so many streams, each of which asks ``--waves`` questions, one behind the other; all
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
    time is the slowest answer's, and what makes others faster does not count.
-5. Sets: mt_bench of the folder, and ``bench/sets/copy.jsonl``, ours, in which answers repeat their prompts.
+5. Sets: mt_bench of the folder, and ours of ``bench/sets``: copy, in which answers repeat their prompts, and
+   extraction, in which Slipstream's are bound to a schema of JSON.
 6. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
 """
 
@@ -47,8 +48,13 @@ NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream
          "llamacpp-speculative")
 TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 PAIR = ("slipstream-plain", "slipstream-default")
-SAMPLED = {"mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
+SAMPLED: Mapping[str, Mapping[str, Any]] = {"mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
            "mt_bench, T = 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9, "seed": 7}}
+PERSON = {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+          "job": {"type": "string", "maxLength": 30}, "city": {"type": "string", "maxLength": 30}}
+PEOPLE = {"type": "array", "minItems": 1, "maxItems": 4, "items": {
+    "type": "object", "properties": PERSON, "required": list(PERSON), "additionalProperties": False}}
+BOUND: Mapping[str, Mapping[str, Any]] = {"extraction": {"structured_outputs": {"json": PEOPLE}}}
 NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)
@@ -154,11 +160,15 @@ async def one_by_one(systems: Sequence[System], sets: Sets, max_tokens: int, res
                 yield
 
 
-async def sampled(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results) -> AsyncIterator[None]:
-    """mt_bench to plain and default."""
+async def otherwise(systems: Sequence[System], sets: Sets, max_tokens: int, results: Results) -> AsyncIterator[None]:
+    """mt_bench sampled to plain and default, and what is bound to all of Slipstream's."""
     both = [system for system in systems if system.name in PAIR]
     for name, how in SAMPLED.items():
         async for _ in one_by_one(both, {name: sets.get("mt_bench", [])}, max_tokens, results, how):
+            yield
+    ours = [system for system in systems if isinstance(system, Slipstream)]
+    for name, how in BOUND.items():
+        async for _ in one_by_one(ours, {name: sets[name]}, max_tokens, results, how):
             yield
 
 
@@ -208,10 +218,12 @@ def row_of(key: tuple[str, int, str], results: Results) -> Row:
 
 
 def questions_of(folder: str | None) -> dict[str, list[Question]]:
-    """By set: those of the folder and ours, or our own dozen."""
+    """By set: mt_bench of the folder, or our own chat; and ours."""
     if folder is not None:
-        return {"mt_bench": read(folder, "mt_bench", 99), "copy": read(SETS, "copy", 99)}
-    return {set_: [question for question in own() if question.set == set_] for set_ in ("chat", "copy")}
+        free = {"mt_bench": read(folder, "mt_bench", 99), "copy": read(SETS, "copy", 99)}
+    else:
+        free = {set_: [question for question in own() if question.set == set_] for set_ in ("chat", "copy")}
+    return free | {name: read(SETS, name, 99) for name in BOUND}
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -225,14 +237,16 @@ async def run(arguments: argparse.Namespace) -> None:
         progress = stack.enter_context(Progress())
         systems = await started(arguments.systems, arguments, stack, progress)
         many = [s for s in systems if s.name in TOGETHER] if arguments.runs else []
-        task = progress.add_task("one by one", total=len(systems) * sum(map(len, few.values())))
-        async for _ in one_by_one(systems, few, arguments.max_tokens, results):
+        free = {set_: prompts for set_, prompts in few.items() if set_ not in BOUND}
+        task = progress.add_task("one by one", total=len(systems) * sum(map(len, free.values())))
+        async for _ in one_by_one(systems, free, arguments.max_tokens, results):
             progress.advance(task)
             save(name, rows_of(results))
-        async for _ in sampled(systems, few, arguments.max_tokens, results):
+        async for _ in otherwise(systems, few, arguments.max_tokens, results):
             save(name, rows_of(results))
-        task = progress.add_task("in batches", total=len(many) * len(sets) * len(BATCHES) * arguments.runs)
-        async for _ in in_batches(many, sets, arguments, results):
+        free = {set_: prompts for set_, prompts in sets.items() if set_ not in BOUND}
+        task = progress.add_task("in batches", total=len(many) * len(free) * len(BATCHES) * arguments.runs)
+        async for _ in in_batches(many, free, arguments, results):
             progress.advance(task)
             save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}
