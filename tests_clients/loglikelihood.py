@@ -55,6 +55,7 @@ def by_transformers(folder: Path, asked: list[dict[str, Any]]) -> NDArray[np.flo
     """[rows, 4]."""
     tokens_of: Any = AutoTokenizer.from_pretrained(folder)
     auto: Any = AutoModelForCausalLM
+    torch.set_num_threads(1)  # of a short text's forward; more wait for one another without end where cores are busy
     model = auto.from_pretrained(folder, dtype=torch.float32)
     found = []
     for row in asked:
