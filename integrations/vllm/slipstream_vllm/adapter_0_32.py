@@ -11,6 +11,8 @@ It knows nothing about drafts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from slipstream_vllm.features import Batch
 from slipstream_vllm.options import SWITCH
 from slipstream_vllm.remote import GREEDY, RemoteDrafter, Row
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
+
+NOTHING: Mapping[str, Any] = {}
 
 
 def patch() -> None:
@@ -140,12 +144,31 @@ def _patch_ends(runner: Any) -> None:
 def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> list[Row]:
     """The batch of ``runner`` after a step that gave ``sampled``, in the batch's order."""
     batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
-    count, on_cpu = len(batch.req_ids), runner.device.type == "cpu"
+    count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
+    right = runner.device.type != "cpu"  # as vLLM verifies drafts of sampled requests
+    able = right or keyed is not None
     facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
                 batch.num_prompt_tokens[:count].tolist(), strict=True)
-    return [_row(batch, place, request, new, length, prompt, len(verified.get(request, ())),
-                 runner.requests[request].sampling_params, runner.max_model_len, keyed, on_cpu)
-            for place, (request, new, length, prompt) in enumerate(facts)]
+    rows = list[Row]()
+    for place, (request, new, length, prompt) in enumerate(facts):
+        asked, tokens = requests[request].sampling_params, partial(text_of, batch.token_ids_cpu, place, length)
+        drafted = len(verified[request]) if request in verified else 0
+        if asked is None:
+            rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right))
+            continue
+        most, extra = asked.max_tokens, asked.extra_args or NOTHING
+        rows.append(Row(request, length, tuple(new), drafted, prompt,
+                        longest if most is None else min(prompt + most, longest), tokens,
+                        able or asked.temperature == 0.0,
+                        GREEDY if keyed is None else keyed.known.of(request, asked)[0],
+                        extra.get(SWITCH), None, extra.get(HEADER)))
+    return rows
+
+
+def text_of(texts: Any, place: int, length: int) -> list[int]:
+    """The first ``length`` tokens of row ``place``."""
+    known: list[int] = texts[place, :length].tolist()
+    return known
 
 
 def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Batch:
@@ -159,18 +182,3 @@ def batch_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> Ba
     ends = np.where(new > 0, batch.num_tokens_no_spec[:count] - 1, computed + scheduled)
     return Batch(list(batch.req_ids), scheduled, computed, ends, new, batch.token_ids_cpu, table.get_numpy_array(),
                  table.block_size)
-
-
-def _row(batch: Any, place: int, request: str, new: list[int], length: int, prompt: int, drafted: int, asked: Any,
-         longest: int, keyed: KeyedSampling | None, on_cpu: bool) -> Row:
-    def tokens() -> list[int]:
-        known: list[int] = batch.token_ids_cpu[place, :length].tolist()
-        return known
-
-    if asked is None:
-        return Row(request, length, tuple(map(int, new)), drafted, prompt, longest, tokens, not on_cpu)
-    answer, extra = longest if asked.max_tokens is None else asked.max_tokens, asked.extra_args or {}
-    return Row(request, length, tuple(map(int, new)), drafted, prompt, min(prompt + answer, longest), tokens,
-               keyed is not None or not on_cpu or asked.temperature == 0.0,
-               GREEDY if keyed is None else keyed.known.of(request, asked)[0],
-               extra.get(SWITCH), trace=extra.get(HEADER))
