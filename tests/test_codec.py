@@ -447,6 +447,21 @@ def growths(draw: st.DrawFn) -> Growth:
     return Growth(draw(sessions), base, ints(*ids), ints(*parents), ints(*tokens), np.array(scores, np.float32), spent)
 
 
+@given(st.lists(st.tuples(st.integers(-1, 6), st.integers(-9, 6), st.integers(-1, 3)), max_size=5), st.booleans())
+def test_growths_are_good_or_not_by_each_node(nodes: list[tuple[int, int, int]], chain: bool) -> None:
+    ids, parents, tokens = ([node[part] for node in nodes] for part in range(3))
+    if chain:
+        parents[1:] = ids[:-1]
+    edges = list(zip(parents, tokens, strict=True))
+    good = (all(node > 0 for node in ids) and len(set(ids)) == len(ids) and len(set(edges)) == len(edges)
+            and all(0 <= token < 3 for token in tokens) and all(parent >= -8 and parent != 0 for parent in parents)
+            and all(parent not in ids[place:] for place, parent in enumerate(parents)))
+    item = growth(ids, parents, tokens, [-0.5] * len(nodes))
+    found, faults = decode_draft_frame(encode_draft_frames(INCARNATION, [item], MAX_BYTES)[0][0], INCARNATION,
+                                       FrameLimits(3, 8))
+    assert (len(found), len(faults)) == ((1, 0) if good else (0, 1))
+
+
 @st.composite
 def features(draw: st.DrawFn, dtype: str, session: int | None = None, start: int | None = None,
              count: int | None = None) -> Features:

@@ -288,9 +288,13 @@ def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
 
 
 def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: FrameLimits) -> None:
-    inside, before, taken = set(ids), set[int](), set[tuple[int, int]]()
+    inside = set(ids)
     if len(inside) != len(ids) or min(ids, default=1) < 1:
         raise RemoteProtocolError("growth.ids", "an id stands twice, or is not positive")
+    if (ids and -limits.max_context <= parents[0] < 0 and parents[1:] == ids[:-1] and min(tokens) >= 0
+            and max(tokens) < limits.vocab_size):  # a chain below what is committed: there is nothing else to find
+        return
+    before, taken = set[int](), set[tuple[int, int]]()
     for node, parent, token in zip(ids, parents, tokens, strict=True):
         if parent == 0 or -parent > limits.max_context:
             raise RemoteProtocolError("growth.parents", f"{parent} names no node or position")
