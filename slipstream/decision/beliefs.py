@@ -235,7 +235,7 @@ class StepCosts:
         known = self._steps.get((sessions, most, 0))
         if known is None:
             plain_s, *others = self.steps(sessions, most, sessions)
-            known = [plain_s, *(plain_s + (step_s - plain_s) / sessions for step_s in others)]
+            known = [plain_s, *[plain_s + (step_s - plain_s) / sessions for step_s in others]]
             self._steps[sessions, most, 0] = known
         return known
 

@@ -217,10 +217,9 @@ class Followed:
 
     def chain(self, most: int) -> list[int]:
         """The best path below the newest token, at most so many tokens: for an engine that verifies no trees."""
-        rows = self.nodes
-        if rows == 1:
-            return []
         tree = self.side.tree
+        if len(tree.token_list) == 1 or (rows := self.nodes) == 1:
+            return []
         if not tree.is_chain:  # of one, the best nodes are the first
             tree = tree.best(rows)
             tree = tree.select(tree.best_path())

@@ -178,9 +178,14 @@ class DraftTree:
         """This tree with further nodes, whose ``parents`` are ids. What does not fit is left out, never an error:
         a node whose parent is not here, an id or a sibling's token that is here already, nodes beyond MAX_HELD.
         A score above its parent's is lowered to it (rule 5 of trees); one that is not a number counts as the worst."""
-        root = self.id_list[0]
-        if len(self.id_list) == 1 and ids and parents == [root, *ids[:-1]] and self._are_new(ids):
-            return self._chained(ids, tokens, scores)
+        root, count = self.id_list[0], len(ids)
+        if (len(self.id_list) == 1 and parents == [root, *ids[:-1]]
+                and len({root, *ids}) - 1 == count == len(tokens) == len(scores) < MAX_HELD):  # a chain below the root
+            known = [most := self.score_list[0]]
+            for score in scores:
+                most = -inf if score != score else score if score < most else most
+                known.append(most)
+            return DraftTree(self.base, [self.token_list[0], *tokens], [*range(-1, count)], [root, *ids], known)
         held_tokens, held_parents, held_ids = [*self.token_list], [*self.parent_list], [*self.id_list]
         known = [*self.score_list]
         count = held = len(known)
@@ -199,18 +204,6 @@ class DraftTree:
             held_parents.append(above)
             held_ids.append(node_id)
         return self if count == held else DraftTree(self.base, held_tokens, held_parents, held_ids, known)
-
-    def _are_new(self, ids: Sequence[int]) -> bool:
-        return len({self.id_list[0], *ids}) == 1 + len(ids) <= MAX_HELD
-
-    def _chained(self, ids: Sequence[int], tokens: Sequence[int], scores: Sequence[float]) -> DraftTree:
-        # ``append`` of a chain to a root, as most growths are where one path is verified.
-        known = [most := self.score_list[0]]
-        for score in scores:
-            most = -inf if score != score else score if score < most else most
-            known.append(most)
-        return DraftTree(self.base, [self.token_list[0], *tokens], [*range(-1, len(ids))], [self.id_list[0], *ids],
-                         known)
 
     def graft(self, tokens: Sequence[int], scores: Sequence[float], first_id: int) -> DraftTree:
         """This tree with a chain below its root, whose new nodes have ids from ``first_id`` on. What of it is here

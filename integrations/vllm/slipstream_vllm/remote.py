@@ -214,7 +214,9 @@ class Chains:
         for (session, row), record in zip(goes_on.items(), records, strict=True) if self._teller is not None else ():
             mode = self.following.sessions[session].policy.mode
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, mode.value))
-        return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
+        if opens or self._states is not None:
+            return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
+        return [self._sessions.get(row.request) if row is not None else None for row in rows]
 
     def _verified(self, row: Row) -> Verified:
         one = self._sessions[row.request]
