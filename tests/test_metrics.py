@@ -40,6 +40,17 @@ def test_emitted_is_accepted_plus_bonus() -> None:
     assert found["slipstream_tree_nodes_count"] == 3
 
 
+def test_rounds_fill_the_buckets_up_to_theirs() -> None:
+    metrics = TargetMetrics("tiny")
+    for _ in range(100):  # some are counted before somebody reads
+        metrics.rounds([(4, 2, "used"), (4, 2, "used"), (3, 0, "used"), (0, 0, "plain")])
+    page = metrics.registry.page("")[1].decode()
+    found = dict(re.findall(r'accepted_length_bucket\{le="([^"]+)".*\} (\S+)', page))
+    assert (found["0.0"], found["1.0"], found["2.0"], found["+Inf"]) == ("100.0", "100.0", "300.0", "300.0")
+    assert re.findall(r"accepted_length_(?:sum|count)\{.*\} (\S+)", page) == ["300.0", "400.0"]
+    assert dict(re.findall(r'tree_nodes_bucket\{le="([^"]+)".*\} (\S+)', page))["4.0"] == "300.0"
+
+
 def test_a_name_has_one_meaning_on_all_services() -> None:
     """What a name says may differ on the services only where one of them says that it goes."""
     texts: dict[str, set[str]] = {}

@@ -109,3 +109,16 @@ def test_a_chain_is_grafted_below_what_is_here() -> None:
     assert grafted.ids.tolist() == [-5, 1, 2, 100, 101]
     assert paths_of(tree.graft([20], [-0.5], 100)).keys() == {(), (10,), (10, 11), (20,)}
     assert tree.graft([10, 11], [-0.5, -0.6], 100) is tree and tree.graft([], [], 100) is tree
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_chain_joins_a_root_as_its_nodes_do_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    root, count = DraftTree(5, [3], [-1], [-5], [-0.5]), int(rng.integers(1, 6))
+    ids = rng.permutation(9)[:count].tolist() if rng.random() < 0.8 else rng.integers(1, 5, count).tolist()
+    parents, tokens = [-5, *ids[:-1]], rng.integers(0, 3, count).tolist()
+    scores = rng.choice([0.5, -0.25, -1.0, -2.0, np.nan, -np.inf], count).tolist()
+    single = root
+    for node in zip(ids, parents, tokens, scores, strict=True):
+        single = single.append(*([part] for part in node))
+    assert repr(root.append(ids, parents, tokens, scores)) == repr(single)
