@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="a setting of the server with drafts")
     parser.add_argument("--rows", type=int, default=100)
     arguments = parser.parse_args()
-    asked, worst = rows(arguments.rows), 0.0
+    asked, worst, all_ = rows(arguments.rows), 0.0, list[NDArray[np.float64]]()
     right = by_transformers(resolve(arguments.model), asked)
     with tempfile.TemporaryDirectory() as made:
         Path(made, "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked), encoding="utf-8")
@@ -124,10 +124,13 @@ def main() -> None:
             for how, values in found.items():
                 off = float(np.abs(values - right).max())
                 worst = max(worst, off)
+                all_.append(values)
                 gold = [row["gold"] for row in asked]
                 print(f"{'with drafts' if drafts else 'without'}, sent as {how}: {len(asked)} questions, "
                       f"{float((values.argmax(1) == gold).mean()):.2f} right, at most {off:.1e} from transformers")
-    sys.exit(worst > CLOSE)
+    apart = float(np.ptp(all_, axis=0).max())
+    print(f"these four are at most {apart:.1e} from one another")
+    sys.exit(max(worst, apart) > CLOSE)
 
 
 if __name__ == "__main__":
