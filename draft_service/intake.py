@@ -13,7 +13,7 @@ It knows nothing about sessions or drafters.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.protocol.conduct import Pace
@@ -40,41 +40,14 @@ def weight_of(item: Said) -> tuple[int, int]:
 class Tray:
     """Of one target."""
 
-    __slots__ = ("_came", "_done", "items", "pace", "rests_until_s", "took")
+    __slots__ = ("came", "done", "items", "pace", "rests_until_s", "took")
 
     def __init__(self, pace: Pace) -> None:
         self.items: deque[tuple[Said, int, int]] = deque()  # with tokens and bytes
-        self._came, self._done = [0, 0], [0, 0]  # items and bytes; each counted by one thread alone
+        self.came, self.done = [0, 0], [0, 0]  # items and bytes; each counted by one thread alone
         self.pace = pace
         self.rests_until_s = 0.0
         self.took = 0  # tokens, in this round
-
-    @property
-    def full(self) -> bool:
-        came, done = self._came, self._done
-        return came[0] - done[0] >= MOST_ITEMS or came[1] - done[1] >= MOST_BYTES
-
-    def came(self, items: Iterable[Said]) -> Callable[[object], None]:
-        """What the worker's thread has to do about it."""
-        said, came = list[tuple[Said, int, int]](), self._came
-        for item in items:
-            tokens, size = weight_of(item)
-            said.append((item, tokens, size))
-            came[0] += 1
-            came[1] += size
-        return lambda _: self.items.extend(said)
-
-    def take(self, most: int) -> list[Said]:
-        """As many as have ``most`` tokens together; one at least."""
-        taken, done = list[Said](), self._done
-        self.took = 0
-        while self.items and (not taken or self.took + self.items[0][1] <= most):
-            item, tokens, size = self.items.popleft()
-            taken.append(item)
-            self.took += tokens
-            done[0] += 1
-            done[1] += size
-        return taken
 
 
 class Intake:
@@ -91,28 +64,44 @@ class Intake:
         self._trays.pop(peer, None)
 
     def full(self, peer: Peer) -> bool:
-        tray = self._trays.get(peer)
-        return tray is not None and tray.full
+        if (tray := self._trays.get(peer)) is None:
+            return False
+        came, done = tray.came, tray.done
+        return came[0] - done[0] >= MOST_ITEMS or came[1] - done[1] >= MOST_BYTES
 
     def came(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[object], None]:
         """What the worker's thread has to do about it."""
         tray = self._trays.get(peer)
         if tray is None:
             tray = self._trays[peer] = Tray(Pace(SHARE, self._clock))
-        return tray.came([*faults, *items])
+        waiting, said, came = tray.items, list[tuple[Said, int, int]](), tray.came
+        for item in (*faults, *items):
+            tokens, size = weight_of(item)
+            said.append((item, tokens, size))
+            came[0] += 1
+            came[1] += size
+        return lambda _: waiting.extend(said)
 
     # From the worker's.
 
     def take(self, served: int) -> list[tuple[Peer, list[Said]]]:
         """A round's. ``served``: targets that have sessions."""
-        now_s, waiting, taken = self._clock(), 0, list[tuple[Peer, list[Said]]]()
+        now_s, waiting, rounds = self._clock(), 0, list[tuple[Peer, list[Said]]]()
         for peer, tray in list(self._trays.items()):
             tray.took = 0
             waiting += bool(tray.items)
-            if tray.items and now_s >= tray.rests_until_s:
-                taken.append((peer, tray.take(ROUND)))
+            if not tray.items or now_s < tray.rests_until_s:
+                continue
+            taken, done = list[Said](), tray.done
+            while tray.items and (not taken or tray.took + tray.items[0][1] <= ROUND):  # one at least
+                item, tokens, size = tray.items.popleft()
+                taken.append(item)
+                tray.took += tokens
+                done[0] += 1
+                done[1] += size
+            rounds.append((peer, taken))
         self._shared = max(served, waiting) > 1
-        return taken
+        return rounds
 
     def told(self, seconds: float) -> None:
         """The drafter took so long to hear what the round took."""

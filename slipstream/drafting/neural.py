@@ -20,7 +20,7 @@ It knows nothing about the network's kind, links or verification.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
@@ -73,13 +73,26 @@ class Network(Protocol):
         ...
 
 
-def wire_rows(features: Sequence[Features], spec: FeatureSpec, device: torch.device,
-              dtype: torch.dtype) -> torch.Tensor:
-    """The rows of ``features``, already checked against ``spec``, one below the other: [sum of M, width], in a
-    network's own dtype and place. This is the edge at which a target's dtype becomes a drafter's."""
-    content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join(f.rows for f in features)
-    rows = torch.frombuffer(content, dtype=DTYPES[spec.dtype]).view(-1, spec.width)
-    return rows.to(device, dtype, non_blocking=True)
+@dataclass(frozen=True, slots=True)
+class FeatureReader:
+    """Makes target states of the wire a network's input: the edge at which a target's dtype becomes a drafter's.
+    ``project``: what a network does to them first, rows below each other."""
+
+    spec: FeatureSpec
+    device: torch.device
+    dtype: torch.dtype
+    project: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of ``features``, already checked against ``spec``: [M, W] for each."""
+        content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join([f.rows for f in features])
+        rows = torch.frombuffer(content, dtype=DTYPES[self.spec.dtype]).view(-1, self.spec.width)
+        rows = rows.to(self.device, self.dtype, non_blocking=True)
+        if self.project is not None:
+            rows = self.project(rows)
+        if len(features) == 1:
+            return [rows]
+        return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
 
 
 def run_network(network: Network, num_rows: int) -> None:
@@ -93,13 +106,6 @@ def run_network(network: Network, num_rows: int) -> None:
         network.forward(rows_batch(slots, network.device, states))
     finally:
         network.slots.free(slots)
-
-
-def apart(rows: torch.Tensor, features: Sequence[Features]) -> list[torch.Tensor]:
-    """[sum of M, W] -> [M, W] for each of ``features``."""
-    if len(features) == 1:
-        return [rows]
-    return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
 
 
 MOST_SESSIONS = 8  # of a call

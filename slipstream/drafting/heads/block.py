@@ -28,7 +28,7 @@ from slipstream.choosing.sampling import Race
 from slipstream.drafting.block import BlockStates
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.heads.eagle import projection_of
-from slipstream.drafting.neural import Output, apart, wire_rows
+from slipstream.drafting.neural import FeatureReader, Output
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
@@ -45,7 +45,7 @@ from slipstream.engine.ops.layer import (
     rms_norm,
     rotate,
 )
-from slipstream.protocol.messages import Features, FeatureSpec
+from slipstream.protocol.messages import FeatureSpec
 
 AT_ONCE = 8  # blocks of one forward
 
@@ -67,12 +67,13 @@ class BlockNetwork:
         width = len(head.taps) * head.target_hidden_size
         handed_over = project and config.hidden_size < width
         self._fc = None if handed_over else Linear(tensors["fc.weight"])
-        self._spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
-                      if handed_over else FeatureSpec(head.taps, width, dtype))
-        self.features: FeatureSpec | None = self._spec
+        spec = (FeatureSpec(head.taps, config.hidden_size, dtype, projection_of(tensors["fc.weight"], dtype))
+                if handed_over else FeatureSpec(head.taps, width, dtype))
+        self.features: FeatureSpec | None = spec
         all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
         self.vocabulary = None if all_tokens else head.vocabulary.to(device)
         self.device, self._dtype, self._head = device, kind, head
+        self.read = FeatureReader(spec, device, kind, self._projected)  # as ``c``
         self.slots = Slots(num_slots)
         spare = AT_ONCE * head.block_size
         self._scratch = np.arange(num_slots, num_slots + spare, dtype=np.int64).reshape(AT_ONCE, head.block_size)
@@ -92,12 +93,11 @@ class BlockNetwork:
         return *(product for layer in self._layers for product in layer.linears()), self._lm_head
 
     @torch.inference_mode()
-    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Rows of the wire, already checked against ``features``, as ``c``: [M, H] for each."""
-        rows = wire_rows(features, self._spec, self.device, self._dtype)
+    def _projected(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the target says as ``c``."""
         if self._fc is not None:
             rows = self._fc(rows)
-        return apart(rms_norm(rows, self._hidden_norm, self._head.config.norm_eps), features)
+        return rms_norm(rows, self._hidden_norm, self._head.config.norm_eps)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:

@@ -16,21 +16,22 @@ It knows nothing about sessions, trees or files. Source: arXiv 2401.15077, arXiv
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from slipstream.choosing.sampling import Race
 from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
-from slipstream.drafting.neural import Output, apart, wire_rows
+from slipstream.drafting.neural import FeatureReader, Output
 from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig, Tensors, dtype_of
 from slipstream.engine.native import native_or
-from slipstream.engine.native.draft import Grown, NativeDraft, Seed
+from slipstream.engine.native.draft import NativeDraft
 from slipstream.engine.native.program import Team
 from slipstream.engine.ops.layer import (
     TORCH,
@@ -44,9 +45,9 @@ from slipstream.engine.ops.layer import (
     norm_parts,
     rms_norm,
 )
-from slipstream.protocol.messages import Features, FeatureSpec, Projection
+from slipstream.protocol.messages import FeatureSpec, Projection
 
-Forward = Callable[[ForwardBatch, KVPool], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]
+Forward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]
 NORMS = (f"{LAYER}.input_layernorm.weight", f"{LAYER}.hidden_norm.weight", "norm.weight")  # of tokens, states, the head
 
 
@@ -65,8 +66,7 @@ class EagleNetwork:
         kind = dtype_of(dtype)
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         config = head.config
-        self.vocab_size = config.vocab_size
-        self.hidden_size = head.target_hidden_size
+        self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
         self.max_context = config.max_context
         width, joint = len(head.taps) * head.target_hidden_size, head.joint
         self._norm, self._norm_width = _norms(tensors, width, len(head.taps))
@@ -75,8 +75,10 @@ class EagleNetwork:
         self._fc = None if joint or handed_over else Linear(tensors["fc.weight"])
         projection = projection_of(tensors["fc.weight"], dtype, self._norm, self._norm_width,
                                    config.norm_eps) if handed_over else None
-        self._spec = FeatureSpec(head.taps, config.hidden_size if handed_over else width, dtype, projection)
-        self.features: FeatureSpec | None = self._spec
+        spec = FeatureSpec(head.taps, config.hidden_size if handed_over else width, dtype, projection)
+        projects = None if self._fc is None and self._fc_bias is None else self._projected
+        self.features: FeatureSpec | None = spec
+        self.read = FeatureReader(spec, device, kind, projects)
         some = head.vocabulary
         all_tokens = some is None or torch.equal(some, torch.arange(config.vocab_size))
         self.vocabulary = None if some is None or all_tokens else some.to(device)
@@ -84,32 +86,25 @@ class EagleNetwork:
         self.slots = Slots(num_slots)
         self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
         self._config, self._dtype = config, kind
-        self.native: NativeTrees | None = None  # kernels of our own compute
+        self.native: NativeDraft | None = None  # kernels of our own compute
         self.race: Race | None = None
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
-            body = NativeDraft(team, config, tensors, LAYER, NORMS, head.norm_before_residual, self.vocabulary, whole,
-                               head.norm_output)
-            self.native, self.race = NativeTrees(body, self._pool), body.race
+            body = NativeDraft(team, config, tensors, LAYER, NORMS, self._pool, head.norm_before_residual,
+                               self.vocabulary, whole, head.norm_output)
+            self.native, self.race = body, body.race
             return body.forward
 
         def on_torch() -> Forward:
             self.torch = TorchBody(config, tensors, joint, head.norm_before_residual, ops, head.norm_output)
-            return self.torch.forward
+            return partial(self.torch.forward, pool=self._pool)
 
         self._forward = native_or("torch" if joint else kernels, kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products of a step on torch."""
         return () if self.torch is None else self.torch.linears()
-
-    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Rows of the wire, already checked against ``features``, through ``fc``: [M, H] for each."""
-        rows = wire_rows(features, self._spec, self.device, self._dtype)
-        if self._fc is not None or self._fc_bias is not None:
-            rows = self._projected(rows)
-        return apart(rows, features)
 
     @torch.inference_mode()
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
@@ -122,7 +117,7 @@ class EagleNetwork:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: projected target states, or this head's own states."""
-        states, logits = self._forward(batch, self._pool)
+        states, logits = self._forward(batch)
         return Output(logits, states)
 
     @property
@@ -139,25 +134,6 @@ class EagleNetwork:
         assert self.torch is not None, "only torch's kernels can be captured"
         out, logits = self.torch.run(self.torch.step(positions, slots, attend), self._pool, tokens, states)
         return Output(logits, out)
-
-
-class NativeTrees:
-    """A ``neural.Levels`` on kernels of our own."""
-
-    __slots__ = ("_body", "_pool", "samples")
-    most_rows = 16  # more are no small forward
-
-    def __init__(self, body: NativeDraft, pool: KVPool) -> None:
-        self._body, self._pool = body, pool
-        self.samples = body.samples
-
-    def takes(self, levels: int, topk: int) -> bool:
-        """Any tree."""
-        return True
-
-    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
-        """See ``neural.Levels``."""
-        return self._body.grow(seeds, self._pool, topk)
 
 
 class TorchBody:

@@ -23,7 +23,7 @@ It knows nothing about sessions or files. Sources: arXiv 2412.19437 (DeepSeek-V3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.drafting.heads.checkpoint import MtpHead, MtpLayer
-from slipstream.drafting.neural import Output, apart, wire_rows
+from slipstream.drafting.neural import FeatureReader, Output
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
@@ -50,7 +50,7 @@ from slipstream.engine.ops.layer import (
     linear,
     rms_norm,
 )
-from slipstream.protocol.messages import Features, FeatureSpec
+from slipstream.protocol.messages import FeatureSpec
 
 Run = Callable[[int, torch.Tensor], torch.Tensor]  # a layer's number and its input [T, H] -> its output [T, H]
 
@@ -100,8 +100,9 @@ class MtpNetwork:
         kind, device, config = blocks.dtype, blocks.device, blocks.config
         self.vocab_size, self.hidden_size = head.vocab_size, head.hidden_size
         self.max_context = config.max_context
-        self._spec = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
-        self.features: FeatureSpec | None = self._spec
+        spec = FeatureSpec((head.target_layers,), head.hidden_size, dtype)
+        self.features: FeatureSpec | None = spec
+        self.read = FeatureReader(spec, device, kind)
         self.vocabulary = None if vocabulary is None else vocabulary.to(device)
         self.device = device
         self.slots = Slots(num_slots)
@@ -115,11 +116,6 @@ class MtpNetwork:
         self._lm_head = Linear(kept.to(device, kind))
         self._dtype = kind
         self._first_token_zero = head.layout.first_token_zero
-
-    @torch.inference_mode()
-    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Rows of the wire, already checked against ``features``: [M, H] for each."""
-        return apart(wire_rows(features, self._spec, self.device, self._dtype), features)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Output:

@@ -110,13 +110,13 @@ class Call:
     """What calls for trees of one shape say and bring back. Its memory is used again: where caches are cold, making and
     describing arrays takes longer than to fill them."""
 
-    __slots__ = ("_children", "_known", "_picks", "_seeds", "_trees", "pool")
+    __slots__ = ("_children", "_known", "_picks", "_seeds", "_trees")
 
-    def __init__(self, pool: KVPool, trees: Trees) -> None:
+    def __init__(self, trees: Trees) -> None:
         """trees: with all that stays the same. It holds addresses: its owner keeps what stands there, and this object
         no longer than that."""
         sessions, levels, topk = trees.sessions, trees.most_levels, trees.topk
-        self.pool, self._trees = pool, trees
+        self._trees = trees
         self._children = np.zeros((sessions, 1 + levels * topk, topk), CHILD)
         self._picks = np.zeros((sessions, levels, topk), np.int64)
         self._known = np.zeros(sessions, np.int64)
@@ -152,19 +152,22 @@ class Call:
 
 
 class NativeDraft:
-    """One head's weights, and the lists of its forward."""
+    """One head's weights, and the lists of its forward. It grows whole trees."""
 
     __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layer", "_norm_before_residual",
-                 "_norm_output", "_norms", "_ranking", "_states", "_table", "_team", "_vocabulary", "race", "samples")
+                 "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team", "_vocabulary", "race",
+                 "samples")
+    most_rows = 16  # pending of one session: more are no small forward
 
     def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
-                 norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
+                 pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
                  norm_output: bool = False) -> None:
         """tensors: by name, on the CPU; prefix: of the layer; norms: names of the weights of the norms of tokens, of
-        states and of the head; vocabulary: int64 [V] tokens of the logits' columns, None: themselves; whole: as
-        in ``NativeLayer``; norm_output: states are handed on behind the norm of the head. Raises ModelError."""
+        states and of the head; pool: of its KV; vocabulary: int64 [V] tokens of the logits' columns, None: themselves;
+        whole: as in ``NativeLayer``; norm_output: states are handed on behind the norm of the head. Raises
+        ModelError."""
         check_sizes(config)
-        self._team, self._config = team, config
+        self._team, self._config, self._pool = team, config, pool
         embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._norms = [take(tensors, name, config.hidden_size) for name in norms]
@@ -181,19 +184,23 @@ class NativeDraft:
         self._hold(FEW_ROWS)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """``batch.features`` [T, H] -> of the rows with logits: states bfloat16 [R, H], logits float32 [R, V]."""
         assert batch.features is not None and batch.features.dtype == torch.bfloat16
         self._reach(batch.num_rows, 1 + int(batch.host.positions.max()))
         states = batch.features.contiguous()
-        frame = BatchFrame.of(batch, pool, self._table.cos, self._table.sin, self._config.sliding_window,
+        frame = BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, self._config.sliding_window,
                               batch.positions)
         frame.frame.states = states.data_ptr()
         self._body.run(frame)
         normed = self._buffers.normed.index_select(0, batch.logit_rows)
         return self._states.index_select(0, batch.logit_rows), self._head(normed)
 
-    def grow(self, seeds: Sequence[Seed], pool: KVPool, topk: int) -> Grown:
+    def takes(self, levels: int, topk: int) -> bool:
+        """Any tree."""
+        return True
+
+    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
         """The trees of all ``seeds``, at least one; KV of their rows is written. topk: K, with all rows of a tree at
         most MOST_BITS."""
         seeds, order = _by_levels(seeds)
@@ -201,27 +208,28 @@ class NativeDraft:
         assert 0 < topk <= self._head.packed.outer and topk * most <= MOST_BITS
         self._reach(max(pending, topk * len(seeds)), max(s.position + len(s.tokens) + s.levels for s in seeds))
         states = torch.cat([seed.states for seed in seeds]) if len(seeds) > 1 else seeds[0].states.contiguous()
-        assert states.dtype == pool.kv.dtype == torch.bfloat16 and states.shape == (pending, self._config.hidden_size)
+        assert states.dtype == self._pool.kv.dtype == torch.bfloat16
+        assert states.shape == (pending, self._config.hidden_size)
         call = self._calls.get((len(seeds), most, topk))
-        if call is None or call.pool is not pool:
-            call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk, pool)
+        if call is None:
+            call = self._calls[len(seeds), most, topk] = self._call(len(seeds), most, topk)
         grown = call(self._team, seeds, states, self._table)
         return grown.of(order)
 
-    def _call(self, sessions: int, levels: int, topk: int, pool: KVPool) -> Call:
+    def _call(self, sessions: int, levels: int, topk: int) -> Call:
         if self._ranking is None or self._ranking.topk != topk:
             self._ranking = Ranking(self._team, self._buffers.normed, self._head.packed, self._vocabulary, topk)
             self._calls.clear()
         body, head, config = self._body.listed(), self._ranking.program.listed(), self._config
-        logits = self._ranking.logits
+        logits, kv = self._ranking.logits, self._pool.kv
         words = self.race.words(logits.shape[1])
-        return Call(pool, Trees(
+        return Call(Trees(
             body=ctypes.addressof(body), body_count=len(body), head=ctypes.addressof(head), logits=logits.data_ptr(),
             logits_stride=logits.stride(0), columns=logits.shape[1],
             vocabulary=None if words is None else ctypes.addressof(words), spare=RUNNERS_UP,
             normed=self._buffers.normed.data_ptr(), states=self._states.data_ptr(), best=self._ranking.best.data_ptr(),
             sessions=sessions, topk=topk, most_levels=levels, width=config.hidden_size, window=config.sliding_window,
-            kv=pool.kv.data_ptr(), layer_stride=pool.kv.stride(0)))
+            kv=kv.data_ptr(), layer_stride=kv.stride(0)))
 
     def _reach(self, rows: int, positions: int) -> None:
         self._table.reach(positions)
