@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -70,13 +71,15 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "words around calls": (
         HERMES, f'One. <tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>\n'
                 '<tool_call>{"name": "now"}</tool_call> Two.\n', ("", "One. \n Two.\n", [PARIS, NOW])),
+    "blanks before reasoning": (HERMES, "Hm.\n<think>So?</think>\nYes.\n", ("So?", "Hm.\nYes.\n", [])),
     "no JSON": (HERMES, "So: <tool_call>weather, please</tool_call>", ("", "So: weather, please", [])),
 }
 
 
-def told(style: Style, pieces: list[str], thinking: bool = False, most: int | None = None) -> Told:
+def told(style: Style, pieces: list[str], thinking: bool = False, most: int | None = None,
+         tools: Mapping[str, Any] = TOOLS) -> Told:
     """Reasoning, content and calls, as their pieces join."""
-    markup = Markup(style, TOOLS, thinking, most)
+    markup = Markup(style, tools, thinking, most)
     reasoning = content = ""
     calls: list[tuple[str, str]] = []
     for i, piece in enumerate(pieces):
@@ -129,7 +132,9 @@ def test_nothing_that_a_model_writes_is_an_error() -> None:
         style = chance.choice([HERMES, MISTRAL, DEEPSEEK, KIMI, BARE])
         thinking = chance.random() < 0.2
         text = "".join(chance.choices(words, k=chance.randrange(25)))
-        assert told(style, cut(text, chance), thinking) == told(style, [text], thinking), text
+        tools = chance.choice([TOOLS, {}])
+        whole = told(style, [text], thinking, tools=tools)
+        assert told(style, cut(text, chance), thinking, tools=tools) == whole, text
 
 
 def test_what_a_character_costs_does_not_grow() -> None:

@@ -99,7 +99,7 @@ class Markup:
         self._stray = () if not tools else (*(("</tool_call>", "</function>") if begins else ()), *(
             mark for s in SECTIONS if s.begin in openers for mark in (s.call, s.arguments, s.end_call, s.end)))
         self._marks = Words((*openers, *begins, *self._stray, *(style.thoughts[:1] if style.thoughts else ())))
-        self._blank: list[str] = []  # of the content, held until more comes: it is none before a call
+        self._blank: list[str] = []  # of the content, held until more comes: it is none before a call or reasoning
         self._gap: list[str] = []  # blanks around calls: between two pieces of content they are some
         self._begun = self._thought = False  # whether there was content since the latest call, or reasoning
         self._said = False  # whether there was content at all
@@ -169,7 +169,7 @@ class Markup:
             self._blank.append(text)
             return
         text = "".join([*self._gap, *self._blank]) + text
-        shown = text.rstrip() if self._tools else text
+        shown = text.rstrip() if self._tools or self._thoughts is not None else text
         self._begun, self._said, self._gap, self._blank = True, True, [], [text[len(shown):]]
         self._parts.add("text", shown)
 
