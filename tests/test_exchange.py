@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench.host.__main__ import LEVELS, exchanges, sums
 from bench.host.rounds import picture, way
+from slipstream.observe import trace as trace_of
 from slipstream.observe.trace import Trace
 from slipstream.simulate.timed import Timing
 
@@ -29,8 +31,9 @@ async def test_a_commit_goes_to_another_process_and_a_growth_comes_back() -> Non
     assert all(0 < us < 1e6 for us in times)
 
 
-def test_the_way_of_a_round_is_read_off_two_traces(tmp_path: Path) -> None:
+def test_the_way_of_a_round_is_read_off_two_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds of a step of 20 ms and a tree of 5, each 1, 2, … 6 ms late on its way."""
+    monkeypatch.setattr(trace_of, "time", SimpleNamespace(time=lambda: 5.0, monotonic=lambda: 3.0))
     target, draft = (Trace(str(tmp_path / name), name) for name in ("target", "draft"))
     timing, at_s = Timing(step_s=0.02, draft_s=0.005), 100.0
     for turn in range(3):

@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from slipstream.base.child import Child
-from slipstream.base.errors import CapacityError, InvalidRequest, ModelError
+from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
 from slipstream.grammar.trial import Trial
@@ -125,6 +125,17 @@ def test_a_process_for_trials_is_ready_before_and_begun_again(tiny_folder: Path)
         trial.check(Grammar("regex", source))
         assert trial.child is child, "it was begun for the grammar"
         child.end()
+    trial.close()
+
+
+def test_a_process_that_is_killed_while_it_begins_is_no_fault_of_the_model(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(tiny_folder)
+    with monkeypatch.context() as killed:
+        killed.setattr(Child, "ask", lambda child, line: child.end())
+        with pytest.raises(Unavailable, match="has ended"):
+            trial.check(Grammar("regex", "a"))
+    trial.check(Grammar("regex", "a"))
     trial.close()
 
 

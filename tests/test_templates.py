@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from router_service.text.template import MAX_RENDERED, ChatTemplate
+from slipstream.base.child import Child
 from slipstream.base.errors import InvalidRequest, ModelError, Unavailable
 
 CPU_S = 0.25
@@ -126,3 +127,14 @@ def test_a_process_that_is_killed_is_replaced() -> None:
         assert rendered(template) == "x"
     except Unavailable:
         assert rendered(template) == "x"
+
+
+def test_a_process_that_is_killed_while_it_begins_again_is_no_fault_of_the_model(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {}, [])
+    template.close()
+    with monkeypatch.context() as killed:
+        killed.setattr(Child, "ask", lambda child, line: child.end())
+        with pytest.raises(Unavailable, match="has ended"):
+            rendered(template)
+    assert rendered(template) == "x"

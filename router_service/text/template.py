@@ -82,7 +82,7 @@ class ChatTemplate:
         asked = json.dumps([messages, turn.begun, turn.continued, turn.names]).encode()
         with self._lock:
             if self._process.ended:
-                self._process = self._started()
+                self._process = self._restarted()
             reply = self._process.ask(asked)
         if reply is None:
             if self._process.out_of_time:
@@ -103,6 +103,12 @@ class ChatTemplate:
     def pid(self) -> int:
         """Of the process that renders; it changes where one has ended."""
         return self._process.pid
+
+    def _restarted(self) -> Child:
+        try:
+            return self._started()
+        except ModelError as error:  # it has done well before: somebody ended it again
+            raise Unavailable("the chat template's process has ended; try again") from error
 
     def _started(self) -> Child:
         process = Child(__spec__.name)

@@ -60,7 +60,7 @@ class Trial:
         threading.Thread(target=self._ready, daemon=True, name="trial").start()
 
     def _ready(self) -> None:
-        with self._lock, suppress(ModelError, OSError):  # the next grammar is told
+        with self._lock, suppress(ModelError, Unavailable, OSError):  # the next grammar is told
             self._begun()
 
     def passed(self, grammar: Grammar, namespace: str = "") -> bool:
@@ -87,9 +87,12 @@ class Trial:
     def _begun(self) -> Child:
         if self.child is None or self.child.ended:
             self.child = Child(__spec__.name)
-            if (reply := self.child.ask(self._opening)) != "":
+            reply = self.child.ask(self._opening)
+            if reply is None:
+                raise Unavailable("the process that tries grammars has ended; try again")
+            if reply:
                 self.child.end()
-                raise ModelError(f"tokenizer.json: grammars cannot use it: {reply or 'the trial ends'}")
+                raise ModelError(f"tokenizer.json: grammars cannot use it: {reply}")
         return self.child
 
     def _tried(self, grammar: Grammar) -> str:
