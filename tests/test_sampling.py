@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from slipstream.choosing.noise import leaders, noise, row_keys
-from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, rank, ranked, shares
-from slipstream.choosing.scores import chosen_logprobs, logprobs
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, rank, ranked
+from slipstream.choosing.scores import logprobs
 from slipstream.protocol.messages import Sampling
 
 WORD = (1 << 64) - 1
@@ -388,20 +388,6 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert rows[0].top[0][1] == pytest.approx(law[0, 2].item())
     assert logprobs(logits, [0, 0], top=0)[0].top == ()
     assert len(logprobs(logits, [0, 0], top=20)[0].top) == 3
-
-
-def test_processed_logprobs_are_of_a_row_alone() -> None:
-    """To the last bit: which rows stand beside it depends on what was drafted."""
-    chance = np.random.default_rng(3)
-    logits = torch.from_numpy(np.concatenate([chance.normal(0, 2, (12, 500)), chance.normal(0, 0.1, (1, 500))]))
-    session = rows_of(Sampling(temperature=0.7, top_p=0.9, seed=1), range(13))
-    told = shares(logits, session)
-    for row, scores in zip(logits, told, strict=True):
-        left = (row / 0.7).masked_fill_(scores == -math.inf, -math.inf)
-        assert torch.equal(scores, torch.log_softmax(left, 0))
-    chosen = logits.argmax(1).tolist()
-    assert [one.logprob for one in chosen_logprobs(logits, session, range(13), chosen, 3, "processed")] == [
-        told[node, token].item() for node, token in enumerate(chosen)]
 
 
 def test_a_tiny_temperature_is_greedy() -> None:

@@ -64,7 +64,9 @@ class Whole:
     def __init__(self, reference: Reference, request: Request) -> None:
         self._reference = reference
         self._request = replace(request, grammar=None)
-        self._rule: Matcher | Permitted | None = Permitted.of(request, VOCAB)
+        self._rule: Matcher | Permitted | None = None  # without one, top-p counts in float32, as in a target
+        if request.allowed_token_ids or request.bad_words:
+            self._rule = Permitted.of(request, VOCAB)
         if request.grammar is not None:
             ends = Ends(request.sampling.stop_token_ids, request.sampling.min_tokens)
             self._rule = vocabulary().compile(request.grammar, ends)

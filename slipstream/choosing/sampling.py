@@ -220,10 +220,8 @@ def shares(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
     if not is_filtered(session.sampling):
         return torch.log_softmax(rows.to(torch.float64) / heat[:, None], 1)
     values, columns = survivors(rows, heat, [session.sampling] * len(rows))
-    # Of the row's own numbers: what survivors are counted by is summed in an order that depends on the rows beside it.
-    left = torch.full_like(rows, -math.inf, dtype=torch.float64)
-    own = rows.gather(1, columns).to(torch.float64) / heat[:, None]
-    return torch.log_softmax(left.scatter_(1, columns, own.masked_fill_(values == -math.inf, -math.inf)), 1)
+    whole = torch.full_like(rows, -math.inf, dtype=torch.float64)
+    return whole.scatter_(1, columns, torch.log_softmax(values, 1))
 
 
 def adjusted_rows(logits: torch.Tensor, session: ChoiceRows) -> torch.Tensor:
