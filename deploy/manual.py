@@ -18,7 +18,8 @@ from slipstream.protocol.session import DRAFT_TABLE, LEASE_S, TARGET_TABLE
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
 from slipstream.wire.channel import RULES
 from slipstream.wire.codec import MAX_PROJECTION_BYTES, MAX_TAPS
-from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, MAX_BATCHES, MAX_PEERS, PROJECTION_S, REFUSED_RETRY_S
+from slipstream.wire.link import FIRST_BACKOFF_S, HANDSHAKE_S, MAX_BATCHES, PROJECTION_S, REFUSED_RETRY_S
+from slipstream.wire.servicer import MAX_PEERS
 
 ROOMS = ("slipstream/base", "slipstream/protocol", "slipstream/decision", "slipstream/following", "slipstream/wire",
          "slipstream/choosing", "slipstream/engine", "slipstream/drafting", "slipstream/models", "slipstream/observe",

@@ -12,8 +12,9 @@ from slipstream.cli.process import kept_up, main
 from slipstream.observe.log import logger
 from slipstream.observe.scrape import MetricsServer
 from slipstream.observe.vitals import until
-from slipstream.wire.link import DraftServicer, export_bytes
+from slipstream.wire.link import export_bytes
 from slipstream.wire.server import GrpcServer, bind_guard
+from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.tls import export_end, tls_files
 
 DRAIN_S = 2.0  # time to stop: short, as a target goes on without a draft at once

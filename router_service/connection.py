@@ -18,8 +18,7 @@ Rules:
    who watches it hears of its end.
 6. A client that goes away ends the work for it at once, also while it waits for its first byte. One that reads nothing
    of what waits for it for ``STALL_S`` counts as gone, and its connection ends, also when all is answered.
-7. Beyond loopback HTTP needs API keys, or leave in so many words.
-8. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
+7. Connections are not requests. Of connections there is room for twice the requests and more, half of it for one
    address; beyond that whoever has kept the server waiting longest goes, be it without a request, in a head or in a
    body. A request that is here whole is never broken off. Beyond ``requests`` that are, others are refused with 429,
    but those for a probe.
@@ -32,10 +31,8 @@ from __future__ import annotations
 import asyncio
 import resource
 import secrets
-import socket
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterator, Mapping
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -44,19 +41,16 @@ import orjson
 import uvicorn
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from router_service.admission import WAITING, Limit
 from router_service.dialects.problems import Problem, http_problem, problem_of
-from slipstream.base.address import host_port
-from slipstream.base.config import RouterSection, WireSection
-from slipstream.base.errors import CapacityError, ConfigError, Unavailable
+from slipstream.base.errors import CapacityError, Unavailable
 from slipstream.base.guests import Guests
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import RouterMetrics
-from slipstream.wire.server import bind_guard
 
 MAX_HEADER_BYTES = 32 << 10
 MAX_WAITING = 16
@@ -71,9 +65,7 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n"  # a line that says nothing: no end of an event, which some clients take for an event without data
 HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no"))
-KEEP_ALIVE_S = 75
 SPARE = 256  # requests beside those that run and wait, as refusals and lists; connections beside requests
-CLOSE_S = 2
 MANY = 1 << 20  # descriptors, where the system sets no limit
 
 
@@ -114,6 +106,12 @@ class Room:
     def _end(self, connection: Connection, why: str) -> None:
         self._metrics.connection_refused(why)
         connection.give_way()
+
+
+def descriptors() -> int:
+    """How many files and sockets this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MANY if soft == resource.RLIM_INFINITY else soft
 
 
 class Connection(HttpToolsProtocol):
@@ -459,68 +457,3 @@ class EventStream(Response):
                 async with asyncio.timeout(self._stall_s):
                     await outlet.flow.drain()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class HttpListener:
-    """Serves ``app`` on ``section.listen`` (port 0 takes a free one). Raises ConfigError if the port cannot be had."""
-
-    def __init__(self, app: ASGIApp, section: RouterSection, wire: WireSection, metrics: RouterMetrics,
-                 probes: Container[bytes] = (), back_s: Callable[[], float] = lambda: 1.0,
-                 stall_s: float = STALL_S) -> None:
-        """``probes``, ``back_s``: as of ``Room``."""
-        if not section.api_keys_file:
-            bind_guard(section.listen, wire)
-        self._socket = _listening(section.listen, stall_s)
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            app, http=partial(Connection, Room(section.max_in_flight, probes, metrics, back_s)),  # type: ignore[arg-type]
-            ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-            proxy_headers=False,  # an address that a client can write is none
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=CLOSE_S,
-        )
-        config.load()
-        self._server = uvicorn.Server(config)
-        self._server.lifespan = config.lifespan_class(config)
-        self._loop: asyncio.Task[None] | None = None
-
-    async def start(self) -> asyncio.Task[None]:
-        """Returns what runs until it is closed."""
-        # Not ``Server.serve``: that one takes the process's signals, which belong to the composition root.
-        await self._server.startup(sockets=[self._socket])
-        self._loop = asyncio.create_task(self._server.main_loop())
-        return self._loop
-
-    def refuse(self) -> None:
-        """Take no new connection; open ones go on."""
-        for listening in self._server.servers:
-            listening.close()
-
-    async def close(self) -> None:
-        """Stop listening and end what is left."""
-        if self._loop is None:
-            self._socket.close()
-            return
-        self._server.should_exit = True
-        await self._loop
-        await self._server.shutdown(sockets=[self._socket])
-
-
-def descriptors() -> int:
-    """How many files and sockets this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MANY if soft == resource.RLIM_INFINITY else soft
-
-
-def _listening(listen: str, stall_s: float) -> socket.socket:
-    host, port = host_port(listen)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(f"router.listen: cannot listen on {listen} ({error}); is the port taken?") from error
-    # Connections inherit it. asyncio sets it only on sockets that name their protocol, which these do not, and without
-    # it the second write of every answer waits 40 ms for the client's delayed acknowledgement.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(stall_s * 1000))
-    return listener

@@ -13,9 +13,9 @@ from pathlib import Path
 from router_service.admission import PoolFallback
 from router_service.app import OPEN_PATHS, create_app
 from router_service.balance import Balancer, Connect, Targets
-from router_service.connection import HttpListener
 from router_service.front import GatewayFront
 from router_service.gateway import Gateway
+from router_service.listener import HttpListener
 from router_service.tenants import ANYONE, ApiKeys
 from router_service.text.tokens import TextCodec
 from slipstream.base.address import host_port

@@ -36,9 +36,10 @@ from slipstream.protocol.messages import (
 )
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Piece, Request, Served
-from slipstream.wire.link import DraftLink, DraftServicer
+from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import grammars
 from target_service.grammars import Grammars
 from target_service.loop import TargetWorker

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from slipstream.base.errors import ModelError
-from slipstream.drafting.heads.checkpoint import LAYOUTS
+from slipstream.drafting.heads.mtp_checkpoint import LAYOUTS
 from slipstream.engine.model import FAMILY, ModelConfig, parse_config
 
 KINDS = [kind for kind in FAMILY if kind != "mimo"]  # which transformers lacks

@@ -15,7 +15,8 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router_service import connection
-from router_service.connection import HttpListener, Room
+from router_service.connection import Room
+from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.base.errors import Unavailable
 from slipstream.base.guests import Guests, network_of

@@ -56,8 +56,9 @@ from slipstream.wire.codec import (
     encode_target_frames,
     encode_target_hello,
 )
-from slipstream.wire.link import DraftLink, DraftServicer, Outbox, Pumps, WireCounts
+from slipstream.wire.link import DraftLink, Outbox, Pumps, WireCounts
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from tests.flooding import frame, growth
 from tests.test_draft_worker import Listener, commit
 from tests.test_wire import DRAFT, HELLO, LOOPBACK, RULES, WIRE, Echo, Target, eventually, ints, raw_draft

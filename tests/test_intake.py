@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.connection import HEAD_S, MAX_HEADER_BYTES, MAX_WAITING, HttpListener, connection_of
+from router_service.connection import HEAD_S, MAX_HEADER_BYTES, MAX_WAITING, connection_of
+from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
 from tests.loop import hurried, settled, still

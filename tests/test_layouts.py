@@ -16,7 +16,7 @@ import torch
 from slipstream.base.errors import ModelError
 from slipstream.drafting.heads.checkpoint import read_eagle2_head, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
-from slipstream.drafting.neural import Network
+from slipstream.drafting.network import Network
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import load_tensors
 from slipstream.protocol.messages import Features

@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.base.errors import ModelError
 from slipstream.drafting import Drafter, create
-from slipstream.drafting.heads.checkpoint import MtpHead, read_mtp
 from slipstream.drafting.heads.mtp import MtpNetwork
+from slipstream.drafting.heads.mtp_checkpoint import MtpHead, read_mtp
 from slipstream.drafting.loading import mtp_blocks
 from slipstream.engine.batch import BatchBuilder
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling

@@ -16,7 +16,8 @@ import pytest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router_service.connection import STALL_S, Connection, EventStream, HttpListener, Presence, connection_of
+from router_service.connection import STALL_S, Connection, EventStream, Presence, connection_of
+from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
 from tests.echo import EchoTarget

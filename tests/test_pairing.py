@@ -17,10 +17,10 @@ from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSec
 from slipstream.cli.doctor import checks
 from slipstream.cli.host import RIGHT_ENOUGH, pairing_problem
 from slipstream.drafting import Drafter, create
+from slipstream.following.pool import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import MADE_FOR, made_for, weights_hash
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import Sampling
-from slipstream.protocol.pairing import FORGET_ROUNDS, SUSPECT_BELOW, SUSPECT_ROUNDS, Agreement
 from slipstream.protocol.requests import DraftStatus, Request, Served
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetServicer

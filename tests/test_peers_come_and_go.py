@@ -23,8 +23,9 @@ from slipstream.protocol.requests import Request
 from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.discovery import RosterRules, WatchRules, following
 from slipstream.wire.drafts import Drafts
-from slipstream.wire.link import DraftLink, DraftServicer
+from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling
 from tests.api_server import StandIn, endpoint

@@ -17,8 +17,9 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Request
 from slipstream.wire.channel import ConnectionRules, open_channel
-from slipstream.wire.link import DraftLink, DraftServicer
+from slipstream.wire.link import DraftLink
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling, ends_at, export_end, tls_files
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files

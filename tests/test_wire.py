@@ -43,9 +43,10 @@ from slipstream.wire.channel import ConnectionRules
 from slipstream.wire.client import AsyncClient, Client
 from slipstream.wire.codec import decode_target_hello, encode_draft_frames, encode_draft_hello, encode_target_hello
 from slipstream.wire.inference import InferenceServicer
-from slipstream.wire.link import DraftLink, DraftServicer, Outbox
+from slipstream.wire.link import DraftLink, Outbox
 from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer, bind_guard
+from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
 
 WIRE = WireSection()

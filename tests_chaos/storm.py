@@ -23,8 +23,8 @@ from unittest import mock
 
 from slipstream.base.config import WireSection
 from slipstream.observe.log import configure
-from slipstream.wire.link import DraftServicer
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from tests.hostile import HostileDraft
 from tests_chaos.fleet import COMMON, NEW, OLD, Fleet, Piece, RouterPiece, TargetPiece, settings
 from tests_chaos.history import WITHIN_S, Answer, Fault, History

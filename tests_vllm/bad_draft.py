@@ -26,8 +26,8 @@ from slipstream.protocol.messages import (
     Peer,
     TargetHello,
 )
-from slipstream.wire.link import DraftServicer
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 
 SLOW_S = 1.0
 TOGETHER, PAUSE_S = 200, 0.002  # growths of a flood: 100,000 a second

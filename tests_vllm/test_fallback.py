@@ -31,8 +31,8 @@ from slipstream.protocol.messages import (
     TargetHello,
 )
 from slipstream.protocol.requests import Piece, Request
-from slipstream.wire.link import DraftServicer
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient
 from tests_vllm.running import MODEL, Server, quiet
 

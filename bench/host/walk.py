@@ -47,8 +47,9 @@ from slipstream.protocol.messages import Growth
 from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.requests import Backend
 from slipstream.protocol.session import TargetSide
-from slipstream.wire.link import DraftLink, DraftServicer, StreamPeer
+from slipstream.wire.link import DraftLink, StreamPeer
 from slipstream.wire.server import GrpcServer
+from slipstream.wire.servicer import DraftServicer
 from target_service.assembly import build as build_target
 
 FREE_PORTS = tuple(f"router.{port}=127.0.0.1:0" for port in ("listen", "grpc_listen", "metrics_listen"))

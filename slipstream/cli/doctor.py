@@ -23,8 +23,8 @@ from typing import Literal
 from slipstream.base.config import Config
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.cli.process import places, refused
+from slipstream.following.pool import SUSPECT_ROUNDS, Agreement
 from slipstream.models.folder import KNOWN, default_root, resolve
-from slipstream.protocol.pairing import SUSPECT_ROUNDS, Agreement
 from slipstream.protocol.tree import Thresholds
 
 Status = Literal["ok", "warn", "fail"]

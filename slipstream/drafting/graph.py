@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import ChoiceRows, rank
-from slipstream.drafting.neural import MOST_SESSIONS, Network, Output
+from slipstream.drafting.network import Network, Output
+from slipstream.drafting.neural import MOST_SESSIONS
 from slipstream.engine.attention import Attend, PagedAttention, PagePlan, PageTensors
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import Capture

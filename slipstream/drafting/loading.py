@@ -18,17 +18,15 @@ from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import (
-    OWN_EMBEDDING,
-    OWN_LM_HEAD,
-    MtpHead,
     lent_lm_head,
     read_eagle2_head,
     read_head,
-    read_mtp,
 )
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.heads.mtp import Blocks, DecoderBlocks, MtpNetwork
-from slipstream.drafting.neural import Levels, Network, NeuralDrafter, run_network
+from slipstream.drafting.heads.mtp_checkpoint import OWN_EMBEDDING, OWN_LM_HEAD, MtpHead, read_mtp
+from slipstream.drafting.network import Network, run_network
+from slipstream.drafting.neural import Levels, NeuralDrafter
 from slipstream.drafting.standalone import AT_ONCE, Masks, StandaloneNetwork
 from slipstream.drafting.token_map import MappedModel, load_token_map
 from slipstream.engine.flashinfer import FlashInferAttention

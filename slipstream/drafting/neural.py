@@ -11,17 +11,14 @@ Rules:
    only ones. Where others were chosen, the tree ends there, and goes on level by level.
 4. A session for which there are no slots, or no target states, grows nothing: late is never an error.
 5. Children are ranked as the target will choose: sampling parameters, path-dependent penalties, the shared keyed noise.
-6. A ``Network`` (a small model or a head) is stateless between forwards but for its KV slots. ``lag`` 0: a row needs
-   its token alone. ``lag`` 1: the row of the token at position p also needs the target's state at p - 1, the one from
-   which that token was chosen; below the newest token the network's own states take its place.
 
 It knows nothing about the network's kind, links or verification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
@@ -30,83 +27,16 @@ import torch
 
 from slipstream.base.config import GrowthSection
 from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
-from slipstream.choosing.sampling import ChoiceRows, Race, TokenHistory, ranked
+from slipstream.choosing.sampling import ChoiceRows, TokenHistory, ranked
 from slipstream.drafting.block import CANDIDATES, Asked, BlockPass, BlockStates
 from slipstream.drafting.fresh import MANY, FreshTrees, is_fresh
+from slipstream.drafting.network import Network, Output
 from slipstream.drafting.tree import NO_SLOTS, ROOT, SENT, DraftContext, GrowingTree, Indices
-from slipstream.engine.batch import BatchBuilder, ForwardBatch, rows_batch
+from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.kv import Slots
-from slipstream.engine.model import DTYPES
 from slipstream.engine.native.draft import MOST_BITS, Grown, Seed
 from slipstream.protocol.messages import FEATURE_DTYPES, Commit, Features, FeatureSpec, Growth, Open
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The rows of a forward whose logits were wanted."""
-
-    logits: torch.Tensor  # [R, V] float32, float64 for a float64 network; V of the draft vocabulary
-    states: torch.Tensor | None  # [R, W] the input of a child's row; None with lag 0 and of blocks
-    block: BlockStates | None = None  # the rows began blocks; then logits are [R * reach, V]
-
-
-class Network(Protocol):
-    """A draft model or head on one device."""
-
-    lag: int
-    vocab_size: int  # of the target
-    hidden_size: int  # of the target; 0: any
-    features: FeatureSpec | None  # None with lag 0
-    vocabulary: torch.Tensor | None  # int64 [V] token ids of the logits' columns; None: the columns are the ids
-    race: Race | None  # finds choices in its logits, beside ``choosing.sampling`` itself
-    max_context: int  # tokens it was trained for
-    slots: Slots
-    device: torch.device
-
-    def read(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Target states as rows of this network's input, [M, W] for each. Only with lag 1."""
-        ...
-
-    def forward(self, batch: ForwardBatch) -> Output:
-        """Run a batch; ``batch.features`` [T, W] with lag 1. KV is written at the batch's slots."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FeatureReader:
-    """Makes target states of the wire a network's input: the edge at which a target's dtype becomes a drafter's.
-    ``project``: what a network does to them first, rows below each other."""
-
-    spec: FeatureSpec
-    device: torch.device
-    dtype: torch.dtype
-    project: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __call__(self, features: Sequence[Features]) -> list[torch.Tensor]:
-        """Rows of ``features``, already checked against ``spec``: [M, W] for each."""
-        content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join([f.rows for f in features])
-        rows = torch.frombuffer(content, dtype=DTYPES[self.spec.dtype]).view(-1, self.spec.width)
-        rows = rows.to(self.device, self.dtype, non_blocking=True)
-        if self.project is not None:
-            rows = self.project(rows)
-        if len(features) == 1:
-            return [rows]
-        return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
-
-
-def run_network(network: Network, num_rows: int) -> None:
-    """One forward of so many rows of token 0, whose slots are free again afterwards."""
-    states, spec = None, network.features
-    if spec is not None:
-        content = bytes(num_rows * spec.width * FEATURE_DTYPES[spec.dtype])
-        (states,) = network.read([Features(0, 0, content, num_rows, spec.dtype)])
-    slots = network.slots.alloc(num_rows)
-    try:
-        network.forward(rows_batch(slots, network.device, states))
-    finally:
-        network.slots.free(slots)
-
 
 MOST_SESSIONS = 8  # of a call
 

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.choosing.sampling import Race
 from slipstream.drafting.block import BlockStates
-from slipstream.drafting.neural import Output
+from slipstream.drafting.network import Output
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import Slots
 from slipstream.engine.runner import ModelRunner

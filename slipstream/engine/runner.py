@@ -3,8 +3,8 @@ device's memory they may have.
 
 Rules:
 1. Feature rows live beside the KV, one row a slot: the features of a committed token are read by its slot, whenever.
-   They are read as a drafter asked for them: projected where its spec says so, in its dtype, as bytes. This is the edge
-   at which the target's dtype becomes the drafter's.
+   They are read as a drafter asked for them: projected where its spec says so, in its dtype, as bytes
+   (``FeatureRows``), and made states again by the drafter (``FeatureReader``).
 2. The same runner serves target and draft; it never learns why a row is there.
 3. Memory is sized before anything is served: what is free beside the model, what a step may need, what is left for
    tokens. A step is bounded from shapes, for the most rows that it may have: logits in float32 with two more copies for
@@ -33,9 +33,9 @@ from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool, Slots, SlotTable
-from slipstream.engine.model import CausalModel, ModelConfig, ScoringModel, dtype_of
+from slipstream.engine.model import DTYPES, CausalModel, ModelConfig, ScoringModel, dtype_of
 from slipstream.engine.ops.layer import Linear, norm_parts
-from slipstream.protocol.messages import FeatureSpec, Projection
+from slipstream.protocol.messages import Features, FeatureSpec, Projection
 
 CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 SHARE = 0.9  # of what is free is planned with: allocators waste some, and graphs keep some
@@ -167,6 +167,28 @@ def weights_of(projection: Projection) -> tuple[torch.Tensor, torch.Tensor | Non
 
 PROFILE_CONTEXT = 128
 PROFILE_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureReader:
+    """Makes target states of the wire a network's input: the edge at which a target's dtype becomes a drafter's.
+    ``project``: what a network does to them first, rows below each other."""
+
+    spec: FeatureSpec
+    device: torch.device
+    dtype: torch.dtype
+    project: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __call__(self, features: Sequence[Features]) -> list[torch.Tensor]:
+        """Rows of ``features``, already checked against ``spec``: [M, W] for each."""
+        content = bytearray(features[0].rows) if len(features) == 1 else bytearray().join([f.rows for f in features])
+        rows = torch.frombuffer(content, dtype=DTYPES[self.spec.dtype]).view(-1, self.spec.width)
+        rows = rows.to(self.device, self.dtype, non_blocking=True)
+        if self.project is not None:
+            rows = self.project(rows)
+        if len(features) == 1:
+            return [rows]
+        return list(torch.split_with_sizes(rows, [f.num_rows for f in features]))
 
 
 class ModelRunner:

@@ -28,7 +28,7 @@ from slipstream.choosing.sampling import Race
 from slipstream.drafting.block import BlockStates
 from slipstream.drafting.heads.block_checkpoint import BlockHead
 from slipstream.drafting.heads.eagle import projection_of
-from slipstream.drafting.neural import FeatureReader, Output
+from slipstream.drafting.network import Output
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
@@ -45,6 +45,7 @@ from slipstream.engine.ops.layer import (
     rms_norm,
     rotate,
 )
+from slipstream.engine.runner import FeatureReader
 from slipstream.protocol.messages import FeatureSpec
 
 AT_ONCE = 8  # blocks of one forward

@@ -35,18 +35,6 @@ Rules of EAGLE-1 and EAGLE-2 (``read_eagle2_head``; EAGLE-2 is EAGLE-1's head wi
 13. Embedding and lm_head are the target's (heads carry a copy of the embedding: it is left unread); with a token map
    the lm_head is its rows (``token_map.py``). The one target state is that after the final norm.
 
-Rules of multi-token prediction, inside the target's checkpoint or beside it (``read_mtp``):
-14. MiMo: ``model.mtp_layers.{i}.`` with ``token_layernorm``, ``hidden_layernorm``, ``input_proj``, a Qwen2 decoder
-   layer and ``final_layernorm``. The input is (hidden, token), in this order; the token's half is zero in the first
-   row.
-15. DeepSeek-V3 and GLM-4.5 (NextN): ``enorm``, ``hnorm``, ``eh_proj``, a decoder layer of the target's own kind,
-   ``shared_head.norm``. The input is (token, hidden). In the target's checkpoint these are the layers after the last,
-   ``model.layers.{num_hidden_layers + i}.``; in a folder of their own they may be ``model.layers.{i}.``.
-16. A folder of its own need not hold everything: embedding and lm_head are its own (NextN: ``embed_tokens`` and
-   ``shared_head.head`` of the first layer) or else the target's, and so are MiMo layers that it lacks (MiMo publishes
-   the first layer with the model and further ones apart). ``num_nextn_predict_layers`` says how many layers there are.
-   Tensors of a decoder layer itself are checked by whoever builds the layer.
-
 It knows nothing about sessions or forwards. Formats: arXiv 2401.15077, 2406.16858, 2503.01840, their reference
 repositories' checkpoints (``LlamaForCausalLMEagle3``; of the older ones ``LlamaForCausalLM``, which is why a whole
 model's folder is told by its missing ``fc``) and those of vLLM's speculators library; tensor names of targets as in
@@ -55,7 +43,7 @@ transformers' checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,17 +55,15 @@ from slipstream.engine.model import (
     DTYPES,
     Fields,
     ModelConfig,
-    Noted,
-    Tensors,
     load_tensors,
     parse_config,
     read_json,
     take,
-    tensor_names,
 )
 from slipstream.observe.log import logger
 
 LAYER = "layers.0"
+MAX_LAYERS = 16  # of heads that have several
 PREFIXES = (("model.", ""), ("midlayer.", f"{LAYER}."), ("transformer.", f"{LAYER}."), ("fusion_fc.", "fc."))
 UNREAD = ("rotary_emb.inv_freq", "embed_tokens.weight", "lm_head.weight", "verifier_norm.weight",
           "verifier_lm_head.weight", "t2d")  # what published files hold beside what a head computes with
@@ -169,14 +155,14 @@ def check_tensors(folder: str | Path, tensors: Mapping[str, torch.Tensor],
     for name, shape in shapes.items():
         tensor = take(tensors, name, *shape)
         if name not in MAPS:
-            _check_float(folder, name, tensor)
+            check_float(folder, name, tensor)
     left = [name for name in sorted(tensors.keys() - shapes.keys()) if not name.endswith(UNREAD)]
     if left:
         raise ModelError(f"{folder}: tensor {left[0]} is no part of the head that config.json describes; a head of "
                          "another kind, or a field that is missing (attention_bias, qkv_bias, norm_before_fc)")
 
 
-def _check_float(folder: str | Path, name: str, tensor: torch.Tensor) -> None:
+def check_float(folder: str | Path, name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in DTYPES.values():
         raise ModelError(f"{folder}: tensor {name} holds {tensor.dtype}: quantized heads are not read; convert the "
                          "checkpoint to bfloat16")
@@ -395,123 +381,3 @@ def draft_vocabulary(tensors: Mapping[str, torch.Tensor], draft_vocab: int, voca
         if int(mask.sum()) != draft_vocab or not bool(mask[ids].all()):
             raise ModelError("tensor t2d: it does not mark exactly the tokens that d2t leads to")
     return ids
-
-
-MAX_LAYERS = 16
-OWN_EMBEDDING, OWN_LM_HEAD = "embed_tokens.weight", "shared_head.head.weight"  # of a NextN layer
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What differs between families."""
-
-    token_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str
-    hidden_first: bool  # the projection reads (hidden, token); False: (token, hidden)
-    first_token_zero: bool  # the row at position 0 reads a token of zeros
-    own_kind: bool  # the layer is of the target's own kind, built by transformers; False: of decoder.py
-    norm_eps: float = 1e-6  # where a config says nothing
-
-
-MIMO = Layout("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", True, True, False)
-NEXTN = Layout("enorm", "hnorm", "eh_proj", "shared_head.norm", False, False, True)
-LAYOUTS = {"mimo": MIMO, "deepseek_v3": NEXTN, "glm4_moe": replace(NEXTN, norm_eps=1e-5)}
-
-
-@dataclass(frozen=True, slots=True)
-class MtpLayer:
-    """What one layer has beside its decoder layer."""
-
-    prefix: str  # of the decoder layer's tensors, such as ``model.layers.61``
-    token_norm: torch.Tensor  # [H]
-    hidden_norm: torch.Tensor  # [H]
-    projection: torch.Tensor  # [H, 2H]
-    norm: torch.Tensor  # [H]
-
-
-@dataclass(frozen=True, slots=True)
-class MtpHead:
-    """A checked head for its target, on the CPU and in its stored dtypes."""
-
-    folder: Path  # of the config.json that describes its decoder layers
-    layout: Layout
-    vocab_size: int
-    hidden_size: int
-    target_layers: int
-    norm_eps: float
-    layers: tuple[MtpLayer, ...]
-    tensors: Noted  # by their full names: the decoder layers'
-    embedding: torch.Tensor  # [V, H]
-    lm_head: torch.Tensor  # [V, H]
-
-
-def read_mtp(folder: str | Path, target_folder: str | Path) -> MtpHead:
-    """Read and check the head in ``folder`` (the target's own folder, or another) for the target in
-    ``target_folder``. Raises ModelError."""
-    folder, target_folder = Path(folder), Path(target_folder)
-    own, target = read_published(folder), read_published(target_folder)
-    layout = LAYOUTS.get(str(own.raw.get("model_type")))
-    if layout is None:
-        raise ModelError(f"{own.where}: model_type: {own.raw.get('model_type')!r} has no multi-token prediction "
-                         f"head that is known here ({', '.join(LAYOUTS)} have)")
-    if own.raw.get("quantization_config") is not None:
-        raise ModelError(f"{own.where}: quantization_config: quantized heads are not read; convert the checkpoint to "
-                         "bfloat16")
-    for name in ("model_type", "hidden_size", "vocab_size"):
-        if own.raw.get(name) != target.raw.get(name):
-            raise ModelError(f"{own.where}: {name}: the head was made for {own.raw.get(name)!r}, the target has "
-                             f"{target.raw.get(name)!r}")
-    vocab, hidden = target.integer("vocab_size"), target.integer("hidden_size")
-    names = tensor_names(folder)
-    prefixes = _prefixes(own, names, folder.resolve() == target_folder.resolve())
-    tied = target.raw.get("tie_word_embeddings") is True
-    # What the first layer repeats of the target is not read twice; a tied embedding serves as lm_head too.
-    shared = [name for own, name in ((OWN_EMBEDDING, EMBEDDING), (OWN_LM_HEAD, LM_HEAD))
-              if tied or f"{prefixes[0]}{own}" not in names]
-    tensors = Noted(_tensors(folder, names, target_folder, prefixes, shared))
-    embedding = _shared(tensors, (f"{prefixes[0]}{OWN_EMBEDDING}", EMBEDDING), vocab, hidden)
-    lm_head = _shared(tensors, (f"{prefixes[0]}{OWN_LM_HEAD}", EMBEDDING if tied else LM_HEAD), vocab, hidden)
-    norm_eps = own.real("rms_norm_eps", layout.norm_eps)
-    return MtpHead(folder, layout, vocab, hidden, target.integer("num_hidden_layers"), norm_eps,
-                   tuple(_layer(tensors, layout, prefix, hidden) for prefix in prefixes), tensors, embedding, lm_head)
-
-
-def _prefixes(own: Published, names: set[str], in_target: bool) -> list[str]:
-    """What the tensors of each layer begin with."""
-    count = own.integer("num_nextn_predict_layers", high=MAX_LAYERS)
-    if own.raw["model_type"] == "mimo":
-        return [f"model.mtp_layers.{i}." for i in range(count)]
-    first = own.integer("num_hidden_layers")
-    if not in_target and not any(name.startswith(f"model.layers.{first}.") for name in names):
-        first = 0
-    return [f"model.layers.{first + i}." for i in range(count)]
-
-
-def _tensors(folder: Path, names: Iterable[str], target_folder: Path, prefixes: list[str],
-             shared: Collection[str]) -> dict[str, torch.Tensor]:
-    """What the head's folder holds of it and of ``shared``, and what it lacks from the target's. Nothing else is read:
-    a target may be larger than this machine."""
-    own = {name for name in names if name.startswith(tuple(prefixes)) or name in shared}
-    held = load_tensors(folder, own)
-    for name, tensor in held.items():
-        _check_float(folder, name, tensor)
-    # Only MiMo's names say that a layer is a head's: a layer of the target's body never stands in for one.
-    lendable = tuple(prefix for prefix in prefixes if prefix.startswith("model.mtp_layers."))
-    lent = {name for name in tensor_names(target_folder) - own
-            if name in shared or name.startswith(lendable)}
-    return load_tensors(target_folder, lent) | held if lent else held
-
-
-def _shared(tensors: Tensors, names: tuple[str, str], vocab: int, hidden: int) -> torch.Tensor:
-    own, targets = names
-    return take(tensors, own if own in tensors else targets, vocab, hidden)
-
-
-def _layer(tensors: Tensors, layout: Layout, prefix: str, hidden: int) -> MtpLayer:
-    def norm(name: str) -> torch.Tensor:
-        return take(tensors, f"{prefix}{name}.weight", hidden)
-
-    return MtpLayer(prefix.removesuffix("."), norm(layout.token_norm), norm(layout.hidden_norm),
-                    take(tensors, f"{prefix}{layout.projection}.weight", hidden, 2 * hidden), norm(layout.norm))

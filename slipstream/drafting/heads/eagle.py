@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from slipstream.choosing.sampling import Race
 from slipstream.drafting.heads.checkpoint import LAYER, EagleHead
-from slipstream.drafting.neural import FeatureReader, Output
+from slipstream.drafting.network import Output
 from slipstream.engine.attention import Attend
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.flashinfer import attention_for
@@ -45,6 +45,7 @@ from slipstream.engine.ops.layer import (
     norm_parts,
     rms_norm,
 )
+from slipstream.engine.runner import FeatureReader
 from slipstream.protocol.messages import FeatureSpec, Projection
 
 Forward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]  # states [R, H], logits [R, V]

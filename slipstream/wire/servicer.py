@@ -1,0 +1,140 @@
+"""The draft's side of draft streams: one peer for each target that is connected.
+
+Rules of a peer:
+1. The first message must be the hello, within a deadline; a target that does not fit is refused with the field named.
+2. ``peer_up`` and ``peer_down`` come in pairs, also when the target vanishes.
+3. ``Peer.send`` may be called from any thread and never blocks; a peer that does not take what it is sent is ended.
+4. From where the protocol was broken no new stream is taken for a while, longer each time (``conduct``).
+
+It knows nothing about sessions, trees or what items mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+
+from slipstream.base.errors import CapacityError, Draining, PairingError, RemoteProtocolError, SlipstreamError
+from slipstream.protocol.conduct import Absence
+from slipstream.protocol.messages import PeerEvents, TargetBound
+from slipstream.wire.channel import DRAFT_SERVICE, RULES, ConnectionRules
+from slipstream.wire.codec import (
+    FrameLimits,
+    decode_target_frame,
+    decode_target_hello,
+    encode_draft_frames,
+    encode_draft_hello,
+    encode_projection,
+)
+from slipstream.wire.link import HANDSHAKE_S, MAX_BATCHES, Outbox, Pumps, StreamPeer, WireCounts
+from slipstream.wire.status import Context, abort
+
+MAX_PEERS = 64
+HOSTS = 256  # that are remembered for having broken the protocol
+FAREWELL_S = 0.25  # from the beginning of a drain to the end of streams: the engine thread gives its sessions up
+
+
+def host_of(context: Context) -> str:
+    """Where a stream comes from, without the port."""
+    return context.peer().rpartition(":")[0]
+
+
+class DraftServicer:
+    """DraftService: hands what targets send to ``events``."""
+
+    service = DRAFT_SERVICE
+
+    def __init__(self, events: PeerEvents, *, rules: ConnectionRules = RULES,
+                 max_peers: int = MAX_PEERS, max_batches: int = MAX_BATCHES, handshake_s: float = HANDSHAKE_S,
+                 connected: Callable[[int], None] = lambda targets: None) -> None:
+        """``connected`` is told how many targets are, whenever that changes."""
+        self.counts = WireCounts()
+        self._events = events
+        self._max_bytes = rules.message_bytes
+        self._max_peers = max_peers
+        self._max_batches = max_batches
+        self._handshake_s = handshake_s
+        self._num_peers = 0
+        self._num_connected = 0
+        self._connected = connected
+        self._absent: dict[str, tuple[Absence, float]] = {}  # by host: those that broke the protocol, and until when
+        self._draining = asyncio.Event()
+        self._log = structlog.get_logger(part="wire")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        exchange: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
+        return grpc.method_handlers_generic_handler(DRAFT_SERVICE, {"Exchange": exchange})
+
+    def drain(self) -> None:
+        """Refuse new targets, and end the streams of those that are here when the last words have been sent."""
+        self._draining.set()
+
+    async def _exchange(self, _requests: object, context: Context) -> None:
+        self._num_peers += 1
+        try:
+            await self._serve(context)
+        except TimeoutError:
+            await abort(context, RemoteProtocolError("hello", f"none within {self._handshake_s:g} s"))
+        except SlipstreamError as error:
+            self._log.warning("target stream ended", target=context.peer(), problem=str(error))
+            if isinstance(error, RemoteProtocolError) and not isinstance(error, PairingError):
+                self._leave_alone(host_of(context))
+            await abort(context, error)
+        finally:
+            self._num_peers -= 1
+
+    async def _serve(self, context: Context) -> None:
+        if self._draining.is_set():
+            raise Draining("this draft service is shutting down")
+        _, until_s = self._absent.get(host_of(context), (None, 0.0))
+        if (left_s := until_s - asyncio.get_running_loop().time()) > 0.0:
+            raise CapacityError("a stream from there broke the protocol", retry_after_s=left_s)
+        if self._num_peers > self._max_peers:
+            raise CapacityError(f"already {self._max_peers} targets are connected", retry_after_s=10.0)
+        async with asyncio.timeout(self._handshake_s):
+            first = await context.read()
+        if not isinstance(first, bytes):
+            return
+        target = decode_target_hello(first)
+        outbox: Outbox[TargetBound] = Outbox(self._max_batches)
+        peer = StreamPeer(context.peer(), outbox)
+        hello = replace(self._events.peer_up(peer, target), incarnation=target.incarnation)
+        self._count(1)
+        try:
+            await context.write(encode_draft_hello(hello))
+            self._log.info("target connected", target=peer.name, model=target.model_id)
+            pumps = Pumps(encode_draft_frames, decode_target_frame, hello.incarnation, FrameLimits.of(target, hello),
+                          self._max_bytes, self.counts, outbox, partial(self._events.received, peer),
+                          full=partial(self._events.full, peer))
+            peer.pumps = pumps
+            projection = hello.features.projection if hello.features is not None else None
+            weights = encode_projection(projection, self._max_bytes) if projection is not None else ()
+            await pumps.run(context, self._drained(), opening=weights)
+        finally:
+            outbox.close()
+            self._log.info("target gone", target=peer.name)
+            self._count(-1)
+            self._events.peer_down(peer)
+
+    def _leave_alone(self, host: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        absence, _ = self._absent.pop(host, (Absence(), 0.0))
+        if len(self._absent) >= HOSTS:
+            del self._absent[next(iter(self._absent))]
+        pause_s = absence.broke(now_s)
+        self._absent[host] = absence, now_s + pause_s
+        self._log.warning("target left alone", target=host, seconds=pause_s)
+
+    def _count(self, change: int) -> None:
+        self._num_connected += change
+        self._connected(self._num_connected)
+
+    async def _drained(self) -> None:
+        await self._draining.wait()
+        await asyncio.sleep(FAREWELL_S)
