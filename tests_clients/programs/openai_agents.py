@@ -26,7 +26,7 @@ def paint(colour: Literal["red", "blue"]) -> str:
 
 
 def agent(kind: str, **more: object) -> Agent:
-    settings = ModelSettings(max_tokens=80, **more.pop("settings", {}))
+    settings = ModelSettings(max_tokens=300, temperature=0.0, **more.pop("settings", {}))
     return Agent(name="painter", model=MODELS[kind](model=MODEL, openai_client=AsyncOpenAI()),
                  model_settings=settings, **more)
 
