@@ -3,7 +3,8 @@
 Rules:
 1. What a request asks becomes vLLM's own parameters whole, or is refused by field (``vllm_asked``). A grammar is tried
    first: vLLM compiles it in the process of its engine.
-2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted.
+2. A piece is what one step of vLLM gave one answer: all its tokens but the newest were drafted and accepted. Scores of
+   its prompt come before. Where no token is wanted, the one that vLLM makes is dropped.
 3. An answer that another target began goes on as if it had never stopped: a greedy one, and a sampled one where its
    noise is keyed. Another is refused.
 4. Whether an answer is drafted for is decided beside vLLM's model, in its workers; here is told who may not. What the
@@ -18,11 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.base.config import TargetSection
@@ -37,14 +37,15 @@ from slipstream.protocol.requests import (
     Piece,
     Request,
     Served,
+    State,
     TargetInfo,
-    TokenLogprob,
     Without,
 )
 from target_service.drain import drained
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
-from target_service.vllm_asked import field_of, parameters, prompt, resumes
+from target_service.vllm_asked import TAKES, Bounds, field_of, parameters, prompt, resumes
+from target_service.vllm_told import chosen, scores
 
 LOOK_S = 1.0  # between two looks at the drafts and at the engine's health
 FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
@@ -98,6 +99,7 @@ class Running:
     fill: Fill
     rounds: Rounds
     trials: Trials | None = None  # of grammars; None: vLLM's tokenizer is of no use for them
+    bounds: Bounds = field(default_factory=Bounds)
 
 
 class VllmAnswer:
@@ -105,22 +107,23 @@ class VllmAnswer:
 
     def __init__(self, running: Running, name: str, request: Request, metrics: TargetMetrics, spans: Spans,
                  over: Callable[[VllmAnswer], None]) -> None:
-        """over: told when it is over or handed back."""
+        """over: told when it is over or handed back. Raises InvalidRequest."""
         self._engine, self._drafted, self._rounds, self._name = running.engine, running.drafted, running.rounds, name
         self._refusals, self._keyed, self._trials = running.refusals, running.keyed, running.trials
         self._request = request
-        asked = parameters(request, running.drafted, running.keyed)
+        asked = parameters(request, running.drafted, running.keyed, running.bounds)
         self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
                                  answered=request.answered)
         followed = {"extra_args": {HEADER: self._span.parent}} if running.drafted and self._span.parent else {}
-        self._params = running.params(**asked, **followed)
+        with self._refusing():
+            self._params = running.params(**asked, **followed)
         self._metrics, self._gone = metrics, over
         self._allowed = request.speculate
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()
         self._said: set[asyncio.Task[None]] = set()
         self._known = ""  # what the engine calls it; "": it does not run
         self._tokens = self._pieces = self._accepted = self._verified = 0
-        self._over = False
+        self._told = self._over = False
         self._outcome = "cancelled"
 
     def set_speculation(self, allowed: bool) -> None:
@@ -155,6 +158,9 @@ class VllmAnswer:
                 output = await self._outputs.get()
                 if isinstance(output, Exception):
                     raise output
+                for part in scores(output.prompt_logprobs, self._request.prompt_logprobs or 0) \
+                        if output.prompt_logprobs else ():
+                    yield self._first(Piece((), prompt=part, state=self._state), output)
                 completion = output.outputs[0]
                 if completion.token_ids or output.finished:
                     piece = self._piece(output, completion)
@@ -177,14 +183,11 @@ class VllmAnswer:
         try:
             if self._request.grammar is not None and self._trials is not None:
                 await self._trials.check(self._request.grammar, self._request.namespace)
-            collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
+            with self._refusing():
+                collected = await self._engine.add_request(self._name, prompt(self._request), self._params)
         except SlipstreamError:
             self._outcome = "refused"
             raise
-        except self._refusals as error:
-            self._outcome = "refused"
-            field = field_of(getattr(error, "parameter", None), self._request)
-            raise InvalidRequest(field, f"vLLM refuses it: {error}") from error
         self._known = collected.request_id
         self._rounds.follow(self._known)
         # Each step's output alone: vLLM joins those that its reader is behind with, and what was drafted is lost.
@@ -193,6 +196,18 @@ class VllmAnswer:
             self._outputs.put_nowait(early)
         if not self._allowed:
             self._tell()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except self._refusals as error:
+            refused = field_of(getattr(error, "parameter", None), self._request)
+            raise InvalidRequest(refused, f"vLLM refuses it: {error}") from error
+
+    @property
+    def _state(self) -> State:
+        return "speculate" if self._drafted and self._allowed else "plain"
 
     def _tell(self) -> None:
         """Have the workers know whether it may be drafted for."""
@@ -206,10 +221,10 @@ class VllmAnswer:
             await self._engine.collective_rpc(ALLOW, args=(known, allowed))
 
     def _piece(self, output: Any, completion: Any) -> Piece:
-        tokens = tuple(map(int, completion.token_ids))
-        piece = Piece(tokens, max(0, len(tokens) - 1), 0, _logprobs(completion, self._request.top_logprobs),
-                      state="speculate" if self._drafted and self._allowed else "plain")
-        first = self._tokens == 0
+        wanted = self._request.max_tokens > 0
+        tokens = tuple(map(int, completion.token_ids)) if wanted else ()
+        ranked = chosen(tokens, completion.logprobs, self._request.top_logprobs) if wanted else ()
+        piece = Piece(tokens, max(0, len(tokens) - 1), 0, ranked, state=self._state)
         self._tokens += len(tokens)
         if (taken := self._rounds.take(self._known, len(self._request.tokens) + self._tokens)) is not None:
             step, told = taken
@@ -222,8 +237,13 @@ class VllmAnswer:
         self._pieces += 1
         self._accepted += piece.accepted
         self._verified += piece.drafted
-        if not first:
+        return self._first(piece, output)
+
+    def _first(self, piece: Piece, output: Any) -> Piece:
+        """With what the first of all tells."""
+        if self._told:
             return piece
+        self._told = True
         cached, stats = output.num_cached_tokens or 0, output.metrics
         self._metrics.prompt(len(self._request.tokens), cached)
         queue_s = max(0.0, stats.scheduled_ts - stats.queued_ts) if stats is not None else 0.0
@@ -234,6 +254,8 @@ class VllmAnswer:
         kept, and what was told of others may be lost."""
         if completion.finish_reason not in FINISHES:
             raise Unavailable(f"vLLM ended the answer: {completion.finish_reason}")
+        if not self._request.max_tokens:
+            return piece._replace(finish="length")
         counts, drafts = getattr(completion, "spec_decode_metrics", None), list[tuple[int, int, str]]()
         if counts is not None:
             drafts = [(drafted, accepted, "used") for drafted, accepted
@@ -244,17 +266,6 @@ class VllmAnswer:
         plain = (0, 0, "plain")
         self._metrics.rounds([*drafts, *[plain] * (self._pieces + 1 - len(drafts))])
         return piece._replace(finish=FINISHES[completion.finish_reason])
-
-
-def _logprobs(completion: Any, wanted: int | None) -> tuple[TokenLogprob, ...]:
-    if wanted is None or not completion.logprobs:
-        return ()
-    told = list[TokenLogprob]()
-    for token, place in zip(completion.token_ids, completion.logprobs, strict=True):
-        best = sorted((entry.rank, other, entry.logprob) for other, entry in place.items()
-                      if entry.rank is not None and entry.rank <= wanted and entry.logprob > -math.inf)
-        told.append(TokenLogprob(place[token].logprob, tuple((other, logprob) for _, other, logprob in best[:wanted])))
-    return tuple(told)
 
 
 class VllmService:
@@ -292,7 +303,8 @@ class VllmService:
         return TargetInfo(served.model_id, served.vocab_size, served.max_context, served.tokenizer_hash,
                           min(all_, most), max(0, all_ - most), served.num_slots, self._free, self._draining,
                           self._drafts, engine=f"vllm {self._running.version}", without=self._without,
-                          identity=served.identity, grammars=self._running.trials is not None)
+                          identity=served.identity, grammars=self._running.trials is not None,
+                          takes=TAKES)
 
     @property
     def _without(self) -> tuple[Without, ...]:

@@ -4,7 +4,7 @@ Rules:
 1. Each field of a request stands in ``FIELDS``: it becomes a parameter of vLLM, it goes another way, which is named, or
    it is refused.
 2. What has no way is refused by field (``barred``), before vLLM sees it. What vLLM itself refuses bears the
-   field of ours that the parameter came from.
+   field of ours that the parameter came from. What would take too much of it, or end its process, is refused here.
 3. A grammar is vLLM's structured output of the same kind. JSON has our spaces between its parts, for the backend that
    knows them (``vllm_start`` asks for it).
 
@@ -22,7 +22,7 @@ from typing import Any
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import SPACE
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import NEEDS, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,13 @@ class Way:
 
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-         "logit_bias", "min_tokens", "max_tokens", "stop_token_ids", "seed")
+         "logit_bias", "min_tokens", "max_tokens", "stop_token_ids", "seed", "prompt_logprobs", "allowed_token_ids",
+         "bad_words")
 FIELDS: Mapping[str, Way] = MappingProxyType({  # of ``Request`` and of its ``Sampling``
     **{name: Way(name) for name in _SAME},
     "top_logprobs": Way("logprobs"),
     "grammar": Way("structured_outputs"),
-    **{name: Way(refused=True) for name in ("prompt_logprobs", "logprobs_mode", "allowed_token_ids", "bad_words")},
+    "logprobs_mode": Way(refused=True),
     "request_id": Way(goes="the request's name"),
     "tokens": Way(goes="the prompt"),
     "answered": Way(goes="tokens of the prompt, less in max_tokens and min_tokens"),
@@ -50,7 +51,25 @@ FIELDS: Mapping[str, Way] = MappingProxyType({  # of ``Request`` and of its ``Sa
     "identity": Way(goes="compared before"),
     "sampling": Way(goes="its fields stand here"),
 })
+# What is taken of what a request may need; grammars depend on the tokenizer.
+TAKES = tuple(need for need in NEEDS if need not in ("grammar", "logprobs_mode"))
+SCORED_BYTES = 1 << 30  # of a prompt's log probabilities, which vLLM makes of all rows of a step at once
 _FIELD_OF = {way.parameter: field for field, way in FIELDS.items() if way.parameter}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an engine takes at most. ``bad_words``: runs of tokens; ``bad_tokens``: in all of them."""
+
+    bad_words: int = 128
+    bad_tokens: int = 1024
+    scored: int | None = None  # tokens of a prompt that is scored; None: as many as fit
+
+    @staticmethod
+    def scores(vocab_size: int, rows: int) -> int | None:
+        """``scored``. rows: of a prompt that are scored at once."""
+        most = SCORED_BYTES // (4 * vocab_size)
+        return None if rows <= most else most + 1  # the first token has no score
 
 
 def field_of(parameter: str | None, request: Request) -> str:
@@ -64,44 +83,60 @@ def resumes(request: Request, keyed: bool) -> bool:
     """Whether another vLLM could go on with the answer to ``request``. ``keyed``: a seed fixes a sampled one."""
     sampling = request.sampling
     return ((sampling.greedy or keyed) and sampling.presence_penalty == sampling.frequency_penalty == 0.0
-            and request.grammar is None)
+            and request.grammar is None and all(len(word) == 1 for word in request.bad_words))
 
 
-def barred(request: Request, drafted: bool, keyed: bool) -> tuple[str, str] | None:
+def leaves(request: Request) -> bool:
+    """Whether some of its allowed tokens may be chosen wherever its answer is."""
+    barred_ = {word[-1] for word in request.bad_words}
+    if request.sampling.min_tokens:
+        barred_.update(request.sampling.stop_token_ids)
+    return not request.allowed_token_ids or not barred_.issuperset(request.allowed_token_ids)
+
+
+def barred(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> tuple[str, str] | None:
     """The first field that has no way, and why."""
-    sampling = request.sampling
+    sampling, words = request.sampling, request.bad_words
     checks: tuple[tuple[str, bool, str], ...] = (
         ("answered", not request.answered or resumes(request, keyed),
          "an answer that another target began cannot go on in vLLM if it is sampled with vLLM's own noise, has "
-         "presence or frequency penalties, or is bound to a grammar"),
+         "presence or frequency penalties, bad words of several tokens, or is bound to a grammar"),
         ("min_p", not drafted or sampling.greedy or sampling.min_p == 0.0,
          "vLLM takes it only where target.drafts is empty"),
         ("logit_bias", not drafted or not sampling.logit_bias, "vLLM takes it only where target.drafts is empty"),
-        ("max_tokens", request.max_tokens > 0, "vLLM makes one token at least"),
         # It would allow nothing at all where the grammar has ended, and the answer would end as an error.
         ("min_tokens", request.grammar is None or sampling.min_tokens == 0, "vLLM takes none beside a grammar"),
+        ("logprobs_mode", request.logprobs_mode == "raw", "a target on vLLM tells raw ones"),
+        ("prompt_logprobs", request.prompt_logprobs is None or bounds.scored is None
+         or len(request.tokens) <= bounds.scored, f"prompts of more than {bounds.scored} tokens are not scored here: "
+         "vLLM would take too much memory (max_num_batched_tokens is too large)"),
+        ("bad_words", len(words) <= bounds.bad_words and sum(map(len, words)) <= bounds.bad_tokens,
+         f"vLLM takes {bounds.bad_words} runs of tokens, of {bounds.bad_tokens} in all; each word is one or two runs"),
+        ("allowed_token_ids", leaves(request), "bad_words and min_tokens may leave none of them, and vLLM would choose "
+         "another token there"),
     )
-    needs = sorted(request.needs - {"grammar", "no_tokens"})
-    checks += tuple((need, False, "a target on vLLM does not honour it") for need in needs)
     return next(((field, message) for field, holds, message in checks if not holds), None)
 
 
-def parameters(request: Request, drafted: bool, keyed: bool) -> dict[str, Any]:
-    """Of vLLM's ``SamplingParams``, for what is left of ``request``. Raises InvalidRequest."""
-    if (found := barred(request, drafted, keyed)) is not None:
+def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> dict[str, Any]:
+    """Of vLLM's ``SamplingParams``, for what is left of ``request``; ``bad_words`` are runs of tokens. vLLM makes one
+    token at least. Raises InvalidRequest."""
+    if (found := barred(request, drafted, keyed, bounds)) is not None:
         raise InvalidRequest(*found, "unsupported_parameter")
-    sampling, answered = request.sampling, request.answered
+    sampling, answered, left = request.sampling, request.answered, max(1, request.max_tokens - request.answered)
     return {
         "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
         "min_p": 0.0 if sampling.greedy else sampling.min_p,
         "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty, "logit_bias": dict(sampling.logit_bias) or None,
-        "min_tokens": max(0, sampling.min_tokens - answered), "max_tokens": request.max_tokens - answered,
+        "min_tokens": min(left, max(0, sampling.min_tokens - answered)), "max_tokens": left,
         "stop_token_ids": list(sampling.stop_token_ids),
         # The end-of-text tokens are among those; where a grammar ends, vLLM allows its tokenizer's own.
         "ignore_eos": request.grammar is None,
         "seed": None if sampling.greedy else sampling.seed, "logprobs": request.top_logprobs,
         "structured_outputs": None if request.grammar is None else structured(request.grammar),
+        "prompt_logprobs": request.prompt_logprobs, "allowed_token_ids": list(request.allowed_token_ids) or None,
+        "bad_words": [list(word) for word in request.bad_words],
     }
 
 

@@ -34,11 +34,14 @@ from slipstream.protocol.requests import Served
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import Fill, Running, VllmService
+from target_service.vllm_asked import Bounds
 
 EXTENSION = "slipstream_vllm.worker.Drafted"
 # Arguments that only say how much fits, and where machines meet: answers are the same with any.
 ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "master_addr",
         "master_port", "node_rank")
+RAW = "raw_logprobs"
+V2_SCORES = 1024  # rows of a prompt that vLLM's second model runner scores at once; the first one scores all of a step
 OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
     "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
     "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
@@ -73,6 +76,9 @@ def arguments(config: Config, folder: Path, name: str, known: Sequence[str], rou
         ours["quantization"] = "fp8"
     # One that reads what the router has tried; vLLM would take what the first request needs, for all that follow.
     grammars = given.pop("structured_outputs_config", {})
+    if (mode := given.get("logprobs_mode", RAW)) != RAW:
+        raise ConfigError(f"target.engine.vllm.logprobs_mode: {str(mode)[:64]} is not what requests ask for: leave it "
+                          "out")
     if not isinstance(grammars, Mapping):
         raise ConfigError("target.engine.vllm.structured_outputs_config: must be a table, as {backend: guidance}")
     return {**ours, **_drafting(config, given, rounds), **given,
@@ -131,7 +137,6 @@ def start(config: Config) -> Running:
     version = _installed()
     from slipstream_vllm.sampling import refusal
     from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -164,12 +169,33 @@ def start(config: Config) -> Running:
     options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
 
-    def params(structured_outputs: Mapping[str, Any] | None, **asked: Any) -> SamplingParams:
-        bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
-        return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound, **asked)
+    return Running(engine, version, _params, (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds,
+                   _trials(folder), _bounds(engine.vllm_config))
 
-    return Running(engine, version, params, (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds,
-                   _trials(folder))
+
+def _params(structured_outputs: Mapping[str, Any] | None, bad_words: list[list[int]], **asked: Any) -> Any:
+    """vLLM's ``SamplingParams`` of what ``vllm_asked.parameters`` gives."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
+    made = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound,
+                          flat_logprobs=asked["prompt_logprobs"] is not None, **asked)
+    if bad_words:  # vLLM would make tokens of words; here are tokens
+        made._bad_words_token_ids = bad_words
+    return made
+
+
+def _bounds(running: Any) -> Bounds:
+    """``running``: vLLM's configuration."""
+    from vllm import envs
+
+    rows = running.scheduler_config.max_num_batched_tokens
+    if running.use_v2_model_runner:
+        rows = min(rows, V2_SCORES)
+    scored = Bounds.scores(running.model_config.get_vocab_size(), rows)
+    if running.cache_config.kv_sharing_fast_prefill:  # vLLM would end
+        scored = 0
+    return Bounds(envs.VLLM_MAX_NUM_BAD_WORDS, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, scored)
 
 
 def _trials(folder: Path) -> Trials | None:

@@ -13,15 +13,16 @@ from slipstream.grammar.compiling import SPACE
 from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
-from target_service.vllm_asked import FIELDS, barred, field_of, parameters, resumes, structured
+from target_service.vllm_asked import FIELDS, Bounds, barred, field_of, parameters, resumes, structured
 
 ASKED = Request("r", (5, 6, 7), Sampling(temperature=0.5, stop_token_ids=(2,)), 12)
 OTHERWISE: dict[str, Any] = {
     "temperature": 0.7, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.5,
     "repetition_penalty": 1.5, "logit_bias": ((3, 1.0),), "min_tokens": 2, "max_tokens": 9, "stop_token_ids": (2, 4),
-    "seed": 77, "top_logprobs": 3, "grammar": JSON_OBJECT}
-REFUSED: dict[str, Any] = {"prompt_logprobs": 0, "logprobs_mode": "processed", "allowed_token_ids": (3,),
-                           "bad_words": ((3, 4),)}
+    "seed": 77, "top_logprobs": 3, "grammar": JSON_OBJECT, "prompt_logprobs": 0, "allowed_token_ids": (3,),
+    "bad_words": ((3, 4),)}
+REFUSED: dict[str, Any] = {"logprobs_mode": "processed"}
+BOUNDS = Bounds(bad_words=2, bad_tokens=4, scored=3)
 
 
 def asked(field: str, value: Any) -> Request:
@@ -37,8 +38,8 @@ def test_every_field_of_a_request_has_its_way() -> None:
 
 @pytest.mark.parametrize("field", [field for field, way in FIELDS.items() if way.parameter])
 def test_a_field_changes_its_parameter_and_no_other(field: str) -> None:
-    plain = parameters(ASKED, drafted=False, keyed=False)
-    changed = parameters(asked(field, OTHERWISE[field]), drafted=False, keyed=False)
+    plain = parameters(ASKED, drafted=False, keyed=False, bounds=BOUNDS)
+    changed = parameters(asked(field, OTHERWISE[field]), drafted=False, keyed=False, bounds=BOUNDS)
     different = {name for name in plain if plain[name] != changed[name]}
     assert different - {"ignore_eos"} == {FIELDS[field].parameter}, "ignore_eos stands for the end of a grammar"
 
@@ -48,25 +49,48 @@ def test_a_field_changes_its_parameter_and_no_other(field: str) -> None:
     (replace(asked("min_tokens", 2), grammar=JSON_OBJECT), False, False, "min_tokens"),
     (ASKED.after((7,)), True, False, "answered"), (asked("presence_penalty", 0.5).after((7,)), True, True, "answered"),
     (replace(ASKED, grammar=JSON_OBJECT).after((7,)), True, True, "answered"),
+    (asked("bad_words", ((3, 4),)).after((7,)), True, True, "answered"),
+    (asked("bad_words", ((3,), (4,), (5,))), False, False, "bad_words"),
+    (asked("bad_words", ((3, 4, 5), (6, 7))), False, False, "bad_words"),
+    (replace(ASKED, tokens=(5, 6, 7, 8), prompt_logprobs=0), False, False, "prompt_logprobs"),
+    (replace(ASKED, allowed_token_ids=(3, 4), bad_words=((3,), (3, 4))), True, True, "allowed_token_ids"),
+    (replace(asked("min_tokens", 2), allowed_token_ids=(2, 3), bad_words=((3,),)), True, True, "allowed_token_ids"),
     *((asked(field, REFUSED[field]), False, False, field) for field, way in FIELDS.items() if way.refused),
 ])
 def test_what_vllm_has_no_way_for_is_refused_by_field(request_: Request, drafted: bool, keyed: bool,
                                                       field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parameters(request_, drafted, keyed)
+        parameters(request_, drafted, keyed, BOUNDS)
     assert refused.value.field == field and field in FIELDS
 
 
-def test_an_answer_of_no_tokens_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"^max_tokens: "):
-        parameters(replace(ASKED, max_tokens=0), drafted=False, keyed=False)
+def test_vllm_makes_one_token_at_least_and_is_asked_for_no_more_before_an_end() -> None:
+    given = parameters(asked("max_tokens", 0), drafted=False, keyed=False, bounds=BOUNDS)
+    assert (given["max_tokens"], given["min_tokens"]) == (1, 0)
+    given = parameters(asked("min_tokens", 99), drafted=False, keyed=False, bounds=BOUNDS)
+    assert (given["max_tokens"], given["min_tokens"]) == (12, 12)
+
+
+def test_where_some_allowed_token_is_left_wherever_the_answer_is_nothing_is_refused() -> None:
+    for request in (replace(ASKED, allowed_token_ids=(2, 3), bad_words=((3,),)),  # it may end
+                    replace(asked("min_tokens", 2), allowed_token_ids=(3, 4), bad_words=((4, 3),)),
+                    asked("bad_words", ((3,), (3, 4, 5)))):
+        given = parameters(request, drafted=True, keyed=True, bounds=BOUNDS)
+        assert given["bad_words"] == [list(word) for word in request.bad_words]
+
+
+@pytest.mark.parametrize(("vocab_size", "rows", "most"), [(49_152, 2048, None), (128_256, 2048, None),
+                                                          (128_256, 8192, 2093), (256_000, 1024, None)])
+def test_a_prompt_is_scored_within_a_gibibyte(vocab_size: int, rows: int, most: int | None) -> None:
+    assert Bounds.scores(vocab_size, rows) == most
 
 
 def test_what_goes_on_elsewhere_is_what_is_taken_from_there() -> None:
-    for request in (ASKED, asked("presence_penalty", 0.5), asked("temperature", 0.0), replace(ASKED,
-                                                                                             grammar=JSON_OBJECT)):
+    for request in (ASKED, asked("presence_penalty", 0.5), asked("temperature", 0.0), asked("grammar", JSON_OBJECT),
+                    asked("bad_words", ((3,), (4,))), asked("bad_words", ((3, 4),)),
+                    asked("allowed_token_ids", (3, 4)), asked("prompt_logprobs", 2)):
         for keyed in (True, False):
-            assert resumes(request, keyed) == (barred(request.after((7,)), True, keyed) is None)
+            assert resumes(request, keyed) == (barred(request.after((7,)), True, keyed, BOUNDS) is None)
 
 
 @pytest.mark.parametrize(("grammar", "found"), [
@@ -78,7 +102,7 @@ def test_what_goes_on_elsewhere_is_what_is_taken_from_there() -> None:
 ])
 def test_grammars_are_structured_outputs_of_the_same_kind(grammar: Grammar, found: dict[str, Any]) -> None:
     assert structured(grammar) == found
-    bound = parameters(replace(ASKED, grammar=grammar), drafted=True, keyed=True)
+    bound = parameters(replace(ASKED, grammar=grammar), drafted=True, keyed=True, bounds=BOUNDS)
     assert bound["structured_outputs"] == found and not bound["ignore_eos"]
 
 

@@ -30,6 +30,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import MAX_WAITING, DraftStatus, Piece, Request, Served, TokenLogprob
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
+from target_service import vllm_told
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import ALLOW, DRAFTS, Fill, Running, VllmService
@@ -43,7 +44,7 @@ IDENTITY = Identity("of-its-weights", "float32", "none", "of-its-kind")
 PROMPT = tuple(SAID)
 ARGUMENTS = ["model", "tokenizer", "served_model_name", "dtype", "max_num_seqs", "max_model_len", "quantization",
              "tensor_parallel_size", "structured_outputs_config", "speculative_config", "additional_config",
-             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization"]
+             "worker_extension_cls", "per_request_spec_decode_metrics", "gpu_memory_utilization", "logprobs_mode"]
 DRAFT = ("127.0.0.1:8052", True, "ngram", "")
 PLAIN = {"folder": "", "allowed_names": []}
 
@@ -98,8 +99,8 @@ class FakeEngine:
         await asyncio.sleep(0)  # the first output may come before vLLM has told that the request is in
         return collected
 
-    async def _speak(self, collected: Collected, text: list[int], params: dict[str, Any]) -> None:
-        left, drafted, kept = params["max_tokens"], list[int](), list[int]()
+    async def _speak(self, collected: Collected, prompt: list[int], params: dict[str, Any]) -> None:
+        left, drafted, kept, text = params["max_tokens"], list[int](), list[int](), list(prompt)
         for step in range(left):
             count = min(left, self.steps[step] if step < len(self.steps) else 1)
             new = list[int]()
@@ -120,7 +121,8 @@ class FakeEngine:
                 await asyncio.sleep(0)
             collected.put(output(new, "stop" if stopped else "length" if over else None, params["logprobs"],
                                  SimpleNamespace(num_draft_tokens=sum(drafted), per_step_drafted=drafted,
-                                                 per_step_accepted=kept) if over else None))
+                                                 per_step_accepted=kept) if over else None,
+                                 scored(params, len(prompt)) if step == 0 else []))
             if over:
                 return
             await asyncio.sleep(3600 if self.hold else 0)
@@ -138,7 +140,24 @@ class FakeEngine:
             task.cancel()
 
 
-def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, counts: Any) -> Any:
+def scored(params: dict[str, Any], tokens: int) -> Any:
+    """As vLLM's FlatLogprobs of a prompt of so many tokens; its ranks count equals."""
+    if (top := params["prompt_logprobs"]) is None:
+        return None
+    rows = range(1, tokens)
+    return SimpleNamespace(token_ids=[i for row in rows for i in (row, *range(500, 500 + top))],
+                           logprobs=[i for row in rows for i in (-1.0 - row % 2, *(-1.0 - at for at in range(top)))],
+                           ranks=[i for row in rows for i in (9, *range(1, top + 1))])
+
+
+def params(**asked: Any) -> dict[str, Any]:
+    """As vLLM's SamplingParams."""
+    if asked["temperature"] > 2.0:
+        raise Refused("temperature must be in [0, 2]")
+    return asked
+
+
+def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, counts: Any, prompt: Any) -> Any:
     """As vLLM's RequestOutput of one step."""
     places = [{token: SimpleNamespace(rank=2, logprob=-1.5), 7: SimpleNamespace(rank=1, logprob=-0.5),
                8: SimpleNamespace(rank=3, logprob=-2.5), 9: SimpleNamespace(rank=4, logprob=-math.inf)}
@@ -146,6 +165,7 @@ def output(tokens: Sequence[int], finish: str | None, logprobs: int | None, coun
     completion = SimpleNamespace(token_ids=list(tokens), finish_reason=finish, spec_decode_metrics=counts,
                                  logprobs=places if logprobs is not None else None)
     return SimpleNamespace(outputs=[completion], finished=finish is not None, num_cached_tokens=16,
+                           prompt_logprobs=prompt,
                            metrics=SimpleNamespace(queued_ts=1.0, scheduled_ts=1.25))
 
 
@@ -162,7 +182,7 @@ async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, 
                  tries: bool = True, **settings: Any) -> AsyncIterator[VllmService]:
     engine.rounds = Rounds(Path(tempfile.mkdtemp()) / "rounds")
     served = Served("function", 260, 512, "", 1024, IDENTITY)
-    running = Running(engine, "0.32.0", dict, (Refused,), served, drafted, keyed,
+    running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
                       Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
     service = VllmService(running, TargetSection(**settings), TargetMetrics("function"),
                           spans or NoSpans())
@@ -337,6 +357,8 @@ async def test_what_vllm_refuses_is_refused_by_its_field() -> None:
         assert refused.value.field == "top_k"
         with pytest.raises(InvalidRequest, match="max_tokens"):
             service.submit(request(max_tokens=1000))
+        with pytest.raises(InvalidRequest, match="temperature must be"):
+            service.submit(request(temperature=3.0))
         assert (await service.info()).sessions_running == 0
 
 
@@ -373,6 +395,39 @@ async def test_log_probabilities_are_those_of_the_best_and_of_the_chosen() -> No
     assert pieces[1].logprobs[0] == TokenLogprob(-1.5, ((7, -0.5),))
     assert alone[0].logprobs == (TokenLogprob(-1.5),)
     assert [token for token, _ in many[0].logprobs[0].top[1:]] == [many[0].tokens[0], 8], "nothing forbidden"
+
+
+@pytest.mark.parametrize("top", [0, 1, 2, 3])
+async def test_scores_of_a_prompt_come_first_in_parts(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_told, "ENTRIES", 8)
+    engine = FakeEngine()
+    async with served(engine) as service:
+        pieces = await taken(service.submit(replace(request(), prompt_logprobs=top)))
+        alone = await taken(service.submit(replace(request(max_tokens=0), prompt_logprobs=top)))
+        one = await taken(service.submit(replace(request(max_tokens=0), tokens=PROMPT[:1], prompt_logprobs=top)))
+    parts = [piece.prompt for piece in pieces if piece.prompt is not None]
+    assert [piece.prompt is not None for piece in pieces] == [True] * len(parts) + [False] * (len(pieces) - len(parts))
+    assert tokens_of(pieces) == plain(12) and (pieces[0].cached_tokens, pieces[1].cached_tokens) == (16, 0)
+    own = [-1.0 - row % 2 for row in range(1, len(PROMPT))]
+    assert [value for part in parts for value in part.logprobs] == own
+    assert [part.start for part in parts] == list(range(1, len(PROMPT), 8 // (1 + top)))
+    # An alternative that is as good as the token itself does not stand before it.
+    told = [[9, 9], [1, 9], [1, 2], [1, 2]][top]
+    assert [rank for part in parts for rank in part.ranks] == [told[score == -2.0] for score in own]
+    assert parts[0].tops(9)[0] == [(500 + at, -1.0 - at) for at in range(top)] and parts[-1].width == top
+    assert [piece.prompt for piece in alone[:-1]] == parts and engine.asked[1]["max_tokens"] == 1
+    assert alone[-1] == alone[-1]._replace(tokens=(), accepted=0, drafted=0, finish="length")
+    assert [(piece.tokens, piece.finish, piece.prompt) for piece in one] == [((), "length", None)]
+
+
+async def test_what_an_answer_may_say_reaches_vllm_as_tokens() -> None:
+    engine = FakeEngine()
+    async with served(engine) as service:
+        assert (await service.info()).takes == ("prompt_logprobs", "allowed_token_ids", "bad_words", "no_tokens")
+        await taken(service.submit(replace(request(), allowed_token_ids=(5, 6), bad_words=((7,), (5, 7)))))
+        with pytest.raises(InvalidRequest, match="logprobs_mode"):
+            service.submit(replace(request(), logprobs_mode="processed"))
+    assert (engine.asked[0]["allowed_token_ids"], engine.asked[0]["bad_words"]) == ([5, 6], [[7], [5, 7]])
 
 
 async def test_a_greedy_answer_goes_on_and_a_sampled_one_is_refused() -> None:
@@ -544,6 +599,7 @@ def test_settings_become_vllms_arguments() -> None:
     (("target.engine={vllm: {model: x}}",), "model.path says it"),
     (("target.engine={vllm: {structured_outputs_config: x}}",), "structured_outputs_config: must be a table"),
     (("target.engine={vllm: {speculative_config: {}}}",), "target.drafts"),
+    (("target.engine={vllm: {logprobs_mode: raw_logits}}",), "logprobs_mode: raw_logits is not"),
 ])
 def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
