@@ -24,7 +24,7 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,18 +38,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
+from router_service.dialects.apart import markups_of
 from router_service.dialects.blocks import Told
 from router_service.dialects.fields import Unknown, read_json
-from router_service.dialects.openai import Body, ChatBody, CompletionBody, Options, parse
+from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
 from router_service.dialects.problems import Problem, http_problem, problem_of
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
-from router_service.gateway import Asked, Gateway, Run, told_apart
+from router_service.gateway import Asked, Gateway, Run
 from router_service.tenants import ANYONE, ApiKeys
-from router_service.text.marks import BARE
-from router_service.text.markup import Markup, Named
-from router_service.text.tokens import TextCodec, TextDelta
+from router_service.text.tokens import TextDelta
 from slipstream import __version__
 from slipstream.base.errors import InvalidRequest, SlipstreamError, TooLarge
 from slipstream.observe.log import logger
@@ -404,19 +403,6 @@ async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], ob
     finally:
         client.close()
         await run.aclose()
-
-
-def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count: int) -> list[Markup | Named]:
-    """What tells calls and reasoning apart in so many answers to ``prompt``; [] where nobody asks for it."""
-    if not told_apart(options, codec.style):
-        return []
-    use = options.use if options.use is not None and options.use.offered else None
-    if use is not None and use.named:
-        return [Named(use.choice) for _ in range(count)]
-    if use is not None and use.forced:
-        return [Markup(BARE, use.schemas) for _ in range(count)]
-    most = None if use is None or use.parallel else 1
-    return [Markup(codec.style, {} if use is None else use.schemas, codec.thinks(prompt), most) for _ in range(count)]
 
 
 def _near(path: str) -> str:

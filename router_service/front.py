@@ -2,8 +2,10 @@
 
 Rules:
 1. Options become a body and pass through ``openai.parse``: both surfaces have the same defaults and limits.
-2. The first delta says whose the answer is, so that another router can go on with it (``Begun``).
-3. An empty model name means the one that is here.
+2. Calls and reasoning are told apart by what does it over HTTP. Where an answer goes on, that is shown again what its
+   client has.
+3. The first delta says whose the answer is, so that another router can go on with it (``Begun``).
+4. An empty model name means the one that is here.
 
 It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 """
@@ -14,13 +16,20 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import fields
 from typing import Any
 
+from router_service.dialects.apart import markups_of
+from router_service.dialects.fields import MAX_CONTAINERS, num_containers, read_json
 from router_service.dialects.formats import fields_of
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
-from router_service.gateway import Asked, Gateway
+from router_service.gateway import Asked, Gateway, Run
 from router_service.tenants import Tenant
+from router_service.text.calls import call_id
+from router_service.text.markup import Markup, Named, finish_of
 from router_service.text.tokens import TextDelta
-from slipstream.base.errors import SlipstreamError
-from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.base.errors import InvalidRequest, SlipstreamError
+from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall, Usage
+
+# Options that a body has in another form.
+OTHERWISE = ("logit_bias", "begun", "grammar", "logprobs_mode", "chat_template_kwargs", "tools", "function")
 
 
 class GatewayFront:
@@ -34,7 +43,7 @@ class GatewayFront:
         """Its iteration raises errors of slipstream.base.errors, like all here."""
         def plan() -> Asked:
             raw = self._raw(model, options)
-            raw["messages"] = [{"role": message.role, "content": message.content} for message in messages]
+            raw["messages"] = list(map(_message, messages))
             if options.top_logprobs is not None:
                 raw["logprobs"] = True
             return self._gateway.plan_chat(parse(ChatBody, raw), options.begun)
@@ -54,24 +63,23 @@ class GatewayFront:
         return [self._gateway.model]
 
     def _raw(self, model: str, options: ChatOptions) -> dict[str, Any]:
-        raw = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in ("begun", "grammar")}
-        raw["stop"] = list(options.stop)
-        raw["allowed_token_ids"] = list(options.allowed_token_ids) or None
-        raw["bad_words"] = list(options.bad_words) or None
-        raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
+        given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in OTHERWISE}
+        raw = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()
+               if value not in (None, ())}
+        raw |= {"model": model or self._gateway.model, **_read(options)}
+        if options.logit_bias:
+            raw["logit_bias"] = {str(token): bias for token, bias in options.logit_bias}
         if options.logprobs_mode is not None:
             raw["logprobs_mode"] = f"{options.logprobs_mode}_logprobs"
-        raw["model"] = model or self._gateway.model
         if options.grammar is not None:
             raw |= fields_of(options.grammar)
-        return {name: value for name, value in raw.items() if value is not None}
+        return raw
 
     async def _run(self, endpoint: str, plan: Callable[[], Asked]) -> AsyncGenerator[Delta, None]:
         try:
             run = await self._gateway.start(plan(), self._tenant)
-            identity = run.identity
-            told = run.job.told(self._gateway.codec)
             try:
+                identity, told, markup = run.identity, run.job.told(self._gateway.codec), await self._markup(run)
                 async for _, delta in run:
                     if told is not None:
                         parts, delta = told.scored(delta.prompt), delta._replace(text=told.text(0) + delta.text)
@@ -79,7 +87,8 @@ class GatewayFront:
                         for part in parts:
                             yield Delta(prompt=part)
                     if delta.text or delta.tokens or delta.finish or identity:
-                        yield _delta(delta, run.usage() if delta.finish else None, identity)
+                        yield _told(_delta(delta, run.usage() if delta.finish else None, identity), markup,
+                                    run.job.options.tell_reasoning)
                         identity = ""
             finally:
                 await run.aclose()
@@ -87,8 +96,57 @@ class GatewayFront:
             self._gateway.failed(endpoint, error)
             raise
 
+    async def _markup(self, run: Run) -> Markup | Named | None:
+        job = run.job
+        found = markups_of(self._gateway.codec, job.options, job.prompts[0], 1)
+        if found and job.begun:
+            await self._gateway.beside(len(job.begun), lambda: found[0].push(self._gateway.begun(job)))
+        return found[0] if found else None
+
+
+def _message(message: Message) -> dict[str, Any]:
+    calls = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+             for call in message.tool_calls]
+    names = ("tool_call_id", "reasoning_content", "name")
+    others = {name: value for name in names if (value := getattr(message, name))}
+    return {"role": message.role, "content": message.content, **others, **({"tool_calls": calls} if calls else {})}
+
+
+def _read(options: ChatOptions) -> dict[str, Any]:
+    """What is written in JSON within ``options``, read, and bounded over all of it before. Raises InvalidRequest."""
+    written = [*(function.parameters for function in options.tools), options.chat_template_kwargs or ""]
+    if num_containers(",".join(written).encode()) > MAX_CONTAINERS:
+        raise InvalidRequest("tools", f"and chat_template_kwargs hold more than {MAX_CONTAINERS} lists and objects")
+    raw: dict[str, Any] = {}
+    if options.tools:
+        raw["tools"] = [_tool(f"tools[{i}].function", function) for i, function in enumerate(options.tools)]
+    if options.chat_template_kwargs is not None:
+        raw["chat_template_kwargs"] = read_json("chat_template_kwargs", options.chat_template_kwargs.encode())
+    if options.function is not None:
+        if options.tool_choice is not None:
+            raise InvalidRequest("function", "cannot stand beside tool_choice")
+        raw["tool_choice"] = {"type": "function", "function": {"name": options.function}}
+    return raw
+
+
+def _tool(at: str, function: Function) -> dict[str, Any]:
+    described = {"description": function.description} if function.description else {}
+    schema = ({"parameters": read_json(f"{at}.parameters", function.parameters.encode())}
+              if function.parameters else {})
+    return {"type": "function", "function": {"name": function.name, **described, **schema}}
+
 
 def _delta(delta: TextDelta, usage: Usage | None, identity: str) -> Delta:
     tokens = [TextToken(token.id, token.text, token.drafted,
                         token.logprob.logprob if token.logprob is not None else None) for token in delta.tokens]
     return Delta(delta.text, tuple(tokens), delta.finish, usage, identity)
+
+
+def _told(delta: Delta, markup: Markup | Named | None, reasoning: bool) -> Delta:
+    """``delta``, calls and reasoning told apart; ``reasoning``: whether it is told at all."""
+    if markup is None:
+        return delta
+    parts = markup.push(delta.text, bool(delta.finish))
+    calls = [ToolCall(call.name, call.arguments, call_id() if call.name else "", call.index) for call in parts.calls]
+    return delta._replace(text=parts.content, finish=finish_of(delta.finish, markup),
+                          reasoning=parts.reasoning if reasoning else "", tool_calls=tuple(calls))

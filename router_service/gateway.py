@@ -28,14 +28,14 @@ import orjson
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
+from router_service.dialects.apart import told_apart
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
 from router_service.text.lanes import Lanes
-from router_service.text.marks import Style
 from router_service.text.template import ASSISTANT, Turn
-from router_service.text.tokens import Completion, Numbered, TextCodec, merged, too_long
+from router_service.text.tokens import Completion, Detokenizer, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
 from slipstream.base.errors import CapacityError, DeadlineExceeded, InvalidRequest, NotFound, Unavailable, status_of
 from slipstream.grammar.trial import Trial
@@ -274,6 +274,11 @@ class Gateway:
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
                           options.keep_stop, self._shown(options), options.echo)
 
+    def begun(self, job: Job) -> str:
+        """The text that a client shows that it has of its answer, as far as its characters are whole."""
+        detokenizer = Detokenizer(self.codec, self._shown(job.options))
+        return "".join(map(detokenizer.push, job.begun))
+
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
         _, code, kind = status_of(error)
@@ -379,14 +384,6 @@ class Gateway:
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
         return info
-
-
-def told_apart(options: Options, style: Style) -> bool:
-    """Whether calls and reasoning are told apart from other words. Where a grammar binds an answer from its first
-    character on, only calls that it forces are."""
-    if options.grammar is not None:
-        return options.parsed and options.use is not None and options.use.forced
-    return options.parsed and (style.thoughts is not None or (options.use is not None and options.use.offered))
 
 
 def _salted(namespace: str, salt: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tiny Llama target."""
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture
+def thinking_folder(tmp_path: Path, tiny_folder: Path) -> Path:
+    """A model whose template begins its reasoning."""
+    folder = tmp_path / "thinks"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% if enable_thinking | default(true) %}"
+                                                "<think>\n{% else %}<think>\n\n</think>{% endif %}")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -106,6 +106,14 @@ def test_what_is_no_terminal_gets_plain_text() -> None:
     assert out.getvalue() == "A river[31m é\n"
 
 
+def test_reasoning_is_dim_and_not_of_the_answer() -> None:
+    console, out = screen(force_terminal=True, color_system="standard")
+    deltas = [Delta("", (TextToken(1, "<think>"), TextToken(2, "hm")), reasoning="hm"), Delta("", reasoning="m"),
+              Delta("So", (TextToken(3, "So"),), "stop")]
+    assert show_answer(console, iter(deltas)).text == "So"
+    assert out.getvalue() == "\x1b[2mhm\x1b[0m\x1b[2mm\x1b[0m\n\nSo\n"
+
+
 def test_the_summary_counts_what_came_from_drafts() -> None:
     told = Told("…", Usage(5, 9, accepted_prediction_tokens=6, rounds=3), first_s=0.25, rest_s=2.0, num_first=1)
     assert summary(told) == ("acceptance length 3.00 · 4.0 tokens/s · 6 of 9 tokens came from drafts · "

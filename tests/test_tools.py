@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router_service.dialects.apart import told_apart
 from router_service.dialects.openai import Options
-from router_service.dialects.tools import MAX_CALLS, MAX_TOOLS, ToolUse, told, use_of
-from router_service.gateway import told_apart
+from router_service.dialects.tools import ToolUse, told, use_of
 from router_service.text.marks import THOUGHTS, Style
 from router_service.text.template import ChatTemplate, Turn
 from slipstream.base.errors import InvalidRequest
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
+from slipstream.protocol.chat import MAX_CALLS, MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
 from tests.echo import EchoTarget
@@ -193,16 +193,6 @@ async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None
             past = [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}, *HELLO]
             error = (await r.post(CHAT, messages=past * 2)).json()["error"]
             assert error["param"] == "messages" and word in error["message"], "those in a text are text"
-
-
-@pytest.fixture
-def thinking_folder(tmp_path: Path, tiny_folder: Path) -> Path:
-    """A model whose template begins its reasoning."""
-    folder = tmp_path / "thinks"
-    shutil.copytree(tiny_folder, folder)
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{% if enable_thinking | default(true) %}"
-                                                "<think>\n{% else %}<think>\n\n</think>{% endif %}")
-    return folder
 
 
 async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:

@@ -24,9 +24,17 @@ from bench.completions import MAX_LINE, Connection, chunks
 from bench.report import Row, finished, number, write
 from bench.traffic.grammars import asked
 from bench.traffic.routing import LONG, Rig, routed
-from router_service.dialects.tools import MAX_TOOLS
 from slipstream.base.errors import SlipstreamError
-from slipstream.protocol.chat import MAX_BEGUN, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, Begun, ChatOptions, Message
+from slipstream.protocol.chat import (
+    MAX_BEGUN,
+    MAX_BODY_BYTES,
+    MAX_ITEMS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Begun,
+    ChatOptions,
+    Message,
+)
 from slipstream.protocol.requests import MAX_SCORES, MAX_TOP_LOGPROBS
 from slipstream.simulate.timed import Timing
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel

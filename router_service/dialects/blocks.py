@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from router_service.text.calls import Call
-from router_service.text.markup import Markup, Named, Said
+from router_service.text.markup import Markup, Named, Said, finish_of
 from router_service.text.tokens import TextDelta
 
 Kind = Literal["reasoning", "text", "call"]
@@ -66,7 +66,7 @@ class Blocks:
             yield from self._add(part.arguments)
         if delta.finish:
             called = self._markup is not None and self._markup.called
-            self.finish = "tool_calls" if called and delta.finish == "stop" else delta.finish
+            self.finish = finish_of(delta.finish, self._markup)
             if self._open:
                 last = self.all[-1]
                 last.cut = not called if last.kind == "call" else delta.finish == "length"

@@ -90,6 +90,16 @@ HONOURED: Mapping[str, str] = MappingProxyType({
     "speculate": "true; false: plain decoding",
 })
 
+# Over gRPC an option bears the name of its field, but for these; what is said there instead.
+OTHERWISE_OVER_GRPC: Mapping[str, str] = MappingProxyType({
+    "n": "one call, one answer; ask again with the next seed",
+    "max_completion_tokens": "`max_tokens`", "logprobs": "`top_logprobs` alone",
+    **dict.fromkeys(("stream", "stream_options"), "always a stream; usage comes last"),
+    "return_token_ids": "always told", "request_id": "answers have no id",
+    **dict.fromkeys(("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+                     "guided_grammar"), "`grammar`"),
+})
+
 # They say nothing about the answer: who asks, how to bill, keep and schedule it, and in which pieces it comes.
 INERT = frozenset({
     "custom_labels", "metadata", "priority", "prompt_cache_key", "prompt_cache_retention", "rid",

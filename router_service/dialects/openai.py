@@ -35,13 +35,12 @@ from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
 from router_service.text.files import NAMED_TOKENS
 from slipstream.base.errors import InvalidRequest
-from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOPS, MAX_WORD, MAX_WORDS
+from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import MAX_ALLOWED, MAX_TOP_LOGPROBS, LogprobsMode, Need
 
 MAX_STOP_CHARS = 1024
-MAX_STOP_IDS = 48  # beside those of the model
 MAX_NAMES = 64  # for the chat template
 MAX_NAMED = 64 << 10  # bytes of JSON of all that they name
 MAX_SALT = 1024

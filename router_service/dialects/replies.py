@@ -10,19 +10,17 @@ Format: the OpenAI API. It knows nothing about models, routes or the network.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import orjson
 
 from router_service.dialects.prompts import LOWEST, Prompts, alternatives
-from router_service.text.calls import Call
-from router_service.text.markup import Markup, Named
+from router_service.text.calls import Call, call_id
+from router_service.text.markup import Markup, Named, finish_of
 from router_service.text.tokens import AnswerToken, TextCodec, TextDelta
 from slipstream.protocol.chat import Usage
 
-CALL_ID = 9  # characters: Mistral's templates take no other number
 Json = dict[str, Any]
 PLACE = "\x00text\x00"
 
@@ -107,8 +105,7 @@ class ChatReply:
         return told
 
     def _finish(self, number: int, delta: TextDelta) -> str:
-        called = delta.finish == "stop" and self._markups and self._markups[number].called
-        return "tool_calls" if called else delta.finish
+        return finish_of(delta.finish, self._markups[number] if self._markups else None)
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}
@@ -221,7 +218,7 @@ class Chunks:
 def _call(call: Call) -> Json:
     if not call.name:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, "id": secrets.token_hex(CALL_ID)[:CALL_ID], "type": "function",
+    return {"index": call.index, "id": call_id(), "type": "function",
             "function": {"name": call.name, "arguments": call.arguments}}
 
 

@@ -23,11 +23,10 @@ import orjson
 from router_service.dialects.fields import num_containers, read_json
 from router_service.dialects.formats import made
 from slipstream.base.errors import InvalidRequest
+from slipstream.protocol.chat import MAX_CALLS, MAX_TOOLS
 from slipstream.protocol.grammar import Grammar
 
-MAX_TOOLS = 128
 MAX_WRITTEN = 512 << 10  # bytes of JSON of all tools: the template's process reads them
-MAX_CALLS = 128  # in one message
 ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"})  # where else a schema has properties
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Json = dict[str, Any]

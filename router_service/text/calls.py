@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from router_service.text.marks import SECTIONS, Section
 from router_service.text.scanner import NoCall, Scanner, Step
 from router_service.text.words import Words
 
+CALL_ID = 9  # characters: Mistral's templates take no other number
 ARGUMENTS = ("arguments", "parameters")
 
 
@@ -227,6 +229,11 @@ class Calls:
         if index >= 0:
             self._latest.append(arguments)
             self._tell(Call(index, "", arguments))
+
+
+def call_id() -> str:
+    """A new one."""
+    return secrets.token_hex(CALL_ID)[:CALL_ID]
 
 
 def _typed(value: str, schema: Any) -> str:

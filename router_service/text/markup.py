@@ -199,3 +199,8 @@ class Markup:
         self._gap += self._blank if self._said else []
         self._blank = []
         self._parts.all.append(call)
+
+
+def finish_of(finish: str, markup: Markup | Named | None) -> str:
+    """Why an answer ended that ``markup`` has told apart; None: nothing has."""
+    return "tool_calls" if finish == "stop" and markup is not None and markup.called else finish

@@ -2,6 +2,7 @@
 
 Rules:
 1. Drafted tokens are green; a terminal that refuses colours gets underlines; what is no terminal gets plain text.
+   Reasoning is dim, and no part of a conversation.
 2. What a model or a user wrote is printed as text: no markup, and no control characters but line ends and tabs.
 3. Whatever goes wrong is one sentence and what to do next, never a traceback.
 4. A conversation is sent whole with each question; a question that failed is forgotten. Ctrl-C ends the answer, not the
@@ -66,6 +67,7 @@ def show_answer(console: Console, deltas: Iterable[Delta], clock: Callable[[], f
     began_s = clock()
     first_s = last_s = 0.0
     num_first = 0
+    thinking = False
     parts: list[str] = []
     usage: Usage | None = None
     try:
@@ -73,6 +75,12 @@ def show_answer(console: Console, deltas: Iterable[Delta], clock: Callable[[], f
             last_s = clock()
             if not first_s and delta.tokens:
                 first_s, num_first = last_s, len(delta.tokens)
+            if delta.reasoning:
+                console.print(Text(clean(delta.reasoning), style="dim"), end="", soft_wrap=True)
+                thinking = True
+            if thinking and delta.text:
+                console.print("\n")
+                thinking = False
             _show_delta(console, delta, style)
             parts.append(delta.text)
             usage = delta.usage or usage

@@ -11,7 +11,8 @@ It knows nothing about HTTP, gRPC, tokenizers or engines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from slipstream.protocol.grammar import Grammar
@@ -20,15 +21,44 @@ from slipstream.protocol.requests import LogprobsMode
 MAX_BODY_BYTES = 2 << 20  # the longest context is a few hundred thousand tokens of text
 MAX_ITEMS = 4096  # messages, all text parts of them, prompts
 MAX_STOPS = 32
+MAX_STOP_IDS = 48  # beside those of the model
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message
 MAX_BIASES = 300
 MAX_BEGUN = 1 << 18  # tokens
 MAX_WORDS, MAX_WORD = 128, 64  # bad words, and characters of one
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, or a piece of one: the first piece of each has its ``id`` and ``name``. ``arguments``: an
+    object in JSON. ``index``: which one of an answer's."""
+
+    name: str
+    arguments: str = field(repr=False)
+    id: str = ""
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """What may be called. ``parameters``: the schema of its arguments in JSON; "" takes any."""
+
+    name: str
+    description: str = field(default="", repr=False)
+    parameters: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
+    """``tool_calls``: what the assistant called. ``tool_call_id``: the call that a tool's message answers."""
+
     role: str
     content: str = field(repr=False)
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning_content: str = field(default="", repr=False)
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +73,8 @@ class Begun:
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     """How an answer is made. ``stop`` and ``logit_bias`` (token id, bias) are empty by default. ``begun``: it goes on
-    from there, and deltas are of what is new. Its seed has to be said again."""
+    from there, and deltas are of what is new. Its seed has to be said again. ``function``: the one of ``tools`` that
+    the answer has to call, in place of ``tool_choice``."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -67,6 +98,22 @@ class ChatOptions:
     logprobs_mode: LogprobsMode | None = None  # of the answer's tokens
     allowed_token_ids: tuple[int, ...] = ()  # the answer has no others
     bad_words: tuple[str, ...] = field(default=(), repr=False)  # the answer holds none of them
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None  # the last ones that count; -1: as many as fit
+    cache_salt: str | None = field(default=None, repr=False)
+    add_special_tokens: bool | None = None  # of completions
+    add_generation_prompt: bool | None = None  # this and all that follow: of chats
+    continue_final_message: bool | None = None
+    chat_template_kwargs: str | None = field(default=None, repr=False)  # an object in JSON
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    tools: tuple[Function, ...] = ()
+    tool_choice: str | None = None  # "auto", "none", "required"
+    function: str | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class PromptToken(NamedTuple):
@@ -113,9 +160,10 @@ class Usage:
 
 
 class Delta(NamedTuple):
-    """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop" or "length"). ``identity``: in
-    the first one, what ``Begun`` needs; "" where it cannot be picked up. ``prompt``: the next of the prompt's tokens,
-    where they are scored."""
+    """A piece of the answer. ``finish``: "" while it goes on, else why it ended ("stop", "length" or "tool_calls").
+    ``identity``: in the first one, what ``Begun`` needs; "" where it cannot be picked up. ``prompt``: the next of the
+    prompt's tokens, where they are scored. ``text`` is without reasoning and calls where they are told apart;
+    ``tokens`` are those of all three."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -123,6 +171,33 @@ class Delta(NamedTuple):
     usage: Usage | None = None
     identity: str = ""
     prompt: tuple[PromptToken, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __repr__(self) -> str:
         return f"Delta(tokens={len(self.tokens)}, finish={self.finish!r}, usage={self.usage})"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What deltas come to. Its ``message`` is what a conversation goes on with."""
+
+    message: Message
+    finish: str = ""
+    usage: Usage | None = None
+
+
+def whole(deltas: Iterable[Delta]) -> Whole:
+    """Raises what ``deltas`` raise."""
+    texts, thoughts, finish, usage = list[str](), list[str](), "", None
+    calls: dict[int, list[ToolCall]] = {}
+    for delta in deltas:
+        texts.append(delta.text)
+        thoughts.append(delta.reasoning)
+        finish, usage = delta.finish or finish, delta.usage or usage
+        for piece in delta.tool_calls:
+            calls.setdefault(piece.index, []).append(piece)
+    made = tuple(replace(pieces[0], arguments="".join([piece.arguments for piece in pieces]))
+                 for pieces in calls.values())
+    message = Message("assistant", "".join(texts), made, reasoning_content="".join(thoughts))
+    return Whole(message, finish, usage)

@@ -19,6 +19,7 @@ It knows nothing about tokenizers or models.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from slipstream.base.errors import Draining, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.protocol.chat import Begun, ChatOptions, Delta, Message
+from slipstream.protocol.chat import Begun, ChatOptions, Delta, Function, Message, ToolCall
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel, open_sync_channel
 from slipstream.wire.inference import decode_delta, decode_models, encode_chat, encode_complete
 from slipstream.wire.status import translated
@@ -36,7 +37,10 @@ from slipstream.wire.tls import TlsFiles
 INFO_S = 10.0  # for the short calls
 TRIES = 6  # without a delta; with the pauses between them they last eight seconds
 PAUSE_S = 0.25  # doubles with each try in a row
+TEXTS = ("tool_call_id", "reasoning_content", "name")  # of a message, besides
+MESSAGE = f"must have role and content, both text, and else nothing but tool_calls, {', '.join(TEXTS)}"
 
+Item = TypeVar("Item")
 Deltas = TypeVar("Deltas", Iterator[Delta], AsyncIterator[Delta])
 Conversation = str | Sequence[Message | Mapping[str, str]]
 
@@ -231,18 +235,72 @@ def _messages(conversation: Conversation) -> tuple[Message, ...]:
 def _message(where: str, turn: object) -> Message:
     if isinstance(turn, Message):
         return turn
-    if (not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}
-            or not all(isinstance(value, str) for value in turn.values())):
-        raise InvalidRequest(where, "must have role and content, both text, and nothing else")
-    return Message(turn["role"], turn["content"])
+    if not isinstance(turn, Mapping):
+        raise InvalidRequest(where, MESSAGE)
+    given = {**turn, "tool_calls": _each(f"{where}.tool_calls", turn.get("tool_calls"), _call)}
+    if given["tool_calls"] and given.get("content") is None:
+        given["content"] = ""
+    texts = [given.get("role"), given.get("content"), *(given[name] for name in given.keys() & TEXTS)]
+    if not given.keys() <= Message.__dataclass_fields__.keys() or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(where, MESSAGE)
+    return Message(**given)
+
+
+def _each(where: str, items: object, made: Callable[[str, Any], Item]) -> tuple[Item, ...]:
+    if not isinstance(items, Sequence | None):
+        raise InvalidRequest(where, "must be a list")
+    return tuple(made(f"{where}[{number}]", item) for number, item in enumerate(items or ()))
+
+
+def _call(where: str, call: Any) -> ToolCall:
+    """As OpenAI's API has it, or one of ours."""
+    if isinstance(call, ToolCall):
+        return call
+    function = _function_of(where, call)
+    name, arguments, id_ = function.get("name"), function.get("arguments"), call.get("id", "")
+    if not (isinstance(name, str) and isinstance(arguments, str) and isinstance(id_, str)):
+        raise InvalidRequest(where, "must have name, arguments and id, all text")
+    return ToolCall(name, arguments, id_)
+
+
+def _function_of(where: str, described: Any) -> Mapping[str, Any]:
+    function = described.get("function") if isinstance(described, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(where, 'must be as in {"type": "function", "function": {"name": "..."}}')
+    return function
+
+
+def _tool(where: str, tool: object) -> Function:
+    if isinstance(tool, Function):
+        return tool
+    function = _function_of(where, tool)
+    name, told, schema = (function.get(key) for key in ("name", "description", "parameters"))
+    if not isinstance(name, str) or not isinstance(told or "", str):
+        raise InvalidRequest(where, "must have a name and a description, both text")
+    return Function(name, told or "", "" if schema is None else _json(f"{where}.function.parameters", schema))
+
+
+def _json(where: str, value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(where, "cannot be written as JSON") from error
 
 
 def _options(options: dict[str, Any]) -> ChatOptions:
+    """OpenAI's ways to write an option are taken, too."""
     known = ChatOptions.__dataclass_fields__
     for name in options.keys() - known.keys():
         raise InvalidRequest(name, f"is not a known option; known: {', '.join(known)}")
-    if isinstance(options.get("stop"), str):
-        options["stop"] = (options["stop"],)
-    if isinstance(options.get("logit_bias"), Mapping):
-        options["logit_bias"] = tuple(sorted((int(token), bias) for token, bias in options["logit_bias"].items()))
-    return ChatOptions(**options)
+    given = dict(options)
+    if isinstance(given.get("stop"), str):
+        given["stop"] = (given["stop"],)
+    if isinstance(given.get("logit_bias"), Mapping):
+        given["logit_bias"] = tuple(sorted((int(token), bias) for token, bias in given["logit_bias"].items()))
+    if given.get("tools"):
+        given["tools"] = _each("tools", given["tools"], _tool)
+    if isinstance(given.get("tool_choice"), Mapping):
+        given["function"] = _function_of("tool_choice", given.pop("tool_choice")).get("name")
+    if isinstance(given.get("chat_template_kwargs"), Mapping):
+        given["chat_template_kwargs"] = _json("chat_template_kwargs", given["chat_template_kwargs"])
+    return ChatOptions(**given)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sized
 from contextlib import aclosing
 from dataclasses import fields
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -24,15 +25,20 @@ from slipstream.protocol.chat import (
     MAX_BEGUN,
     MAX_BIASES,
     MAX_BODY_BYTES,
+    MAX_CALLS,
     MAX_ITEMS,
+    MAX_STOP_IDS,
     MAX_STOPS,
+    MAX_TOOLS,
     MAX_WORDS,
     Begun,
     ChatOptions,
     Delta,
+    Function,
     Message,
     PromptToken,
     TextToken,
+    ToolCall,
     Usage,
 )
 from slipstream.protocol.requests import MAX_ALLOWED
@@ -49,14 +55,17 @@ from slipstream.wire.fields import (
 )
 from slipstream.wire.status import Context, abort
 
-# Messages of their own, or repeated, or enumerated.
-PARTS = ("logit_bias", "stop", "begun", "grammar", "logprobs_mode", "allowed_token_ids", "bad_words")
+# Repeated, and what of them one request may hold.
+LISTS = {"stop": MAX_STOPS, "allowed_token_ids": MAX_ALLOWED, "bad_words": MAX_WORDS, "stop_token_ids": MAX_STOP_IDS}
+# These, and messages of their own or what is enumerated.
+PARTS = (*LISTS, "logit_bias", "begun", "grammar", "logprobs_mode", "tools")
 SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in PARTS)
 
 
 def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
     """Raises InvalidRequest for an option that its field cannot hold."""
-    turns = [inference_pb2.Message(role=message.role, content=message.content) for message in messages]
+    turns = [inference_pb2.Message(**shared(message, "tool_calls"), tool_calls=map(_wire_call, message.tool_calls))
+             for message in messages]
     request = inference_pb2.ChatRequest(model=model, messages=turns, options=_options(options))
     return request.SerializeToString(deterministic=True)
 
@@ -66,7 +75,20 @@ def decode_chat(data: bytes) -> tuple[str, tuple[Message, ...], ChatOptions]:
     wire = inference_pb2.ChatRequest()
     _parse_request(wire, data)
     _at_most("messages", wire.messages, MAX_ITEMS)
-    return wire.model, tuple(Message(turn.role, turn.content) for turn in wire.messages), _options_of(wire.options)
+    if (most := max((len(turn.tool_calls) for turn in wire.messages), default=0)) > MAX_CALLS:
+        raise InvalidRequest("messages", f"one has {most} tool_calls; at most {MAX_CALLS} may stand in it")
+    if sum(len(turn.tool_calls) for turn in wire.messages) > MAX_ITEMS:
+        raise InvalidRequest("messages", f"must have at most {MAX_ITEMS} tool_calls in all")
+    messages = tuple(made(Message, turn, tool_calls=tuple(map(_call, turn.tool_calls))) for turn in wire.messages)
+    return wire.model, messages, _options_of(wire.options)
+
+
+def _wire_call(call: ToolCall) -> inference_pb2.ToolCall:
+    return inference_pb2.ToolCall(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+
+
+def _call(wire: inference_pb2.ToolCall) -> ToolCall:
+    return ToolCall(wire.name, wire.arguments, wire.id, wire.index)
 
 
 def encode_complete(model: str, prompt: str, options: ChatOptions) -> bytes:
@@ -97,14 +119,16 @@ def _at_most(field: str, items: Sized, most: int) -> None:
 
 
 def _options(options: ChatOptions) -> inference_pb2.Options:
-    wire = inference_pb2.Options(stop=options.stop, allowed_token_ids=options.allowed_token_ids,
-                                 bad_words=options.bad_words)
+    tools = [inference_pb2.Function(**shared(function)) for function in options.tools]
+    wire = inference_pb2.Options(tools=tools)
     if options.logprobs_mode is not None:
         wire.logprobs_mode = LOGPROBS_MODE_NUMBERS[options.logprobs_mode]
     for name in SCALARS:
         value = getattr(options, name)
         if value is not None:
-            _set(wire, name, value)
+            _set(name, value, partial(setattr, wire, name))
+    for name in LISTS:
+        _set(name, getattr(options, name), getattr(wire, name).extend)
     for token, bias in options.logit_bias:
         wire.logit_bias[token] = bias
     if options.begun is not None:
@@ -114,27 +138,25 @@ def _options(options: ChatOptions) -> inference_pb2.Options:
     return wire
 
 
-def _set(wire: inference_pb2.Options, name: str, value: Any) -> None:
+def _set(name: str, value: Any, set_: Callable[[Any], None]) -> None:
     try:
-        setattr(wire, name, value)
+        set_(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(name, f"{value!r} is not a value of this option") from error
 
 
 def _options_of(wire: inference_pb2.Options) -> ChatOptions:
-    _at_most("stop", wire.stop, MAX_STOPS)
-    _at_most("logit_bias", wire.logit_bias, MAX_BIASES)
-    values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
-    bias = tuple(sorted(wire.logit_bias.items()))
+    for name, most in (*LISTS.items(), ("logit_bias", MAX_BIASES), ("tools", MAX_TOOLS)):
+        _at_most(name, getattr(wire, name), most)
     _at_most("begun.tokens", wire.begun.tokens, MAX_BEGUN)
-    begun = Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None
-    grammar = decode_grammar(wire.grammar) if wire.HasField("grammar") else None
-    _at_most("allowed_token_ids", wire.allowed_token_ids, MAX_ALLOWED)
-    _at_most("bad_words", wire.bad_words, MAX_WORDS)
-    mode = logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None
-    return ChatOptions(**values, logit_bias=bias, stop=tuple(wire.stop), begun=begun, grammar=grammar,
-                       logprobs_mode=mode, allowed_token_ids=tuple(wire.allowed_token_ids),
-                       bad_words=tuple(wire.bad_words))
+    values = {field.name: value for field, value in wire.ListFields() if field.name in SCALARS}
+    values |= {name: tuple(getattr(wire, name)) for name in LISTS}
+    return ChatOptions(
+        **values, logit_bias=tuple(sorted(wire.logit_bias.items())),
+        begun=Begun(wire.begun.identity, tuple(wire.begun.tokens)) if wire.HasField("begun") else None,
+        grammar=decode_grammar(wire.grammar) if wire.HasField("grammar") else None,
+        logprobs_mode=logprobs_mode_of(wire.logprobs_mode) if wire.logprobs_mode else None,
+        tools=tuple(made(Function, function) for function in wire.tools))
 
 
 def encode_delta(delta: Delta) -> bytes:
@@ -158,6 +180,10 @@ def encode_delta(delta: Delta) -> bytes:
         scored = wire.prompt.add(id=part.id, text=part.text, rank=part.rank, logprob=part.logprob)
         for i, text, logprob in part.top:
             scored.top.add(id=i, text=text, logprob=logprob)
+    if delta.reasoning:
+        wire.reasoning_content = delta.reasoning
+    for call in delta.tool_calls:
+        wire.tool_calls.append(_wire_call(call))
     if delta.usage is not None:
         wire.usage.CopyFrom(inference_pb2.Usage(**shared(delta.usage)))
     return message.SerializeToString()
@@ -174,7 +200,8 @@ def decode_delta(data: bytes) -> Delta:
     prompt = tuple(PromptToken(token.id, token.text, token.logprob if token.HasField("logprob") else None, token.rank,
                                tuple((likely.id, likely.text, likely.logprob) for likely in token.top))
                    for token in wire.prompt)
-    return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity, prompt)
+    return Delta(wire.text, tokens, wire.finish_reason, usage, wire.identity, prompt, wire.reasoning_content,
+                 tuple(map(_call, wire.tool_calls)))
 
 
 def encode_models(ids: list[str]) -> bytes:

@@ -1,0 +1,189 @@
+"""The public gRPC service beside HTTP: what is asked is the same request, what is told the same answer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router_service.dialects.fields import HONOURED, MAX_CONTAINERS, OTHERWISE_OVER_GRPC
+from slipstream.base.errors import InvalidRequest
+from slipstream.client import AsyncClient, Client, Function, Grammar, Message, ToolCall, whole
+from slipstream.protocol.chat import MAX_CALLS, MAX_ITEMS, MAX_TOOLS, Begun, ChatOptions, Delta
+from slipstream.wire.inference import decode_chat, decode_delta, encode_chat, encode_delta
+from tests.echo import EchoTarget
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
+from tests.test_tools import NAMED, NOW, PAST, TWO, WEATHER
+
+THOUGHT = "Hm <b.\n</think>\n\n" + TWO + "\nThat is all."
+
+
+def client_of(router: Routing) -> AsyncClient:
+    return AsyncClient(f"127.0.0.1:{router.service.grpc_port}")
+
+
+async def told(client: AsyncClient, messages: Any, **options: Any) -> list[Delta]:
+    return [delta async for delta in client.chat(messages, seed=7, **options)]
+
+
+def short(value: object) -> str:
+    return str(value)[:40]
+
+
+def test_every_field_is_an_option_or_said_otherwise() -> None:
+    options = {field.name for field in fields(ChatOptions)} - {"begun", "grammar", "function"}
+    assert options | OTHERWISE_OVER_GRPC.keys() | {"model", "messages", "prompt"} == HONOURED.keys()
+    assert not options & OTHERWISE_OVER_GRPC.keys()
+
+
+@pytest.mark.parametrize("body", [
+    {"temperature": 0, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
+     "repetition_penalty": 1.5, "logit_bias": {"5": 2}, "min_tokens": 2, "ignore_eos": True, "max_tokens": 9},
+    {"stop": ["w7"], "include_stop_str_in_output": True, "stop_token_ids": [50], "skip_special_tokens": False},
+    {"truncate_prompt_tokens": 5, "cache_salt": "mine", "speculate": False},
+    {"add_generation_prompt": False, "messages": [*HELLO, {"role": "assistant", "content": "I"}]},
+    {"continue_final_message": True, "messages": [*HELLO, {"role": "assistant", "content": "I"}]},
+    {"tools": [WEATHER, NOW]}, {"tools": [WEATHER, NOW], "tool_choice": "none"}, {"messages": PAST, "tools": [WEATHER]},
+    {"tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": False},
+    {"tools": [WEATHER], "tool_choice": NAMED}, {"allowed_token_ids": [70, 71]}, {"bad_words": ["no"]},
+    {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}], ids=short)
+async def test_a_request_is_the_same_over_both(thinking_folder: Path, body: dict[str, Any]) -> None:
+    target = EchoTarget()
+    target.grammars, target.takes, target.context = True, ("allowed_token_ids", "bad_words"), 4096
+    (thinking_folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}"
+        "as:{{ enable_thinking | default(true) }}{{ reasoning_effort | default('') }}{% endif %}")
+    async with routing(thinking_folder, target) as r, client_of(r) as client:
+        asked = {"messages": HELLO, **body}
+        assert (await r.post(CHAT, seed=7, **asked)).status_code == 200
+        await told(client, asked.pop("messages"), **asked)
+    over_http, over_grpc = (replace(request, request_id="") for request in target.requests)
+    assert over_http == over_grpc
+
+
+async def test_calls_and_reasoning_are_told_as_over_http(thinking_folder: Path) -> None:
+    target = EchoTarget(accepted=2)
+    target.says, target.context, target.grammars = THOUGHT, 4096, True
+    async with routing(thinking_folder, target) as r, client_of(r) as client:
+        for body in ({}, {"parallel_tool_calls": False}, {"include_reasoning": False}, {"separate_reasoning": False},
+                     {"tool_choice": "none"}, {"tool_choice": "required"}, {"tool_choice": NAMED}, {"stop": ["Par"]}):
+            choice = (await r.post(CHAT, messages=HELLO, tools=[WEATHER, NOW], seed=7, **body)).json()["choices"][0]
+            message = choice["message"]
+            deltas = await told(client, "hello", tools=[WEATHER, NOW], **body)
+            found = whole(deltas)
+            assert found.message.content == (message["content"] or ""), body
+            assert found.message.reasoning_content == message.get("reasoning_content", ""), body
+            assert [(call.name, call.arguments) for call in found.message.tool_calls] == [
+                (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+            assert found.finish == choice["finish_reason"] and found.usage == deltas[-1].usage
+            assert len({call.id for call in found.message.tool_calls}) == len(found.message.tool_calls)
+        deltas = await told(client, "hello", tools=[WEATHER, NOW])
+        pieces = [call for delta in deltas for call in delta.tool_calls]
+        assert [bool(piece.id) for piece in pieces].count(True) == 2 < len(pieces) - 3, "as they come"
+        told_again = [*HELLO, whole(deltas).message, Message("tool", "sunny", tool_call_id="c")]
+        assert (await told(client, told_again, tools=[WEATHER]))[-1].finish
+
+
+@pytest.mark.parametrize("body", [{"tools": [WEATHER, NOW]}, {}, {"tools": [WEATHER, NOW], "tool_choice": NAMED}],
+                         ids=str)
+async def test_an_answer_that_goes_on_is_told_apart_as_the_whole_one(thinking_folder: Path,
+                                                                     body: dict[str, Any]) -> None:
+    target = EchoTarget(accepted=0)
+    target.says, target.context, target.grammars = "é" + THOUGHT, 4096, True
+    if "tool_choice" in body:
+        target.says = '{"city": "Paré"}'
+    assert target.identity is not None
+    async with routing(thinking_folder, target) as r, client_of(r) as client:
+        deltas = await told(client, "hello", **body)
+        right = whole(deltas)
+        for cut in range(1, len(deltas) - 1, 5):
+            had = [token.id for delta in deltas[:cut] for token in delta.tokens]
+            rest = await told(client, "hello", begun=Begun(target.identity.tag, tuple(had)), **body)
+            found = whole([*deltas[:cut], *rest])
+            for side in (lambda message: message.content, lambda message: message.reasoning_content, calls_of):
+                assert side(found.message) == side(right.message), cut
+            assert found.finish == right.finish
+
+
+def calls_of(message: Message) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(("options", "field"), [
+    ({"tools": [NOW], "function": "now", "tool_choice": "auto"}, "function"),
+    ({"function": "now"}, "tool_choice"), ({"tools": [NOW], "function": "then"}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": "always"}, "tool_choice"), ({"tools": [NOW, NOW]}, "tools"),
+    ({"tools": (Function("a", "", "{"),)}, "tools[0].function.parameters"),
+    ({"tools": (Function("a", "", "[]x"),)}, "tools[0].function.parameters"),
+    ({"tools": (Function("a b"),)}, "tools[0].function.name"),
+    ({"tools": (Function("a"),) * (MAX_TOOLS + 1)}, "tools"),
+    ({"tools": (Function("a", "", '{"enum": [%s1]}' % ("[]," * (MAX_CONTAINERS // 2))),) * 2}, "tools"),
+    ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs"), ({"chat_template_kwargs": "{"}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": '{"tools": 1}'}, "chat_template_kwargs.tools"),
+    ({"stop_token_ids": [1] * 49}, "stop_token_ids"), ({"stop_token_ids": ["x"]}, "stop_token_ids"),
+    ({"add_special_tokens": True}, "add_special_tokens"), ({"echo": True}, "echo")], ids=short)
+async def test_what_is_wrong_is_refused_by_name(tiny_folder: Path, options: dict[str, Any], field: str) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r, client_of(r) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await told(client, "hello", **options)
+    assert caught.value.field == field
+
+
+async def test_completions_take_no_tools(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r, client_of(r) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            [delta async for delta in client.complete("hello", tools=[NOW])]
+        assert caught.value.field == "tools"
+        assert (await r.post(COMPLETIONS, prompt="hello")).status_code == 200
+
+
+def test_all_options_cross_the_wire() -> None:
+    options = ChatOptions(
+        include_stop_str_in_output=True, stop_token_ids=(3, 4), skip_special_tokens=False, truncate_prompt_tokens=-1,
+        cache_salt="s", add_special_tokens=False, add_generation_prompt=False, continue_final_message=True,
+        chat_template_kwargs="{}", reasoning_effort="low", include_reasoning=False, separate_reasoning=False,
+        tools=(Function("a", "b", "{}"), Function("c")), tool_choice="none", function="a", parallel_tool_calls=False,
+        grammar=Grammar("regex", "a"))
+    calls = (ToolCall("a", "{}", "i", 3), ToolCall("b", ""))
+    messages = (Message("assistant", "", calls, reasoning_content="r", name="n"), Message("tool", "x", (), "i"))
+    assert decode_chat(encode_chat("m", messages, options)) == ("m", messages, options)
+    delta = Delta("a", finish="tool_calls", reasoning="r", tool_calls=calls)
+    assert decode_delta(encode_delta(delta)) == delta
+
+
+@pytest.mark.parametrize("count", [MAX_CALLS + 1, MAX_CALLS])
+def test_calls_of_a_conversation_are_bounded(count: int) -> None:
+    """Of one message, and of all."""
+    messages = (Message("assistant", "", (ToolCall("a", "{}"),) * count),) * (MAX_ITEMS // MAX_CALLS + 1)
+    with pytest.raises(InvalidRequest) as caught:
+        decode_chat(encode_chat("m", messages, ChatOptions()))
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(("messages", "field"), [
+    ([{"role": "assistant", "tool_calls": [1]}], "messages[0].tool_calls[0]"),
+    ([{"role": "assistant", "tool_calls": 1}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a"}}]}], "messages[0].tool_calls[0]"),
+    ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0]")])
+def test_a_client_says_what_is_no_call(messages: Any, field: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as caught:
+        client.chat(messages)
+    assert caught.value.field == field
+
+
+def test_a_client_says_what_is_no_tool() -> None:
+    for tools, field in (([NOW, {"name": "x"}], "tools[1]"), (5, "tools"),
+                         ([{"function": {"name": "a", "parameters": {"x": {1}}}}], "tools[0].function.parameters")):
+        with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as caught:
+            client.chat("x", tools=tools)
+        assert caught.value.field == field
+
+
+def test_pieces_of_calls_are_joined_by_their_index() -> None:
+    pieces = [ToolCall("a", "{", "1"), ToolCall("b", "{", "2", 1), ToolCall("", "}"), ToolCall("", "}", "", 1)]
+    found = whole([Delta(tool_calls=(piece,)) for piece in pieces])
+    assert found.message.tool_calls == (ToolCall("a", "{}", "1", 0), ToolCall("b", "{}", "2", 1))
+    assert json.loads(found.message.tool_calls[0].arguments) == {}
