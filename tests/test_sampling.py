@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from scipy import stats
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.choosing.noise import leaders, noise, row_keys
 from slipstream.choosing.sampling import ChoiceRows, TokenHistory, adjusted, choose, rank, ranked
@@ -368,6 +370,32 @@ def test_sessions_that_are_ranked_together_are_ranked_as_alone() -> None:
         alone = [row for session in sessions
                  for row in zip(*(part.tolist() for part in rank(logits, session, 4, vocabulary)), strict=True)]
         assert ranked(logits, sessions, 4, vocabulary) == alone
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that an operation gave."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made in found if isinstance(found, tuple) else (found,):
+            if isinstance(made, torch.Tensor):
+                self.numbers = max(self.numbers, made.numel())
+        return found
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(1.0, presence_penalty=1.0), Sampling(0.0, top_p=0.5),
+                                      Sampling(1.0, top_p=0.5), Sampling(0.0, presence_penalty=1.0)], ids=str)
+def test_many_sessions_take_no_more_memory_than_a_few(sampling: Sampling) -> None:
+    """Beside their logits: those over a part of the vocabulary are spread over all of it, or copied to float64."""
+    vocabulary, sessions = torch.arange(0, 64_000, 32), 200
+    logits, history = torch.randn(4 * sessions, len(vocabulary)), TokenHistory.of(sampling, [1])
+    rows = [ChoiceRows(replace(sampling, seed=one), range(4 * one, 4 * one + 4), [9] * 4, [0] * 4, history, [()] * 4)
+            for one in range(sessions)]
+    with Largest() as largest:
+        ranked(logits, rows, 4, vocabulary)
+    assert largest.numbers <= 4 * logits.numel()
 
 
 def test_rank_scores_are_log_shares() -> None:

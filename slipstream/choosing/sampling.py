@@ -174,9 +174,10 @@ def _parts(logits: torch.Tensor, sessions: Sequence[ChoiceRows],
     return parts
 
 
-def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor) -> list[list[ChoiceRows]]:
+def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor, spread: bool = False) -> list[list[ChoiceRows]]:
     """The sessions in groups that are computed at once: all greedy or none, adjusted (these are summed in another type)
-    and filtered likewise; of as many rows as are good together, where whole rows are copied."""
+    and filtered likewise; of as many rows as are good together, where whole rows are copied. spread: sampled rows are,
+    to wider ones (``_spread``)."""
     kinds: dict[tuple[bool, bool, bool], list[ChoiceRows]] = {}
     for session in sessions:
         kind = session.sampling.greedy, session.adjusted, is_filtered(session.sampling)
@@ -184,7 +185,7 @@ def _alike(sessions: Sequence[ChoiceRows], logits: torch.Tensor) -> list[list[Ch
     on_cpu = logits.device.type == "cpu"
     most = max(4, CELLS_AT_ONCE_CPU // logits.shape[1]) if on_cpu else ROWS_AT_ONCE
     return [few for (greedy, is_adjusted, filtered), alike in kinds.items()
-            for few in ([alike] if not filtered and (on_cpu or greedy) and not (greedy and is_adjusted)
+            for few in ([alike] if not is_adjusted and (greedy or (on_cpu and not filtered and not spread))
                         else _packs(alike, most))]
 
 
@@ -294,7 +295,7 @@ def ranked(logits: torch.Tensor, sessions: Sequence[ChoiceRows], k: int, vocabul
         told |= {row: (won.tokens[begin : begin + k], won.scores[begin : begin + k])
                  for row, begin in zip(_rows_of(sampled), begins, strict=True)}
         left += [session.part(cut) for session, cut in _unsure(sampled, won)]
-    for few in _alike(left, logits):
+    for few in _alike(left, logits, vocabulary is not None):
         tokens, scores = _rank(logits, few, k, vocabulary)
         told |= zip(_rows_of(few), zip(tokens.tolist(), scores.tolist(), strict=True), strict=True)
     return [told[row] for session in sessions for row in session.rows]
