@@ -170,7 +170,7 @@ def start(config: Config) -> Running:
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
 
     return Running(engine, version, _params, (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds,
-                   _trials(folder), _bounds(engine.vllm_config))
+                   trials_of(folder), _bounds(engine.vllm_config))
 
 
 def _params(structured_outputs: Mapping[str, Any] | None, bad_words: list[list[int]], **asked: Any) -> Any:
@@ -198,12 +198,13 @@ def _bounds(running: Any) -> Bounds:
     return Bounds(envs.VLLM_MAX_NUM_BAD_WORDS, envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, scored)
 
 
-def _trials(folder: Path) -> Trials | None:
-    """Of grammars for the model in ``folder``; None where its tokenizer is of no use for them."""
+def trials_of(folder: Path) -> Trials | None:
+    """Of grammars for the model in ``folder``; None where its tokenizer is of no use for them, be it that it ends the
+    process that tries."""
     trial = Trial(folder, AGAIN_S)
     try:
         trial.check(JSON_OBJECT)
-    except (ModelError, InvalidRequest) as error:
+    except (ModelError, InvalidRequest, Unavailable) as error:
         trial.close()
         logger("target").warning("no grammars", why=str(error))
         return None

@@ -19,6 +19,7 @@ from slipstream_vllm.remote import Chains, RemoteDrafter
 from slipstream_vllm.telling import Teller
 from slipstream_vllm.worker import Drafted
 
+from slipstream.base.child import Child
 from slipstream.base.config import Config, TargetSection, load
 from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
 from slipstream.following.rounds import Told, ToldStep, decode
@@ -34,7 +35,7 @@ from target_service import vllm_told
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
 from target_service.vllm import ALLOW, DRAFTS, Fill, Running, VllmService
-from target_service.vllm_start import arguments
+from target_service.vllm_start import arguments, trials_of
 from tests.test_following import PROMPT as SAID
 from tests.test_following import chosen, plain
 from tests.test_vllm import OPTIONS, Runner, play
@@ -610,3 +611,10 @@ def test_settings_that_contradict_are_refused_by_name(overrides: tuple[str, ...]
 def test_an_engine_that_is_not_known_is_refused(wrong: str) -> None:
     with pytest.raises(SlipstreamError, match=r"target\.engine: .* is not known; write ours, vllm"):
         load(overrides=(f"target.engine={wrong}",))
+
+
+def test_a_tokenizer_that_ends_the_process_for_trials_costs_the_grammars_alone(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trials_of(tiny_folder) is not None
+    monkeypatch.setattr(Child, "ask", lambda child, line: child.end())
+    assert trials_of(tiny_folder) is None
