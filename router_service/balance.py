@@ -140,10 +140,11 @@ class Targets:
     async def sweep(self) -> list[Target]:
         """Close and forget those that are over. Returns them."""
         over = [self.known[name] for name in self._roster.over() if self.known[name].in_flight == 0]
-        for target in over:
+        for target in over:  # all at once: who waits to be closed gets no request
             self._log.info("target forgotten", target=target.name, left=target.left)
             self._roster.forget(target.name)
             del self.known[target.name]
+        for target in over:
             await _close(target)
         return over
 

@@ -225,6 +225,36 @@ async def test_a_dead_target_that_is_still_listed_gets_nothing(tmp_path: Path) -
         assert await r.ask() == 8
 
 
+class Closing(EchoTarget):
+    """A target elsewhere, which takes its time to be closed."""
+
+    def __init__(self, gone: asyncio.Event) -> None:
+        super().__init__()
+        self.closed = False
+        self._gone = gone
+
+    async def aclose(self) -> None:
+        self.closed = True
+        await self._gone.wait()
+
+
+async def test_a_target_that_is_being_forgotten_gets_no_request() -> None:
+    """While another one is closed, either."""
+    clock, gone, opened = Clock(), asyncio.Event(), dict[str, Closing]()
+    targets = Targets({}, lambda address, _: opened.setdefault(address, Closing(gone)), clock, ROSTER)
+    balancer = Balancer(targets, RouterMetrics("tiny"))
+    targets.seen({"a:1": "", "b:1": ""})
+    await balancer.poll()
+    targets.seen({})
+    clock.now_s = LEFT_S
+    sweeping = asyncio.create_task(targets.sweep())
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable):
+        await anext(balancer.submit(Request("r", (1, 2), Sampling(), 8)))
+    gone.set()
+    assert len(await sweeping) == 2 and all(target.closed for target in opened.values())
+
+
 @needs_openssl
 async def test_pods_are_known_by_their_services_name(tmp_path: Path) -> None:
     ca = authority(tmp_path / "ca")
