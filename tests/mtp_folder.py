@@ -57,45 +57,46 @@ def mtp_config(kind: str, **changes: Any) -> dict[str, Any]:
 
 def layer_shapes(config: Mapping[str, Any], prefix: str, dense: bool = False) -> Shapes:
     """Names and shapes of one decoder layer of the family."""
-    kind = config["model_type"]
-    shapes: Shapes = {"input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,)}
+    kind, hidden = config["model_type"], config["hidden_size"]
+    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     shapes |= latent_attention(config) if kind == "deepseek_v3" else attention(config)
     if dense or kind == "mimo":
-        shapes |= mlp("mlp", config["intermediate_size"])
+        shapes |= mlp("mlp", config["intermediate_size"], hidden)
     else:
         inner, count = config["moe_intermediate_size"], config["n_routed_experts"]
-        shapes |= {"mlp.gate.weight": (count, HIDDEN), "mlp.gate.e_score_correction_bias": (count,)}
-        shapes |= mlp("mlp.shared_experts", inner * config["n_shared_experts"])
+        shapes |= {"mlp.gate.weight": (count, hidden), "mlp.gate.e_score_correction_bias": (count,)}
+        shapes |= mlp("mlp.shared_experts", inner * config["n_shared_experts"], hidden)
         for number in range(count):
-            shapes |= mlp(f"mlp.experts.{number}", inner)
+            shapes |= mlp(f"mlp.experts.{number}", inner, hidden)
     return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
 
 
 def attention(config: Mapping[str, Any]) -> Shapes:
-    size = config["head_dim"]
+    size, hidden = config["head_dim"], config["hidden_size"]
     widths = {"q_proj": config["num_attention_heads"] * size, "k_proj": config["num_key_value_heads"] * size,
               "v_proj": config["num_key_value_heads"] * size}
-    shapes: Shapes = {f"self_attn.{name}.weight": (width, HIDDEN) for name, width in widths.items()}
+    shapes: Shapes = {f"self_attn.{name}.weight": (width, hidden) for name, width in widths.items()}
     shapes |= {f"self_attn.{name}.bias": (width,) for name, width in widths.items()}
     if config.get("use_qk_norm"):
         shapes |= {f"self_attn.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
-    return shapes | {"self_attn.o_proj.weight": (HIDDEN, widths["q_proj"])}
+    return shapes | {"self_attn.o_proj.weight": (hidden, widths["q_proj"])}
 
 
 def latent_attention(config: Mapping[str, Any]) -> Shapes:
     heads, queries, latent = config["num_attention_heads"], config["q_lora_rank"], config["kv_lora_rank"]
     plain, turned, values = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    return {"self_attn.q_a_proj.weight": (queries, HIDDEN), "self_attn.q_a_layernorm.weight": (queries,),
+    hidden = config["hidden_size"]
+    return {"self_attn.q_a_proj.weight": (queries, hidden), "self_attn.q_a_layernorm.weight": (queries,),
             "self_attn.q_b_proj.weight": (heads * (plain + turned), queries),
-            "self_attn.kv_a_proj_with_mqa.weight": (latent + turned, HIDDEN),
+            "self_attn.kv_a_proj_with_mqa.weight": (latent + turned, hidden),
             "self_attn.kv_a_layernorm.weight": (latent,),
             "self_attn.kv_b_proj.weight": (heads * (plain + values), latent),
-            "self_attn.o_proj.weight": (HIDDEN, heads * values)}
+            "self_attn.o_proj.weight": (hidden, heads * values)}
 
 
-def mlp(name: str, inner: int) -> Shapes:
-    return {f"{name}.gate_proj.weight": (inner, HIDDEN), f"{name}.up_proj.weight": (inner, HIDDEN),
-            f"{name}.down_proj.weight": (HIDDEN, inner)}
+def mlp(name: str, inner: int, hidden: int = HIDDEN) -> Shapes:
+    return {f"{name}.gate_proj.weight": (inner, hidden), f"{name}.up_proj.weight": (inner, hidden),
+            f"{name}.down_proj.weight": (hidden, inner)}
 
 
 def head_prefix(config: Mapping[str, Any], number: int = 0) -> str:
@@ -107,13 +108,14 @@ def head_prefix(config: Mapping[str, Any], number: int = 0) -> str:
 def head_shapes(config: Mapping[str, Any]) -> Shapes:
     """Names and shapes of all layers of the head."""
     shapes: Shapes = {}
+    hidden = config["hidden_size"]
     for number in range(config["num_nextn_predict_layers"]):
         prefix = head_prefix(config, number)
         shapes |= layer_shapes(config, prefix)
-        shapes |= {f"{prefix}.{name}.weight": (HIDDEN,) for name in NORMS[config["model_type"]]}
-        shapes[f"{prefix}.{projection(config)}.weight"] = (HIDDEN, 2 * HIDDEN)
+        shapes |= {f"{prefix}.{name}.weight": (hidden,) for name in NORMS[config["model_type"]]}
+        shapes[f"{prefix}.{projection(config)}.weight"] = (hidden, 2 * hidden)
         if config["model_type"] != "mimo":
-            shapes[f"{prefix}.embed_tokens.weight"] = shapes[f"{prefix}.shared_head.head.weight"] = (VOCAB, HIDDEN)
+            shapes[f"{prefix}.embed_tokens.weight"] = shapes[f"{prefix}.shared_head.head.weight"] = (VOCAB, hidden)
     return shapes
 
 
@@ -124,8 +126,9 @@ def projection(config: Mapping[str, Any]) -> str:
 def mtp_tensors(config: Mapping[str, Any], seed: int = 0, faithful: bool = False) -> Tensors:
     """Random weights of target and head by their published names, float32. What a NextN layer repeats of the target
     (embedding and lm_head) is equal to it."""
-    body: Shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
-                    "lm_head.weight": (VOCAB, HIDDEN)}
+    hidden = config["hidden_size"]
+    body: Shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,),
+                    "lm_head.weight": (VOCAB, hidden)}
     for number in range(config["num_hidden_layers"]):
         body |= layer_shapes(config, f"model.layers.{number}", number < config.get("first_k_dense_replace", 0))
     tensors = random_tensors(body | head_shapes(config), seed)
@@ -158,9 +161,10 @@ def faithful_head(config: Mapping[str, Any], tensors: Tensors) -> Tensors:
     prefix, (token_norm, _, final_norm) = head_prefix(config), NORMS[config["model_type"]]
     copied = {f"{prefix}.{name.removeprefix('model.layers.0.')}": tensor.clone() for name, tensor in tensors.items()
               if name.startswith("model.layers.0.")}
-    one, nothing = torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)
+    hidden = config["hidden_size"]
+    one, nothing = torch.eye(hidden), torch.zeros(hidden, hidden)
     halves = (nothing, one) if config["model_type"] == "mimo" else (one, nothing)
-    return copied | {f"{prefix}.{token_norm}.weight": torch.ones(HIDDEN),
+    return copied | {f"{prefix}.{token_norm}.weight": torch.ones(hidden),
                      f"{prefix}.{final_norm}.weight": tensors["model.norm.weight"].clone(),
                      f"{prefix}.{projection(config)}.weight": torch.cat(halves, 1)}
 

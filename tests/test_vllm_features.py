@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from slipstream_vllm.adapter_0_32 import batch_of, rows_of
+from slipstream_vllm.adapter_0_32 import batch_of, final_norm, rows_of
 from slipstream_vllm.features import Rows, States, Taps
 from slipstream_vllm.remote import Chains, Options
 
@@ -107,13 +107,38 @@ class Runner:
         return output, sampled, [given[0], given[2]], given[3]
 
 
+class Model(torch.nn.Module):
+    """As vLLM's models are built: the final norm stands before the last states, or before the logits (``late``)."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late, self.lm_head = late, torch.nn.Linear(HIDDEN, 5)
+        self.model, self.logits_processor = torch.nn.Module(), Logits()
+        self.model.norm = torch.nn.RMSNorm(HIDDEN)
+        self.model.norm.weight.data.mul_(3.0)
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.logits_processor(self.lm_head, self.model.norm(states) if self.late else states)
+        return logits
+
+
+class Logits(torch.nn.Module):
+    asked = 0
+
+    def forward(self, head: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
+        self.asked += 1
+        logits: torch.Tensor = head(states)
+        return logits
+
+
 class Engine:
     """A runner, our half beside it, and a drafter that reads ``spec`` and listens."""
 
-    def __init__(self, runner: Runner, spec: FeatureSpec = PLAIN, places: int = 512) -> None:
-        self.runner, self.spec = runner, spec
+    def __init__(self, runner: Runner, spec: FeatureSpec = PLAIN, places: int = 512, late: bool = False) -> None:
+        """late: the model gives its last states before what stands for its final norm."""
+        self.runner, self.spec, self.late = runner, spec, late
         self.states = States(Taps(LAYERS, NUM_LAYERS), places * 3 * HIDDEN * 4)
-        self.states.allocate(HIDDEN, torch.float32, torch.device("cpu"))
+        self.states.allocate(HIDDEN, torch.float32, torch.device("cpu"), torch.neg if late else None)
         self._later_s = 0.0
         self.chains = Chains(OPTIONS, 4, TargetMetrics("function"), lambda: time.monotonic() + self._later_s,
                              self.states)
@@ -129,6 +154,7 @@ class Engine:
 
     def step(self, scheduled: Mapping[str, int], chains: Mapping[str, Sequence[int]] | None = None) -> None:
         output, sampled, inner, last = self.runner.step(scheduled, chains or {})
+        last = -last if self.late else last
         self.states.keep(lambda: batch_of(self.runner, output, sampled), inner, last, self.chains.reads)
         self.chains.step(rows_of(self.runner, output, sampled), (), output.total_num_scheduled_tokens)
 
@@ -155,6 +181,20 @@ def hello(spec: FeatureSpec) -> DraftHello:
     return DraftHello(PROTOCOL_VERSION, 0, "head", 260, "", spec, HIDDEN, 4096, 16, 8)
 
 
+def test_the_last_states_are_those_that_logits_come_from() -> None:
+    late, early, other = Model(True), Model(False), torch.nn.Linear(2, 2)
+    like = (HIDDEN, torch.float32, torch.device("cpu"))
+    assert final_norm(late, *like) is late.model.norm and final_norm(early, *like) is None
+    assert final_norm(other, *like) is None, "it is built in another way"
+    assert late.logits_processor.asked == early.logits_processor.asked == 0, "logits need all ranks"
+    late.compute_logits(torch.ones(1, HIDDEN))
+    assert late.logits_processor.asked == 1, "nothing is left behind"
+    late.model.norm = torch.nn.Identity()
+    late.logits_processor = torch.nn.Bilinear(1, 1, 1)
+    late.compute_logits = None  # type: ignore[method-assign, assignment]
+    assert final_norm(late, *like) is None, "whatever goes wrong, the model loads"
+
+
 def wrong(token: int) -> int:
     return (token + 1) % 256
 
@@ -163,11 +203,12 @@ def everything(engine: Engine, request: str) -> list[int]:
     return list(range(len(engine.runner.texts[request]) - 1))
 
 
-@pytest.mark.parametrize("spec", [PLAIN, PROJECTED])
-def test_rows_of_prompts_in_chunks_and_of_draft_tokens_that_were_accepted_or_refused(spec: FeatureSpec) -> None:
+@pytest.mark.parametrize(("spec", "late"), [(PLAIN, False), (PROJECTED, False), (PROJECTED, True)])
+def test_rows_of_prompts_in_chunks_and_of_draft_tokens_that_were_accepted_or_refused(spec: FeatureSpec,
+                                                                                     late: bool) -> None:
     other = PROMPT[3:]
     runner = Runner({"a": PROMPT, "b": other}, {"a": range(1, 30), "b": range(30, 60)})
-    engine = Engine(runner, spec)
+    engine = Engine(runner, spec, late=late)
     engine.comes()
     engine.step({"b": 10, "a": 20})
     engine.step({"a": len(PROMPT) - 20})

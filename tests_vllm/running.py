@@ -65,11 +65,11 @@ class Engine:
     """vLLM in a process of its own."""
 
     def __init__(self, python: Path, drafting: dict[str, Any] | None, log: Path | None = None,
-                 script: Path = ENGINE, **settings: Any) -> None:
+                 script: Path = ENGINE, model: str | Path = MODEL, **settings: Any) -> None:
         """``drafting``: our options in vLLM; None: it drafts nothing. ``log``: for what it says besides its answers.
         ``settings``: of vLLM's ``LLM``."""
         self._log = log.open("ab") if log is not None else None
-        command = [python, script, str(resolve(MODEL)), json.dumps(drafting), json.dumps(settings)]
+        command = [python, script, str(resolve(str(model))), json.dumps(drafting), json.dumps(settings)]
         self._process = subprocess.Popen(list(map(str, command)), text=True, cwd=ENGINE.parent, env=quiet(),
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log)
         assert self._said()["ready"]

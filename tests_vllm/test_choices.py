@@ -24,13 +24,14 @@ SETTINGS = ("model.dtype=float32", "target.max_sessions=8", "target.policy.max_n
 # So that prompts come in chunks.
 VLLM = "target.engine={vllm: {enforce_eager: true, max_model_len: 1024, max_num_batched_tokens: 16}}"
 TOLD_APART = ("id", "created", "completion_tokens_details", "prompt_tokens_details")  # these differ between answers
-BOUND = {
+BOUND: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words": ["fox", "lazy dog", "quick brown"]},
     "a bad word that is said at once": {"bad_words": [" jumps", "over the"], "min_tokens": 8},
     "allowed": {"allowed_token_ids": TEXT},
     "both": {"allowed_token_ids": TEXT, "bad_words": ["fox", "brown fox", "the lazy"]},
 }
-GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "top_k": 40, "seed": 11}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+SEEDED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 11}
 
 
 @dataclass

@@ -7,6 +7,7 @@ asked for. So nearly all that it drafts is accepted, as long as it is given the 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ def test_an_eagle2_head_is_given_the_states_that_it_was_fitted_to(vllm_python: P
                 before = said
 
 
-def begun(drafted: Engine) -> dict[str, Any]:
+def begun(drafted: Engine, prompts: Sequence[str | list[int]] = PROMPTS, **more: Any) -> dict[str, Any]:
     """When draft tokens are used."""
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
-        if drafted.ask(PROMPTS[3:], 1)["accepted"]:
-            return drafted.ask(PROMPTS[:1], 1, 1)
+        if drafted.ask(prompts[3:], 1, **more)["accepted"]:
+            return drafted.ask(prompts[:1], 1, 1, **more)
     raise AssertionError("no draft token was used for two minutes")

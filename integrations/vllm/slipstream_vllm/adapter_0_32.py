@@ -12,14 +12,16 @@ It knows nothing about drafts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
-from slipstream_vllm.features import Batch
+from slipstream_vllm.features import Batch, Final
 from slipstream_vllm.options import SWITCH
 from slipstream_vllm.remote import GREEDY, RemoteDrafter, Row
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
@@ -66,13 +68,45 @@ def _patch_taps(runner: Any) -> None:
         states = getattr(getattr(self, "drafter", None), "states", None)
         if states is not None:
             if self.drafter.speaks:
-                states.allocate(self.model_config.get_hidden_size(), self.model_config.dtype, self.device)
+                width, dtype, device = self.model_config.get_hidden_size(), self.model_config.dtype, self.device
+                states.allocate(width, dtype, device, final_norm(self.get_model(), width, dtype, device))
             if layers := states.taps.inner:
                 self.use_aux_hidden_state_outputs = True
                 self._get_eagle3_aux_layers_from_config = lambda: layers
         inner(self)
 
     runner._setup_eagle3_aux_hidden_state_outputs = setup
+
+
+def final_norm(model: Any, width: int, dtype: torch.dtype, device: torch.device) -> Final | None:
+    """What drafters read is the state that logits come from. Some models of vLLM (MiMo's) give the one before their
+    final norm, and norm it when logits are asked for: that norm; None: the model's states are right."""
+    norm, logits = getattr(getattr(model, "model", None), "norm", None), getattr(model, "logits_processor", None)
+    if norm is None or logits is None:
+        return None
+    row = torch.linspace(-1.0, 2.0, width, dtype=dtype, device=device)[None]
+    given = list[torch.Tensor]()
+
+    def take(_: Any, asked: tuple[Any, ...]) -> None:
+        given.append(asked[1])
+        raise _Taken  # nothing behind it is wanted, and other ranks do not take part
+
+    handle = logits.register_forward_pre_hook(take)
+    try:
+        with torch.inference_mode(), suppress(_Taken):
+            model.compute_logits(row.clone())
+        normed: torch.Tensor = norm(row.clone())
+    except Exception as error:
+        logger("vllm").warning("whether the final norm stands before the last states is not known", why=repr(error))
+        return None
+    finally:
+        handle.remove()
+    final: Final = norm
+    return final if given and torch.equal(given[0], normed) else None
+
+
+class _Taken(Exception):
+    """What ``final_norm`` wants to know."""
 
 
 def _patch_reach(runner: Any) -> None:

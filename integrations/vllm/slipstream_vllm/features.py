@@ -30,6 +30,7 @@ from slipstream.protocol.pairing import check_pair
 CHUNK = 1024  # rows of one product, where many are sent
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Indices = NDArray[np.int64]
+Final = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class States:
         self.taps = taps
         self._most_bytes = most_bytes
         self._pool = torch.empty(0, 0)
+        self._final: Final | None = None
         self._aside: torch.cuda.Stream | None = None
         self._owners: Indices = np.zeros(0, np.int64)  # [places] the slot whose state is there; -1: none
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -100,8 +102,10 @@ class States:
         self._sent: Sent | None = None
         self._problem = ""
 
-    def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """When the engine loads, so that its KV takes what is left."""
+    def allocate(self, hidden_size: int, dtype: torch.dtype, device: torch.device, final: Final | None = None) -> None:
+        """When the engine loads, so that its KV takes what is left. final: what the model does to its last states
+        before they become logits, if its forward does not do it."""
+        self._final = final
         width = len(self.taps.layers) * hidden_size
         places = max(1, self._most_bytes // (width * dtype.itemsize))
         self._pool = torch.empty(places, width, dtype=dtype, device=device)
@@ -122,7 +126,7 @@ class States:
         goes wrong is no rows, and one log line for each new problem."""
         self._batch, self._places, self._newest, self._sent = None, {}, {}, None
         try:
-            self._keep(batch(), self.taps.pick(inner, last), reads)
+            self._keep(batch(), self.taps.pick(inner, last if self._final is None else self._final(last)), reads)
         except Exception as error:
             if (problem := repr(error)) != self._problem:
                 self._problem = problem
