@@ -2,8 +2,8 @@
 simulation alone (``bench.traffic.real``).
 
 1. The target answers each question plainly and greedily. Trees never change an answer, so that is every schedule's.
-2. At each position of an answer, behind the target's own states, the head's tree is grown best first, far wider than
-   any schedule would: what a schedule would grow is in it, with what the head says of each node.
+2. At each position of an answer, behind the target's own states, the drafter that serves grows a tree best first, far
+   wider than any schedule would: what a schedule would grow is in it, with what the head says of each node.
 3. Records are kept in a folder, one file a question, and are computed again when what they were made of has changed.
 
 It knows nothing about schedules, devices or times.
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,22 +25,22 @@ from rich.progress import Progress
 
 from bench.asking import read
 from router_service.text.tokens import TextCodec
-from slipstream.base.config import Dtype, ModelSection
-from slipstream.drafting.heads.checkpoint import read_head
+from slipstream.base.config import Dtype, GrowthSection, ModelSection
+from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
+from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
-from slipstream.engine.batch import BatchBuilder
+from slipstream.drafting.tree import SENT, GrowingTree
 from slipstream.engine.loading import load_model
-from slipstream.engine.runner import FeatureRows, ModelRunner
+from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import head_for, packaged_head, resolve
-from slipstream.protocol.messages import Features
+from slipstream.protocol.messages import Growth
 
 SETS = ("mt_bench", "alpaca", "gsm8k", "humaneval", "cnn_dm")
 PROMPT = 512  # of its newest tokens
 ROWS, FORWARDS = 32, 8  # nodes that are expanded at once, and how often, at each position
 CHILDREN, LEAST = 64, -9.0  # of a node at most; a score below which nothing is kept
 TOGETHER = 13  # questions
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,145 +67,61 @@ class Record:
     places: list[Place]
 
 
-@dataclass(slots=True)
-class Growing:
-    """A tree that is grown best first, at one position of one answer."""
+class Recording(NeuralDrafter):
+    """Grows trees as one that runs ahead, without end, and proposes nothing. ``places``: of each session, so far."""
 
-    context: Ints  # slots
-    base: int
-    tokens: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    totals: list[float] = field(default_factory=lambda: [0.0])
-    parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
-    first: list[int] = field(default_factory=lambda: [-1])
-    count: list[int] = field(default_factory=lambda: [0])
-    slots: dict[int, int] = field(default_factory=dict)
-    states: dict[int, torch.Tensor] = field(default_factory=dict)
-    waiting: list[tuple[float, int]] = field(default_factory=list)
+    def __init__(self, head: EagleHead, tokens: int, dtype: Dtype) -> None:
+        room = TOGETHER * (PROMPT + tokens + ROWS * FORWARDS)
+        network = EagleNetwork(head, dtype, torch.device("cpu"), room, True, kernels="auto", whole=True)
+        # Wider than it may be where trees are sent.
+        shape = GrowthSection.model_construct(num_steps=1 + FORWARDS, topk=CHILDREN, num_draft_tokens=CHILDREN)
+        super().__init__("recording", network, shape, TOGETHER)
+        self.places: dict[int, list[Place]] = defaultdict(list)
 
-    def expand(self, node: int, tokens: Sequence[int], scores: Sequence[float]) -> None:
-        """Its children, best first."""
-        self.first[node] = len(self.tokens)
-        above = self.totals[node]
-        for token, score in zip(tokens, scores, strict=True):
-            if above + score < LEAST:
-                break
-            heappush(self.waiting, (-above - score, len(self.tokens)))
-            self.tokens.append(token)
-            self.scores.append(score)
-            self.totals.append(above + score)
-            self.parents.append(node)
-            self.depths.append(self.depths[node] + 1)
-            self.first.append(-1)
-            self.count.append(0)
-        self.count[node] = len(self.tokens) - self.first[node]
+    def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
+        """A place more for each."""
+        for _ in range(1 + FORWARDS):
+            super().grow(ids, [SENT * ROWS] * len(ids), 1)
+        for session in ids:
+            tree = self.tree(session)
+            self.places[session].append(place_of(self._contexts[session].tokens[-1], tree))
+            tree.ids, tree.num_sent = [0] * len(tree.ids), 0  # nobody has them: it begins anew behind the next commit
+        return []
 
-    def next(self, most: int) -> list[int]:
-        """The best that have no children yet."""
-        return [heappop(self.waiting)[1] for _ in range(min(most, len(self.waiting)))]
+    def close(self, ids: Sequence[int]) -> None:
+        """With a place behind the newest tokens."""
+        self.grow(ids, [0] * len(ids))
+        super().close(ids)
 
-    def above(self, node: int) -> list[int]:
-        """Slots of what stands between the root and it."""
-        found = []
-        while (node := self.parents[node]) > 0:
-            found.append(self.slots[node])
-        return found[::-1]
 
-    def place(self) -> Place:
-        return Place(np.array(self.tokens, np.int32), np.array(self.scores, np.float32), np.array(self.first, np.int32),
-                     np.array(self.count, np.int32))
+def place_of(root: int, tree: GrowingTree) -> Place:
+    """What ``tree`` holds below the token ``root``, but for what is hardly thought of."""
+    scores = np.array(tree.scores)
+    kept = np.flatnonzero(scores >= LEAST)  # parents of what is kept are kept, too
+    numbers = np.zeros(1 + len(scores), np.int64)
+    numbers[1 + kept] = 1 + np.arange(len(kept))
+    above, totals = numbers[1 + np.array(tree.parents)[kept]], np.concatenate(([0.0], scores[kept]))
+    first = np.full(len(totals), -1, np.int32)
+    parents, begins = np.unique(above, return_index=True)
+    first[parents] = 1 + begins
+    return Place(np.array([root, *np.array(tree.tokens)[kept]], np.int32),
+                 np.concatenate(([0.0], totals[1:] - totals[above])).astype(np.float32), first,
+                 np.bincount(above, minlength=len(totals)).astype(np.int32))
 
 
 class Recorder:
     """A target and its EAGLE-3 head; ``tokens``: of an answer at most."""
 
     def __init__(self, target: Path, head: Path, tokens: int, dtype: Dtype = "bfloat16") -> None:
-        self.tokens = tokens
-        self._runner = ModelRunner(load_model(target, ModelSection(dtype=dtype)),
-                                   slots_needed([[0] * PROMPT] * TOGETHER, tokens))
-        room = TOGETHER * (PROMPT + tokens + ROWS * FORWARDS)
-        self._network = EagleNetwork(read_head(head, target), dtype, torch.device("cpu"), room, True, kernels="auto",
-                                     whole=True)
+        slots = slots_needed([[0] * PROMPT] * TOGETHER, tokens)
+        self._drafter = Recording(read_head(head, target), tokens, dtype)
+        self._rounds = Rounds(ModelRunner(load_model(target, ModelSection(dtype=dtype)), slots), self._drafter, tokens)
 
     def record(self, prompts: Sequence[Sequence[int]]) -> list[Record]:
         """Answer at most TOGETHER prompts of at most PROMPT tokens each."""
-        self._runner.set_taps(())
-        answers = Rounds(self._runner, None, self.tokens).answer(prompts, 0, Tally())
-        states = [self._states([*prompt, *answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-        contexts = [self._network.slots.alloc(len(prompt) - 1) for prompt in prompts]
-        for prompt, slots, rows in zip(prompts, contexts, states, strict=True):
-            self._read(prompt, slots, rows)
-        places: list[list[Place]] = [[] for _ in prompts]
-        for at in range(max(map(len, answers))):
-            running = [number for number, answer in enumerate(answers) if at < len(answer)]
-            trees = self._trees(running, at, prompts, answers, states, contexts)
-            for number, tree in zip(running, trees, strict=True):
-                places[number].append(tree.place())
-        for slots in contexts:
-            self._network.slots.free(slots)
-        return [Record(answer, found) for answer, found in zip(answers, places, strict=True)]
-
-    def _states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[T, W]: what the head reads of the target."""
-        spec = self._network.features
-        assert spec is not None
-        self._runner.set_taps(spec.layers)
-        slots, builder = self._runner.slots.alloc(len(tokens)), BatchBuilder()
-        builder.add(tokens, range(len(tokens)), slots.tolist(), np.zeros(0, np.int64), logits="last")
-        self._runner.forward(builder.build())
-        rows = FeatureRows(spec, self._runner.linear)(self._runner.features(slots))
-        self._runner.slots.free(slots)
-        return self._network.read([Features(1, 0, rows, len(tokens), spec.dtype)])[0].clone()
-
-    def _read(self, prompt: Sequence[int], slots: Ints, states: torch.Tensor) -> None:
-        """A prompt becomes the head's."""
-        builder = BatchBuilder()
-        builder.add(prompt[1:], range(len(prompt) - 1), slots.tolist(), np.zeros(0, np.int64), logits="none")
-        self._network.forward(builder.build("cpu", states[: len(prompt) - 1]))
-
-    def _trees(self, running: Sequence[int], at: int, prompts: Sequence[Sequence[int]],
-               answers: Sequence[Sequence[int]], states: Sequence[torch.Tensor],
-               contexts: list[Ints]) -> list[Growing]:
-        """Of those who run, behind so many tokens of their answers and one; ``contexts`` grow by that one."""
-        trees, builder, inputs = list[Growing](), BatchBuilder(), list[torch.Tensor]()
-        for number in running:
-            base = len(prompts[number]) + at + 1
-            slot = self._network.slots.alloc(1)
-            builder.add([answers[number][at]], [base - 2], slot.tolist(), contexts[number])
-            inputs.append(states[number][base - 2 : base - 1])
-            contexts[number] = np.concatenate((contexts[number], slot))
-            tree = Growing(contexts[number], base)
-            tree.tokens, tree.scores = [answers[number][at]], [0.0]
-            trees.append(tree)
-        self._expand(builder, inputs, [(tree, 0) for tree in trees])
-        for _ in range(FORWARDS):
-            builder, inputs, wanted = BatchBuilder(), [], []
-            for tree in trees:
-                for node in tree.next(ROWS):
-                    slot = self._network.slots.alloc(1)
-                    builder.add([tree.tokens[node]], [tree.base - 2 + tree.depths[node]], slot.tolist(),
-                                np.concatenate((tree.context, np.array(tree.above(node), np.int64))))
-                    tree.slots[node] = int(slot[0])
-                    inputs.append(tree.states[tree.parents[node]])
-                    wanted.append((tree, node))
-            if not wanted:
-                break
-            self._expand(builder, inputs, wanted)
-        for tree in trees:
-            self._network.slots.free(np.array(list(tree.slots.values()), np.int64))
-        return trees
-
-    def _expand(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor],
-                wanted: Sequence[tuple[Growing, int]]) -> None:
-        output = self._network.forward(builder.build("cpu", torch.cat(list(inputs))))
-        assert output.states is not None
-        kept = output.states.clone()
-        scores, places = torch.log_softmax(output.logits.float(), 1).topk(CHILDREN, 1)
-        tokens = places if self._network.vocabulary is None else self._network.vocabulary[places]
-        for row, ((tree, node), ids, logs) in enumerate(zip(wanted, tokens.tolist(), scores.tolist(), strict=True)):
-            tree.states[node] = kept[row : row + 1]
-            tree.expand(node, ids, logs)
+        self._drafter.places.clear()
+        answers = self._rounds.answer(prompts, 1, Tally())
+        return [Record(answer, self._drafter.places[session]) for session, answer in enumerate(answers, 1)]
 
 
 def gathered(prompts: str, count: int, tokens: int, target: str, folder: Path) -> list[Record]:

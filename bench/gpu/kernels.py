@@ -15,8 +15,8 @@ import torch
 from bench.gpu.pace import decoder_of
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of
 from bench.gpu.stage import Finding, Given, capture_of, paged
+from bench.inputs import chains
 from slipstream.engine.attention import disagreement, farthest
-from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
 from slipstream.engine.kv import KVPool
 
@@ -34,7 +34,7 @@ def kernel_stage(given: Given) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def equal_stage(given: Given) -> Iterator[Finding]:
-    """A few layers of the large shape; each number of rows once."""
+    """A few layers of the large shape; each number of rows once, on slots in any order."""
     config = replace(config_of(LLAMA_8B if given.full else TINY), num_layers=FEW_LAYERS)
     attention = paged(given, config)
     plain = decoder_of(config, given, attention)
@@ -45,19 +45,11 @@ def equal_stage(given: Given) -> Iterator[Finding]:
     pool.kv.normal_()
     steps = STEPS[:1] if given.narrow else STEPS
     for rows, sessions in steps:
-        batch = step(rows, sessions, slots).build(plain.device)
+        each, order = rows // sessions, np.random.default_rng(0).permutation(slots)
+        places = np.split(order[: sessions * (CONTEXT + each)], sessions)
+        batch = chains(places, each).build(plain.device)
         right, _ = plain.forward(batch, pool)
         found, _ = graphed.forward(batch, pool)
         off = farthest(found, right)
         yield Finding(f"{rows} rows of {sessions} sessions: off by", off, "of a row's length", f"< {TRIAL_LIMIT}")
     yield Finding("graphs that serve", graphed.num_serving, f"of {len(steps)}")
-
-
-def step(rows: int, sessions: int, slots: int) -> BatchBuilder:
-    """Chains of as many rows behind contexts, on slots in any order."""
-    order, builder, each = np.random.default_rng(0).permutation(slots), BatchBuilder(), rows // sessions
-    for place in np.split(order[: sessions * (CONTEXT + each)], sessions):
-        words = [(2 << i) - 1 for i in range(each)] if each > 1 else None
-        builder.add([1] * each, range(CONTEXT, CONTEXT + each), place[CONTEXT:].tolist(), place[:CONTEXT], words,
-                    each if words else 0)
-    return builder

@@ -30,14 +30,13 @@ from bench.gpu.shapes import (
     read_bytes,
 )
 from bench.gpu.stage import Finding, Given, capture_of, copy_rate, device_work, free, fused, paged, seconds, untried
-from bench.logits import SAMPLINGS, choice_rows, zipf_logits
+from bench.inputs import SAMPLINGS, chains, choice_rows, zipf_logits
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.engine.attention import Attention
-from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
@@ -71,23 +70,15 @@ class Stepper:
 
     def tree(self, rows: int, context: int) -> Run:
         """A chain of so many rows behind a context; one row is a plain step."""
-        own = range(context, context + rows)
-        words = [(2 << i) - 1 for i in range(rows)] if rows > 1 else None
-        return partial(self._run, [(own, np.arange(context), words)])
+        return partial(self._run, [np.arange(context + rows)], rows)
 
     def sessions(self, count: int, context: int) -> Run:
         """A plain step of so many sessions."""
-        first = count * context
-        return partial(self._run, [(range(first + i, first + i + 1), np.arange(i * context, (i + 1) * context), None)
-                                   for i in range(count)])
+        return partial(self._run, np.split(np.arange(count * (context + 1)), count), 1)
 
     @torch.inference_mode()
-    def _run(self, segments: list[tuple[range, np.ndarray, list[int] | None]]) -> list[int]:
-        builder = BatchBuilder()
-        for own, context, words in segments:
-            builder.add([1] * len(own), range(len(context), len(context) + len(own)), list(own), context, words,
-                        len(own) if words else 0)
-        hidden, _ = self._model.forward(builder.build(self._model.device), self._pool)
+    def _run(self, places: list[np.ndarray], rows: int) -> list[int]:
+        hidden, _ = self._model.forward(chains(places, rows).build(self._model.device), self._pool)
         best: list[int] = self._model.logits(hidden).argmax(-1).tolist()
         return best
 

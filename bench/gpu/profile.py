@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.pace import decoder
 from bench.gpu.shapes import LLAMA_8B, TINY, config_of
-from bench.gpu.stage import Finding, Given, capture_of, paged, seconds, wait
+from bench.gpu.stage import Finding, Given, capture_of, device_events, paged, seconds, wait
+from bench.inputs import chains
 from slipstream.engine.attention import plan_pages
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.kv import KVPool
 
@@ -42,15 +42,13 @@ def profile_stage(given: Given) -> Iterator[Finding]:
     attention = paged(given, config)
     model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
     slots = count * (context + 1)
+    places = np.split(np.arange(slots), count)
     pool = KVPool(config.num_layers, slots + model.spare_slots, config.num_kv_heads, config.head_dim, model.dtype,
                   model.device)
     pool.kv.normal_()
 
     def build(_: object) -> ForwardBatch:
-        builder = BatchBuilder()
-        for first in range(0, slots, context + 1):
-            builder.add([1], [context], [first + context], np.arange(first, first + context))
-        return builder.build(model.device)
+        return chains(places, 1).build(model.device)
 
     parts: dict[str, Part] = {"build the batch": build, "forward": lambda batch: model.forward(batch, pool)[0],
                               "head": model.logits, "argmax, and wait": lambda logits: logits.argmax(-1).tolist()}
@@ -103,13 +101,7 @@ def _waits(parts: dict[str, Part]) -> Iterator[Finding]:
 
 
 def _kernels(step: Callable[[], None], given: Given) -> Iterator[Finding]:
-    step()
-    wait(given.device)
-    watch: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
-    with watch:
-        step()
-        wait(given.device)
-    events = [event for event in watch.events() if event.device_type.name == "CUDA"]
+    events = device_events(step, given.device)
     took: Counter[str] = Counter()
     for event in events:
         took[event.name] += event.time_range.elapsed_us()

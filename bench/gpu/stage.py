@@ -105,13 +105,18 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 
 
 def device_work(run: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """Seconds in which the device computed during one run, and how many kernels and copies that were; (0, 0) on a CPU
-    and where the driver does not tell.
+    """Seconds in which the device computed during one run, and how many kernels and copies that were.
 
     What ``seconds`` says above it is time in which the device waited for the host.
     """
+    events = device_events(run, device)
+    return sum(event.time_range.elapsed_us() for event in events) / 1e6, len(events)
+
+
+def device_events(run: Callable[[], object], device: torch.device) -> list[Any]:
+    """The kernels and copies of one run; none on a CPU and where the driver does not tell."""
     if device.type != "cuda":
-        return 0.0, 0
+        return []
     run()
     wait(device)
     watch: Any = profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU])
@@ -120,9 +125,8 @@ def device_work(run: Callable[[], object], device: torch.device) -> tuple[float,
             run()
             wait(device)
     except RuntimeError:  # not every driver lets a user look
-        return 0.0, 0
-    events = [event for event in watch.events() if event.device_type.name == "CUDA"]
-    return sum(event.time_range.elapsed_us() for event in events) / 1e6, len(events)
+        return []
+    return [event for event in watch.events() if event.device_type.name == "CUDA"]
 
 
 def copy_rate(given: Given) -> float:

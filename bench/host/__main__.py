@@ -23,13 +23,12 @@ from functools import partial
 import numpy as np
 import torch
 from rich.progress import track
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.host import rounds
-from bench.logits import SAMPLINGS, choice_rows, zipf_logits
+from bench.inputs import SAMPLINGS, choice_rows, zipf_logits
 from bench.report import Row, number, write
 from bench.timed import deployed, text
-from slipstream.base.config import PolicySection
+from slipstream.base.config import ModelSection, PolicySection
 from slipstream.choosing.sampling import Children, Race, choose, ranked
 from slipstream.cli.process import kept_up
 from slipstream.decision.beliefs import Beliefs, StepCosts
@@ -42,6 +41,7 @@ from slipstream.engine.native.program import Team
 from slipstream.engine.native.races import NativeRace
 from slipstream.grammar.compiling import Vocabulary
 from slipstream.grammar.matcher import Ends
+from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
@@ -174,32 +174,19 @@ def parts_of_a_round() -> Iterator[tuple[str, Part]]:
 
 
 def parts_of_a_grammar() -> Iterator[tuple[str, Part]]:
-    """Of a chain inside of a JSON string, where nearly every token is allowed, and at its beginning."""
+    """Of a chain inside of a JSON string, where nearly every token is allowed, and at its beginning; in the default
+    model's vocabulary."""
     grammar = Grammar("json_schema", '{"type":"object","properties":{"name":{"type":"string"}},"required":["name"]}')
-    matcher = vocabulary().compile(grammar, Ends((0,)))
-    said = [*range(ord("a"), ord("a") + NODES)]
-    for where, tokens in (("the beginning", []), ("a string", list(b'{"name":"'))):
-        matcher.commit(tokens)
-        tree = DraftTree.root_only(1, 0)
-        path = said if tokens else list(b'{"name":')
-        tree = tree.append(range(1, NODES + 1), [-1, *range(1, NODES)], path, [-0.1 * node for node in range(NODES)])
+    tokenizer = load_tokenizer(resolve(ModelSection().path))
+    vocabulary = Vocabulary(tokenizer, VOCAB)
+    begun, said = (tokenizer.encode(text, add_special_tokens=False).ids for text in ('{"name":"', "a day " * NODES))
+    for where, tokens, path in (("the beginning", [], [*begun, *said]), ("a string", begun, said)):
+        matcher = vocabulary.compile(grammar, Ends((0,)), tokens)
+        tree = DraftTree.root_only(1, 0).append(range(1, NODES + 1), [-1, *range(1, NODES)], path[:NODES],
+                                                [-0.1 * node for node in range(NODES)])
         assert len(matcher.kept(tree)) == NODES + 1
         yield f"grammar: masks of {NODES + 1} nodes, {where}", partial(matcher.masks, tree)
         yield f"grammar: what of {NODES + 1} nodes is allowed, {where}", partial(matcher.kept, tree)
-
-
-def vocabulary() -> Vocabulary:
-    """Bytes by their numbers, then words of two to eight letters."""
-    rng, alphabet = np.random.default_rng(0), pre_tokenizers.ByteLevel.alphabet()
-    plain = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
-    others = sorted(set(alphabet) - set(plain))
-    tokens = plain | dict(zip(others, sorted(set(range(256)) - set(plain.values())), strict=True))
-    while len(tokens) < VOCAB - 1:
-        word = "".join(map(chr, rng.integers(ord("a"), ord("z") + 1, rng.integers(2, 9))))
-        tokens.setdefault(word, len(tokens))
-    tokenizer = Tokenizer(models.BPE(tokens, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    return Vocabulary(tokenizer, VOCAB)
 
 
 class Caller:

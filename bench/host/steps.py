@@ -21,10 +21,11 @@ import torch
 from rich.progress import track
 
 from bench.gpu.shapes import read_bytes
+from bench.inputs import chains
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
 from slipstream.engine.attention import TorchAttention
-from slipstream.engine.batch import BatchBuilder, ForwardBatch
+from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
@@ -41,20 +42,12 @@ Part = Callable[[], object]
 
 
 def batch_of(rows: int) -> ForwardBatch:
-    """A chain of so many rows behind a context."""
-    builder = BatchBuilder()
-    words = None if rows == 1 else [(2 << i) - 1 for i in range(rows)]
-    builder.add([0] * rows, range(CONTEXT, CONTEXT + rows), range(CONTEXT, CONTEXT + rows), np.arange(CONTEXT), words,
-                0 if rows == 1 else rows)
-    return builder.build()
+    return chains([np.arange(CONTEXT + rows)], rows).build()
 
 
 def of_answers(count: int, context: int) -> ForwardBatch:
     """A plain step of so many answers. Their entries alternate in memory, as those of answers that decode together."""
-    builder = BatchBuilder()
-    for answer in range(count):
-        builder.add([0], [context], [context * count + answer], np.arange(answer, context * count, count))
-    return builder.build()
+    return chains(np.arange((context + 1) * count).reshape(-1, count).T, 1).build()
 
 
 def chosen(runner: ModelRunner, batch: ForwardBatch) -> object:

@@ -6,8 +6,7 @@ device is worth.
 2. All answers are one text. A target begins at a place of its own and reads it round and round. A drafter knows of each
    place what the real head said there; like the head it begins anew behind each commit.
 3. Bounds: ``bound`` is a step and a tree by a step, as if every tree were there and as good as one that is waited for.
-   ``oracle`` knows how each round ends: all trees are there, as good as those that were. ``knows`` drafts the answer
-   itself, apart by together: no bound, as trees that grow ahead get deeper than one that is waited for.
+   ``oracle`` knows how each round ends: all trees are there, as good as those that were.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from slipstream.base.config import LogSection, ModelSection
 from slipstream.choosing.sampling import Children
 from slipstream.drafting.tree import Indices
 from slipstream.observe.log import configure
-from slipstream.simulate.simulation import Deployment, Predicted, of_schedule, simulate
+from slipstream.simulate.simulation import Deployment, of_schedule, simulate
 from slipstream.simulate.timed import KNEE_ROWS, MAX_CONTEXT, TimedSession, Timing
 
 PROMPT = 2  # tokens: where the text begins, and its first token
@@ -50,11 +49,6 @@ class Answers:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def answered(self, at: int, path: Sequence[int]) -> tuple[list[int], list[float]]:
-        """The token behind ``path``, if that is how the text goes on."""
-        true = [int(self.tokens[(at + 1 + depth) % len(self)]) for depth in range(len(path) + 1)]
-        return (true[-1:], [0.0]) if true[:-1] == [*path] else ([], [])
-
     def children(self, at: int, path: Sequence[int], most: int) -> tuple[list[int], list[float]]:
         """What the head said behind ``path`` at a place, best first, as far as it was asked."""
         place, said, node = self.places[at], self._said[at], 0
@@ -72,7 +66,6 @@ class Reading:
 
     text: Answers
     begin: int
-    knows: bool  # a drafter that knows the answer
 
     @property
     def vocab_size(self) -> int:
@@ -91,8 +84,7 @@ class Reading:
     def children(self, sessions: Sequence[TimedSession]) -> Iterator[list[Children]]:
         for session in sessions:
             tree, at = session.tree, (session.place + session.tree.base - PROMPT) % len(self.text)
-            yield [self.text.answered(at, tree.path(node)) if self.knows
-                   else self.text.children(at, tree.path(node), tree.width) for node in tree.frontier]
+            yield [self.text.children(at, tree.path(node), tree.width) for node in tree.frontier]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,6 @@ class ReplayedCast:
     """Like a head a drafter begins anew behind each commit."""
 
     said: Answers
-    knows: bool = False
     answer: int = MAX_CONTEXT // 2
     keeps: bool = False
 
@@ -108,7 +99,7 @@ class ReplayedCast:
         return stream * 97 % len(self.said)
 
     def text(self, timing: Timing, stream: int) -> Reading:
-        return Reading(self.said, self.begin(stream), self.knows)
+        return Reading(self.said, self.begin(stream))
 
     def prompt(self, stream: int) -> tuple[int, ...]:
         begin = self.begin(stream)
@@ -124,16 +115,13 @@ def schedules(cast: ReplayedCast, draft_ms: float, rtt_ms: float, seconds: float
     timing = timing_of(draft_ms)
     deployment = Deployment(timing, rtt_s=rtt_ms / 1e3, cast=cast)
 
-    def played(name: str, knows: bool = False) -> Predicted:
-        return simulate(of_schedule(name, replace(deployment, cast=replace(cast, knows=knows))), seconds)
-
-    together, serial, ahead, outcomes = map(played, ("colocated", "serial", "run-ahead", "outcomes"))
-    knowing = played("outcomes", True).tokens_per_s / played("colocated", True).tokens_per_s
+    together, serial, ahead, outcomes = (simulate(of_schedule(name, deployment), seconds)
+                                         for name in ("colocated", "serial", "run-ahead", "outcomes"))
     rate, every = together.tokens_per_s, 1e3 * outcomes.hit_length / STEP_MS
     return {"tree_ms": draft_ms, "round_trip_ms": rtt_ms, "together": rate, "serial": serial.tokens_per_s,
             "ahead": ahead.tokens_per_s, "outcomes": outcomes.tokens_per_s, "ahead_hits": ahead.hit_rate,
             "outcomes_hits": outcomes.hit_rate, "tokens": together.acceptance_length, "hit_tokens": outcomes.hit_length,
-            "outcomes_by_together": outcomes.tokens_per_s / rate, "oracle": every / rate, "knows": knowing,
+            "outcomes_by_together": outcomes.tokens_per_s / rate, "oracle": every / rate,
             "bound": (STEP_MS + draft_ms) / STEP_MS}
 
 

@@ -1,13 +1,19 @@
-"""Logits that fall off as a model's do, and rows that choose from them.
+"""What a model and the choice of tokens are given, made up: logits that fall off as a model's do (Zipf's law in random
+order, one draw a row), rows that choose from them, and batches of rows behind contexts.
 
-Zipf's law in random order, one draw a row. It knows nothing about time.
+It knows nothing about time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.choosing.sampling import ChoiceRows
+from slipstream.engine.batch import BatchBuilder
 from slipstream.protocol.messages import Sampling
 
 STEEPNESS = 1.3  # of the fall from the likeliest token to the next
@@ -25,3 +31,14 @@ def zipf_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
 
 def choice_rows(sampling: Sampling, rows: int) -> ChoiceRows:
     return ChoiceRows(sampling, range(rows), range(FIRST, FIRST + rows), range(rows), None, [()] * rows)
+
+
+def chains(places: Iterable[NDArray[np.int64]], rows: int) -> BatchBuilder:
+    """A chain of so many rows for each of ``places``: slots, first those of a context, then those of its rows. One row
+    is a plain step."""
+    builder, words = BatchBuilder(), [(2 << i) - 1 for i in range(rows)] if rows > 1 else None
+    for place in places:
+        context = len(place) - rows
+        builder.add([1] * rows, range(context, len(place)), place[context:].tolist(), place[:context], words,
+                    rows if words else 0)
+    return builder
