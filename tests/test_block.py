@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from slipstream.choosing.noise import noise, row_keys
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.neural import NeuralDrafter
+from slipstream.engine.batch import BatchBuilder
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from tests.block_folder import (
     BLOCK,
@@ -188,6 +190,39 @@ def test_sampled_trees_begin_with_what_the_shared_noise_chooses(tmp_path: Path, 
             key = row_keys([77], [len(tokens) + len(path)], torch.device("cpu"))
             wanted = logits / temperature + noise(key, torch.arange(VOCAB)[None])[0]
             assert children[0] == int(wanted.argmax()), path  # nodes come best first
+
+
+def test_the_cpu_kernels_are_as_near_to_float64_as_torch_is(tmp_path: Path) -> None:
+    """Logits and states of several blocks at once, over contexts that were kept in parts."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    lender = write_tiny_model(tmp_path / "target", num_hidden_layers=8, **shape)
+    config = speculators_block_config()
+    config |= {"transformer_layer_config": config["transformer_layer_config"] | shape, "target_hidden_size": 64}
+    head = read_block_head(write_block_folder(tmp_path / "head", config), lender)
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, dtype in (("native", "bfloat16"), ("torch", "bfloat16"), ("exact", "float64")):
+        network = BlockNetwork(head, dtype, torch.device("cpu"), 200, kernels=name if name == "native" else "torch")
+        assert (network.race is None) == (name != "native")
+        kept: list[list[int]] = [[], [], []]
+        for lengths in ((40, 1, 25), (3, 2, 60)):  # more rows than buffers begin with
+            builder, rows = BatchBuilder(), []
+            for session, count in enumerate(lengths):
+                before = kept[session]
+                slots = network.slots.alloc(count)
+                tokens = [(7 * session + 3 * place) % 90 for place in range(len(before), len(before) + count)]
+                builder.add(tokens, range(len(before), len(before) + count), slots.tolist(),
+                            np.array(before, np.int64))
+                before += slots.tolist()
+                dice = torch.Generator().manual_seed(100 * session + len(before))
+                rows.append(torch.randn(count, 64, generator=dice).to(torch.bfloat16))
+            batch = builder.build(network.device)
+            out = network.forward(replace(batch, features=torch.cat(rows).to(network.read.dtype)))
+        assert out.block is not None and out.block.states is not None
+        found[name] = out.logits.double(), out.block.states.double()
+    for native, torchs, exact in zip(*(found[name] for name in ("native", "torch", "exact")), strict=True):
+        ours, theirs = (float((of - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
+                        for of in (native, torchs))
+        assert ours < max(1.2 * theirs, 4e-3), f"native {ours:.1e}, torch {theirs:.1e}"
 
 
 def test_a_tree_grows_ahead_inside_its_block_and_begins_anew_below_a_commit(tmp_path: Path, target: Path) -> None:

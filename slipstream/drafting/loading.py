@@ -115,8 +115,9 @@ def load_block(section: DraftSection, model: ModelSection, num_slots: int = 0) -
         raise ModelError("draft.compile: it is not for block")
     head = read_block_head(resolve(section.model), resolve(model.path))
     device, num_slots = device_of(section.device), num_slots or _num_slots(section, head.config)
+    kernels = _kernels(model)
     network = BlockNetwork(head, section.dtype, device, num_slots, True, operations_for(
-        _kernels(model), head.config, dtype_of(section.dtype), device))
+        kernels, head.config, dtype_of(section.dtype), device), "torch" if section.quantize == "fp8" else kernels)
     _quantized(section, network.linears())
     return _drafter(section, network)
 

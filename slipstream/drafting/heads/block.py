@@ -19,6 +19,7 @@ It knows nothing about sessions, trees or files. Source: arXiv 2602.06036 (DFlas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.flashinfer import attention_for
 from slipstream.engine.kv import KVPool, Slots
 from slipstream.engine.model import ModelConfig, Tensors, dtype_of
+from slipstream.engine.native import native_or
+from slipstream.engine.native.blocks import NativeBlocks
+from slipstream.engine.native.program import Team
 from slipstream.engine.ops.layer import (
     TORCH,
     DecoderLayer,
@@ -55,12 +59,12 @@ class BlockNetwork:
     """A ``neural.Network`` over a block head."""
 
     lag = 1
-    race: Race | None = None
 
     def __init__(self, head: BlockHead, dtype: str, device: torch.device, num_slots: int, project: bool = False,
-                 ops: LayerOps = TORCH) -> None:
+                 ops: LayerOps = TORCH, kernels: str = "torch") -> None:
         """dtype: of weights, KV and features on the wire; project: let the target apply ``fc``, where rows get shorter
-        by it; ops: how layers run. Raises ModelError for an unknown dtype."""
+        by it; ops: how layers run on torch; kernels: see ``native.native_or``. Raises ModelError for an unknown
+        dtype."""
         kind, config = dtype_of(dtype), head.config
         tensors = {name: t.to(device, kind) for name, t in head.tensors.items() if t.is_floating_point()}
         self.vocab_size, self.hidden_size = config.vocab_size, head.target_hidden_size
@@ -73,25 +77,31 @@ class BlockNetwork:
         self.features: FeatureSpec | None = spec
         all_tokens = torch.equal(head.vocabulary, torch.arange(config.vocab_size))
         self.vocabulary = None if all_tokens else head.vocabulary.to(device)
-        self.device, self._dtype, self._head = device, kind, head
+        self.device, self._head = device, head
         self.read = FeatureReader(spec, device, kind, self._projected)  # as ``c``
         self.slots = Slots(num_slots)
         spare = AT_ONCE * head.block_size
         self._scratch = np.arange(num_slots, num_slots + spare, dtype=np.int64).reshape(AT_ONCE, head.block_size)
         self._pool = KVPool(config.num_layers, num_slots + spare, config.num_kv_heads, config.head_dim, kind, device)
-        self._embedding = tensors["embed_tokens.weight"]
-        self._hidden_norm, self._norm = tensors["hidden_norm.weight"], tensors["norm.weight"]
-        self._lm_head = Linear(tensors["lm_head.weight"])
-        self._rope = Rope(config, kind, device)
-        self._attention = attention_for(config, kind, device)
-        self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
-                        for i in range(config.num_layers)]
-        self._context = ContextKV(config, tensors)
+        self._hidden_norm = tensors["hidden_norm.weight"]
         self._markov = MarkovHead(head, tensors, self.vocabulary) if head.markov or head.confidence else None
+        self.race: Race | None = None
+        self._torch: TorchBlocks | None = None  # torch computes
+
+        def native(team: Team) -> Layers:
+            made = NativeBlocks(team, config, tensors, self._pool, self.vocabulary)
+            self.race = made.race
+            return made
+
+        def on_torch() -> Layers:
+            self._torch = TorchBlocks(config, tensors, self._pool, ops)
+            return self._torch
+
+        self._layers = native_or(kernels, kind, device, "head", native, on_torch)
 
     def linears(self) -> tuple[Linear, ...]:
-        """The products that may be replaced."""
-        return *(product for layer in self._layers for product in layer.linears()), self._lm_head
+        """The products of a pass on torch."""
+        return () if self._torch is None else self._torch.linears()
 
     @torch.inference_mode()
     def _projected(self, rows: torch.Tensor) -> torch.Tensor:
@@ -104,15 +114,13 @@ class BlockNetwork:
     def forward(self, batch: ForwardBatch) -> Output:
         """``batch.features`` [T, H]: ``c`` of the row's position. For each row whose logits are wanted the block that
         begins with its token: logits [R * reach, V]."""
-        assert batch.features is not None
-        self._context.write(batch.features, self._rope.rows(batch.positions), batch.slots, self._pool)
+        self._layers.keep(batch)
         wanted = batch.host.logit_rows.tolist()
         states = torch.cat([self._blocks(batch, wanted[first : first + AT_ONCE])
                             for first in range(0, len(wanted), AT_ONCE)])
         reach = self._head.reach
         predicting = states[:, states.shape[1] - reach :].flatten(0, 1)
-        logits = self._lm_head(predicting).to(torch.promote_types(self._dtype, torch.float32))
-        return Output(logits, None, BlockStates(reach, states, self._markov))
+        return Output(self._layers.logits(predicting), None, BlockStates(reach, states, self._markov))
 
     def _blocks(self, batch: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
         """[r, S, H]: states of the blocks' slots after the final norm."""
@@ -125,11 +133,55 @@ class BlockNetwork:
             builder.add([int(batch.host.tokens[row]), *masks], range(position, position + size),
                         self._scratch[place].tolist(), entries[batch.kv_indptr[end - 1] : seen],
                         [(1 << size) - 1] * size, size)
-        blocks = builder.build(self.device)
-        step, x = Step.of(blocks, self._rope, self._attention), F.embedding(blocks.tokens, self._embedding)
+        return self._layers.forward(builder.build(self.device)).view(len(rows), size, -1)
+
+
+class Layers(Protocol):
+    """The layers of a head, over a pool of KV."""
+
+    def keep(self, batch: ForwardBatch) -> None:
+        """Write keys and values of ``batch.features`` [T, H], which is ``c`` of its rows, at the batch's slots."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Rows of blocks, by their tokens: [T, H] after the final norm."""
+        ...
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[R, H] -> [R, V]: float32, of a float64 head float64."""
+        ...
+
+
+class TorchBlocks:
+    """The same on torch's operations: the specification."""
+
+    __slots__ = ("_attention", "_config", "_context", "_embedding", "_layers", "_lm_head", "_norm", "_pool", "_rope")
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, pool: KVPool, ops: LayerOps) -> None:
+        self._embedding, self._norm = tensors["embed_tokens.weight"], tensors["norm.weight"]
+        kind, device = self._embedding.dtype, self._embedding.device
+        self._config, self._pool, self._lm_head = config, pool, Linear(tensors["lm_head.weight"])
+        self._rope, self._attention = Rope(config, kind, device), attention_for(config, kind, device)
+        self._layers = [DecoderLayer(LayerWeights.read(config, tensors, f"layers.{i}", linear), ops)
+                        for i in range(config.num_layers)]
+        self._context = ContextKV(config, tensors)
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The products that may be replaced."""
+        return *(product for layer in self._layers for product in layer.linears()), self._lm_head
+
+    def keep(self, batch: ForwardBatch) -> None:
+        assert batch.features is not None
+        self._context.write(batch.features, self._rope.rows(batch.positions), batch.slots, self._pool)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        step, x = Step.of(batch, self._rope, self._attention), F.embedding(batch.tokens, self._embedding)
         for number, layer in enumerate(self._layers):
             x = layer(x, step, self._pool.kv[number])
-        return rms_norm(x, self._norm, self._head.config.norm_eps).view(len(rows), size, -1)
+        return rms_norm(x, self._norm, self._config.norm_eps)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self._lm_head(states).to(torch.promote_types(states.dtype, torch.float32))
 
 
 class ContextKV:

@@ -85,11 +85,16 @@ class NativeLayer:
         assert self._weights.norm is not None
         program.norm(x, self._weights.norm, self._weights.heads.eps, out)
 
+    def keep(self, program: Program, buffers: Buffers, layer: int) -> None:
+        """Of ``buffers.read`` as it is: queries, and KV, which is written. layer: whose."""
+        program.product(buffers.read, self._weights.qkv, buffers.qkv)
+        program.turn(buffers.qkv, self._weights.heads, layer, buffers.queries)
+
     def write(self, program: Program, buffers: Buffers, layer: int) -> None:
         """From ``buffers.read`` on: the layer's share, added to ``buffers.stream``. layer: whose KV."""
         weights = self._weights
-        program.product(buffers.read, weights.qkv, buffers.qkv)
-        program.attention(buffers.qkv, weights.heads, layer, buffers.queries, buffers.attended)
+        self.keep(program, buffers, layer)
+        program.attention(buffers.queries, weights.heads, layer, buffers.attended)
         program.product(buffers.attended, weights.o, buffers.stream, add=True)
         program.norm(buffers.stream, weights.post_norm, weights.heads.eps, buffers.normed)
         program.product(buffers.normed, weights.gate_up, buffers.inner)
@@ -299,14 +304,15 @@ class Program:
         self._kept.append(packed)
         self._add(op, x, out, packed.weight, packed.bias)
 
-    def attention(self, x: torch.Tensor, heads: Heads, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """x float32 [C, (Q + 2 G) D]: queries, keys and values before norms and rotation; KV is written, and out
-        bfloat16 [C, Q * D] is what queries (bfloat16, a buffer alike) see."""
-        sizes = {"layer": layer, "eps": heads.eps, "heads": heads.queries, "kv_heads": heads.kv,
-                 "head_dim": heads.size}
+    def turn(self, x: torch.Tensor, heads: Heads, layer: int, queries: torch.Tensor) -> None:
+        """x float32 [C, (Q + 2 G) D]: queries, keys and values before norms and rotation; KV is written, and queries
+        bfloat16 [C, Q * D]."""
         norms = [None if norm is None else norm.float() for norm in (heads.q_norm, heads.k_norm)]
-        self._add(Op(kind=ROPE, **sizes), x, queries, *norms)
-        self._add(Op(kind=ATTEND, **sizes), queries, out)
+        self._add(Op(kind=ROPE, **_sizes(heads, layer)), x, queries, *norms)
+
+    def attention(self, queries: torch.Tensor, heads: Heads, layer: int, out: torch.Tensor) -> None:
+        """What queries bfloat16 [C, Q * D] see, to out bfloat16 [C, Q * D]."""
+        self._add(Op(kind=ATTEND, **_sizes(heads, layer)), queries, out)
 
     def rounded(self, x: torch.Tensor, out: torch.Tensor | Kept) -> None:
         """x float32 [C, W] to out bfloat16 [C, W]."""
@@ -366,6 +372,10 @@ class Program:
         op.extra = None if extra is None else extra.data_ptr()
         self._ops.append(op)
         self._kept.extend((x, out, weight, extra))
+
+
+def _sizes(heads: Heads, layer: int) -> dict[str, int | float]:
+    return {"layer": layer, "eps": heads.eps, "heads": heads.queries, "kv_heads": heads.kv, "head_dim": heads.size}
 
 
 class BatchFrame:

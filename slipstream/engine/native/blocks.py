@@ -1,0 +1,91 @@
+"""The layers of a block head on the CPU kernels: keys and values of what is committed, and passes over blocks.
+
+Rules:
+1. Keys and values of a committed token follow from its state alone, for all layers; no row of it goes through a layer.
+2. Buffers and rotary rows grow by doubling. What is returned is never a buffer.
+
+It knows nothing about sessions, slots' owners, markov heads or files. Dimension key: see ``slipstream.engine``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.engine.batch import ForwardBatch
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import ModelConfig, Tensors, take
+from slipstream.engine.native.program import (
+    FEW_ROWS,
+    BatchFrame,
+    Buffers,
+    NativeHead,
+    NativeLayer,
+    Program,
+    Table,
+    Team,
+    check_sizes,
+)
+from slipstream.engine.native.races import NativeRace
+
+
+class NativeBlocks:
+    """One head's weights, and the lists of what it does."""
+
+    __slots__ = ("_buffers", "_config", "_context", "_embedding", "_head", "_layers", "_norm", "_pass", "_pool",
+                 "_table", "_team", "race")
+
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, pool: KVPool,
+                 vocabulary: torch.Tensor | None) -> None:
+        """tensors: by name, on the CPU; vocabulary: int64 [V] tokens of the logits' columns, None: themselves. Raises
+        ModelError."""
+        check_sizes(config)
+        self._team, self._config, self._pool = team, config, pool
+        self._embedding = take(tensors, "embed_tokens.weight", config.vocab_size, config.hidden_size).contiguous()
+        self._layers = [NativeLayer(team, config, tensors, f"layers.{i}") for i in range(config.num_layers)]
+        self._norm = take(tensors, "norm.weight", config.hidden_size)
+        self._head = NativeHead(team, tensors["lm_head.weight"])
+        self.race = NativeRace(team, vocabulary)  # of its logits
+        self._table = Table(config)
+        self._hold(FEW_ROWS)
+
+    @torch.inference_mode()
+    def keep(self, batch: ForwardBatch) -> None:
+        """Write keys and values of ``batch.features`` bfloat16 [T, H] at the batch's slots."""
+        assert batch.features is not None and batch.features.dtype == torch.bfloat16
+        states, frame = batch.features.contiguous(), self._frame(batch)
+        frame.frame.states = states.data_ptr()
+        self._context.run(frame)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """bfloat16 [T, H] after the final norm."""
+        frame = self._frame(batch)
+        self._pass.run(frame)
+        return self._buffers.normed[: batch.num_rows].clone()
+
+    @torch.inference_mode()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """bfloat16 [R, H] -> float32 [R, V]."""
+        return self._head(states)
+
+    def _frame(self, batch: ForwardBatch) -> BatchFrame:
+        """Of a batch whose rows and positions there is room for."""
+        self._table.reach(1 + int(batch.host.positions.max()))
+        if batch.num_rows > len(self._buffers.stream):
+            self._hold(2 * batch.num_rows)
+        return BatchFrame.of(batch, self._pool, self._table.cos, self._table.sin, positions=batch.positions)
+
+    def _hold(self, rows: int) -> None:
+        config = self._config
+        # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
+        with torch.inference_mode():
+            self._buffers = buffers = Buffers.of(config, rows, config.hidden_size)
+        self._context, self._pass = Program(self._team), Program(self._team)
+        self._context.widen(None, buffers.stream)
+        self._context.rounded(buffers.stream, buffers.read)
+        self._pass.embed(self._embedding, buffers.stream)
+        for number, layer in enumerate(self._layers):
+            layer.keep(self._context, buffers, number)
+            layer.read(self._pass, buffers.stream, buffers.read)
+            layer.write(self._pass, buffers, number)
+        self._pass.norm(buffers.stream, self._norm, config.norm_eps, buffers.normed)
