@@ -332,7 +332,7 @@ class TargetWorker:
             tokens, finish = one.cut(new)
             sequences.append(one)
             batch.append(Verified(one.number, tokens, len(outcome.tree) - 1, min(len(new) - 1, len(tokens)),
-                                  outcome.depth, finish, newest))
+                                  outcome.depth, finish, newest, one.forced(finish)))
         records = self.following.committed(batch, done.step)
         self._kv.give_prompt_rows([*done.prefilled, *sequences])
         if self.following.flush() and self.alive and all(

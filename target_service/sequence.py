@@ -49,6 +49,8 @@ class Rule(Protocol):
 
     def commit(self, tokens: abc.Sequence[int]) -> int: ...
 
+    def forced(self) -> abc.Sequence[int]: ...
+
     def kept(self, tree: DraftTree) -> list[int]: ...
 
     def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]: ...
@@ -145,6 +147,10 @@ class Sequence:
             if self.rule.ended:  # a stop token behind it says nothing more
                 return cut[:known], "stop"
         return cut, finish
+
+    def forced(self, finish: Finish) -> abc.Sequence[int]:
+        """What has to come next, by its rule, where that may be verified. To be asked behind ``cut``."""
+        return self.rule.forced() if self.rule is not None and not finish and self.followed.looks_up else ()
 
     def take(self, rows: int) -> DraftTree:
         """What to verify in so many rows, at most ``followed.nodes``: nothing that its rule forbids."""

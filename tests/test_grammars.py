@@ -277,6 +277,30 @@ def test_masks_of_trees_are_those_of_matchers_that_saw_each_path_alone(tiny_fold
     assert ended > 5
 
 
+def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folder: Path) -> None:
+    vocabulary, dice, forced = Vocabulary(load_tokenizer(tiny_folder), VOCAB), np.random.default_rng(7), 0
+    counts = Grammar("lark", 'start: list "END"\nlist[max_tokens=3]: /[a-f]+/')
+    for grammar in (*SHORT, Grammar("choice", '["one way", "one wa\u00e9"]'), counts):
+        asked, other = (vocabulary.compile(grammar, Ends((EOS,))) for _ in range(2))
+        assert asked.begins() and other.begins()
+        for _ in range(12):
+            told = [*asked.forced()]
+            assert not (told and grammar is counts), "it cannot be rolled back"
+            forced += len(told)
+            tree = chain(1, told)
+            masks, known = asked.masks(tree)
+            assert len(known) == len(tree), "each of them may be chosen"
+            right = other.masks(DraftTree.root_only(1, 0))[0][0]
+            assert (masks[0] == right).all()
+            token = told[0] if told else int(dice.choice(allowed(right)))
+            if token == EOS:
+                break
+            assert asked.commit([token]) == other.commit([token])
+            if asked.ended:
+                break
+    assert forced > 20
+
+
 def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> None:
     """A draft goes, as often as it is let, where the grammar explodes; the answer never does."""
     vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)

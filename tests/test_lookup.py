@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.pool import HELD
+from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents, Sampling
 from slipstream.protocol.requests import Piece, Request
 from tests.pair import STUBBORN, drafting, local_link, target
-from tests.tiny import write_tiny_model
+from tests.tiny import EOS, write_tiny_model
 
 COSTS = {1: 8e-3, 2: 8e-3, 8: 9.4e-3, 16: 12.8e-3, 64: 34e-3}
 
@@ -33,6 +36,23 @@ def test_a_chain_follows_the_longest_match_and_its_chances_fall() -> None:
 
 def test_a_chain_goes_on_with_its_own_beginning() -> None:
     assert PromptLookup([7, 1, 2, 1, 2]).chain(5)[0] == [1, 2, 1, 2, 1]
+
+
+def test_what_is_forced_comes_first_and_is_doubted_where_others_spell_it() -> None:
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 7, 1, 2, 3])
+    agree, chances = lookup.chain(4, [4, 5])
+    assert agree == [4, 5, 6, 7], "the text goes on behind it"
+    assert chances == pytest.approx([0.95, 0.95, 0.95 * 5 / 7, 0.95 * 5 / 7 * 6 / 8])
+    assert lookup.chain(4, [4, 9]) == ([4, 9], [0.95, 0.95]) and lookup.chain(1, [4, 9])[0] == [4]
+    assert lookup.chain(0, [4, 9]) == lookup.chain(-1, [4, 9]) == ([], [])
+    for _ in range(30):
+        lookup.chain(4, [4, 9])
+        lookup.commit([4, 8])
+    assert lookup.chain(4, [4, 9])[1][0] < 0.4
+    for _ in range(60):
+        lookup.chain(4, [4, 9])
+        lookup.commit([4])
+    assert lookup.chain(4, [4, 9])[1][0] > 0.8
 
 
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
@@ -143,6 +163,20 @@ async def test_without_any_drafter_a_repeating_text_is_drafted_from_itself(folde
     assert tokens_of(refused) == tokens_of(plain[0]) and not any(piece.drafted for piece in refused)
     assert sum(piece.accepted for pieces in answers for piece in pieces) > 20
     assert all(sum(len(piece.tokens) for piece in pieces) == 40 for pieces in answers)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+async def test_what_a_grammar_forces_is_verified_without_a_drafter(folder: Path, sampling: Sampling) -> None:
+    schema = {"type": "object", "properties": {"full_name": {"enum": ["Anna", "Tom"]}, "married": {"type": "boolean"}},
+              "required": ["full_name", "married"], "additionalProperties": False}
+    request = Request("r", tuple(b"Who?"), replace(sampling, stop_token_ids=(EOS,)), 99,
+                      grammar=Grammar("json_schema", json.dumps(schema)))
+    async with target(folder, prompt_lookup=True) as rig:
+        plain = await rig.answer(replace(request, speculate=False))
+        answer = await rig.answer(request)
+        await rig.check()
+    assert tokens_of(answer) == tokens_of(plain) and not any(piece.drafted for piece in plain)
+    assert len(answer) < len(plain) / 2, (len(answer), len(plain))
 
 
 class Overheard:

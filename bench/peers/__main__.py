@@ -10,8 +10,8 @@ What is measured, and how:
 4. Batches: Slipstream alone, so many streams, each of which asks ``--waves`` questions, one behind the other; all
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
    time is the slowest answer's, and what makes others faster does not count.
-5. Sets: mt_bench of the folder, and ours of ``bench/sets``: copy, in which answers repeat their prompts, and
-   extraction, in which Slipstream's are bound to a schema of JSON.
+5. Sets: mt_bench of the folder, and ours of ``bench/sets``: copy, in which answers repeat their prompts; extraction
+   and record, in which Slipstream's are bound to a schema of JSON, of several people and of one.
 6. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
 """
 
@@ -54,7 +54,13 @@ PERSON = {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer"
           "job": {"type": "string", "maxLength": 30}, "city": {"type": "string", "maxLength": 30}}
 PEOPLE = {"type": "array", "minItems": 1, "maxItems": 4, "items": {
     "type": "object", "properties": PERSON, "required": list(PERSON), "additionalProperties": False}}
-BOUND: Mapping[str, Mapping[str, Any]] = {"extraction": {"structured_outputs": {"json": PEOPLE}}}
+WORDS = {"type": "string", "maxLength": 30}
+GUEST = {"full_name": WORDS, "age": PERSON["age"], "occupation": WORDS, "city_of_residence": WORDS, "country": WORDS,
+         "is_married": {"type": "boolean"}, "number_of_children": {"type": "integer", "minimum": 0, "maximum": 20},
+         "preferred_language": {"enum": ["English", "German", "Norwegian", "Portuguese"]}}
+RECORD = {"type": "object", "properties": GUEST, "required": list(GUEST), "additionalProperties": False}
+BOUND: Mapping[str, Mapping[str, Any]] = {"extraction": {"structured_outputs": {"json": PEOPLE}},
+                                          "record": {"structured_outputs": {"json": RECORD}}}
 NOTHING = Answered(0, 0.0, 1.0)
 Sets = dict[str, list[list[int]]]  # prompts as tokens
 Results = dict[tuple[str, int, str], list[Answered]]  # (system, batch, set)

@@ -141,8 +141,9 @@ class TargetSection(Section):
     max_context: int = Field(0, ge=0, description="longest prompt plus answer; 0: the model's own limit")
     shared_cores: bool = Field(False, description="drafts compute on the cores of this target: a tree that is not "
                                "worth a wait is not asked for; `slipstream run` sets it on a CPU")
-    prompt_lookup: bool = Field(True, description="what followed the newest tokens earlier in the same text is "
-                                "verified at once, where that pays more than plain steps and a drafter's trees")
+    prompt_lookup: bool = Field(True, description="what followed the newest tokens earlier in the same text, or what "
+                                "a grammar forces, is verified at once, where that pays more than plain steps and a "
+                                "drafter's trees")
     drain_s: float = Field(45.0, ge=0, description="time that running answers have when the service is told to stop; "
                            "then another target goes on with them, and where none can this one finishes them")
     accept_threshold_single: float = Field(1.0, gt=0, le=1, description="LOSSY below 1: a sampled answer takes a draft "

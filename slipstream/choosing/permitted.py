@@ -62,6 +62,10 @@ class Permitted:
             self._tail = [*self._tail, *tokens][-self._longest :]
         return len(tokens)
 
+    def forced(self) -> Sequence[int]:
+        """A grammar's affair."""
+        return ()
+
     def kept(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
         masks, _ = self.masks(tree)

@@ -67,6 +67,7 @@ class Verified(NamedTuple):
     depth: int  # of the deepest of them
     finish: Finish = ""  # why the answer ends here; "": it goes on
     rows: bytes | None = None  # feature rows of the positions before each of ``tokens``, if its drafter reads them
+    forced: Sequence[int] = ()  # by its grammar, behind ``tokens``: what has to come, though others may spell it
 
 
 class RoundRecord(NamedTuple):
@@ -206,6 +207,11 @@ class Followed:
         return self._limit - self.side.base
 
     @property
+    def looks_up(self) -> bool:
+        """Whether what its text and its grammar foretell may be verified."""
+        return self._shared.lookup and self._shared.policy.max_nodes > 0 and self.policy.allowed
+
+    @property
     def nodes(self) -> int:
         """Rows to verify now, root included."""
         held, decision = len(self.side.tree.token_list) - 1, self.decision
@@ -269,7 +275,7 @@ class Followed:
     def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, Seen | None]:
         """What a step that ended at ``now_s`` gave. Returns what became of the round, and what the next one is decided
         by; None: there is nothing to decide."""
-        _, tokens, drafted, accepted, depth, finish, _ = verified
+        _, tokens, drafted, accepted, depth, finish, _, forced = verified
         before, waiting, side, link = self.decision, self.waiting, self.side, self.link
         lookup, first_token = before.lookup > 0, side.base == side.prompt_len
         waited_s = waiting.stood_s(step.began_s) if waiting.stood and link is not None else 0.0
@@ -283,7 +289,7 @@ class Followed:
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
         if finish:
             return record, None
-        self._foretold = self._look_up(tokens) if self._shared.lookup else NOTHING
+        self._foretold = self._look_up(tokens, forced)
         waiting.unasked += len(tokens)
         return record, self._sees(now_s, step.sessions - 1, self._foretold[1])
 
@@ -364,15 +370,14 @@ class Followed:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 
-    def _look_up(self, tokens: tuple[int, ...]) -> tuple[Sequence[int], Sequence[float]]:
-        most = self._shared.policy.max_nodes
-        if not most or not self.policy.allowed:
+    def _look_up(self, tokens: tuple[int, ...], forced: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
+        if not self.looks_up:
             return NOTHING
         if self._lookup is None:
             self._lookup = PromptLookup([*self.side.tokens, *tokens])
         else:
             self._lookup.commit(tokens)
-        return self._lookup.chain(min(most, self.left - len(tokens) - 1))
+        return self._lookup.chain(min(self._shared.policy.max_nodes, self.left - len(tokens) - 1), forced)
 
     def _decide(self, now_s: float, others: int, chances: Sequence[float]) -> Decision:
         seen = self._sees(now_s, others, chances)

@@ -90,6 +90,17 @@ class Matcher:
                 return count
         return len(tokens)
 
+    def forced(self) -> Sequence[int]:
+        """Tokens that spell what the grammar leaves no choice about, from here on. Others may spell it, too."""
+        if self._broken == RESTARTS or not self._rolls or self.ended:
+            return ()
+        self._visited = True
+        forced: Sequence[int] = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error():
+            self._restart()
+            return ()
+        return forced
+
     def kept(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
         return sorted([0, *(node for node, _ in self._visit(tree))])

@@ -1,4 +1,4 @@
-"""PromptLookup: what the text of an answer foretells by itself, at the cost of looking it up.
+"""PromptLookup: what an answer's own text and grammar foretell, at the cost of looking it up.
 
 Rules:
 1. What followed the newest tokens when they stood in this prompt or answer before is a chain of draft tokens. It is
@@ -7,6 +7,8 @@ Rules:
    match foretold is compared with what came, whether it was verified or not.
 3. The doubt solves: sum of n over all that were wrong = doubt * number of all that were right. Both sides expect the
    same, as doubt / (n + doubt) * n = n / (n + doubt) * doubt. Older ones fade.
+4. What a grammar forces comes before what the text foretells, which goes on behind it where both say the same. Other
+   tokens may spell it: how often the same ones do is counted, too.
 
 ``SuffixIndex`` knows where the newest tokens stood before. It holds, for a few suffix lengths, a chain from each
 position to the one before it with an equal suffix: one dictionary entry a token and length, where a trie would hold a
@@ -121,17 +123,20 @@ LONGEST = 32  # tokens of a match that are counted
 KEEP = 1 << 15  # tokens of a text
 PRIOR = 6.0  # right tokens that a beginning is worth
 FADE = 0.97  # of what was seen, for each token more
+KEPT, BROKEN = 19.0, 1.0  # forced chains that a beginning is worth: those that came, and others
 
 
 class PromptLookup:
     """Of one answer."""
 
-    __slots__ = ("_index", "_match", "_right", "_wrong")
+    __slots__ = ("_broken", "_forced", "_index", "_kept", "_match", "_right", "_wrong")
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """tokens: prompt and answer so far."""
         self._index = SuffixIndex(ORDERS, LONGEST, KEEP)
         self._right, self._wrong = PRIOR, PRIOR * DOUBT
+        self._kept, self._broken = KEPT, BROKEN
+        self._forced: Sequence[int] = ()
         self._index.extend(tokens)
         self._match = self._index.longest(ORDERS[0])
 
@@ -142,6 +147,9 @@ class PromptLookup:
     def commit(self, tokens: Sequence[int]) -> None:
         """``tokens`` came."""
         match = self._match
+        if self._forced:
+            came = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
+            self._kept, self._broken = FADE * self._kept + came, FADE * self._broken + (not came)
         if match is not None:
             for ahead, token in enumerate(tokens):
                 right = self._index.following(match.end, ahead) == token
@@ -152,13 +160,16 @@ class PromptLookup:
         self._index.extend(tokens)
         self._match = self._index.longest(ORDERS[0])
 
-    def chain(self, most: int) -> tuple[list[int], list[float]]:
-        """What should come next: at most ``most`` tokens, and for each the chance that all up to it come."""
-        match = self._match
-        if match is None:
-            return [], []
-        doubt, chance, chances = self.doubt, 1.0, []
-        for length in range(match.length, match.length + most):
+    def chain(self, most: int, forced: Sequence[int] = ()) -> tuple[list[int], list[float]]:
+        """What should come next: at most ``most`` tokens, and for each the chance that all up to it come. ``forced``:
+        by a grammar."""
+        self._forced = forced = forced[: max(0, most)]
+        match, trust = self._match, self._kept / (self._kept + self._broken) if forced else 1.0
+        count = len(forced)
+        if match is None or any(self._index.following(match.end, ahead) != token for ahead, token in enumerate(forced)):
+            return [*forced], [trust] * count
+        doubt, chance, chances = self.doubt, trust, [trust] * count
+        for length in range(match.length + count, match.length + most):
             chance *= length / (length + doubt)
             chances.append(chance)
-        return [self._index.following(match.end, ahead) for ahead in range(most)], chances
+        return [*forced, *(self._index.following(match.end, ahead) for ahead in range(count, most))], chances
