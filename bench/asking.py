@@ -1,21 +1,20 @@
 """What benchmarks ask (questions of our own, or sets from a folder of JSONL files), and an answer of a target, reduced
 to what they compare.
 
-Set files hold one object a line with ``turns``, a list of user turns; the first turn is asked. Sets of others are read,
-never shipped.
+Set files hold one object a line with ``turns``, a list of user turns, or ``prompt``; the first turn is asked. Sets of
+others are read, never shipped.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.base.errors import ConfigError
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Backend, Piece, Request
+from slipstream.train.dialogue import read_prompts
 
 SETS = Path(__file__).parent / "sets"
 
@@ -37,19 +36,8 @@ def read(folder: str | Path, name: str, count: int) -> list[Question]:
     """``count`` questions of ``folder/name.jsonl``, evenly over it, as sets are sorted by kind. Raises ConfigError
     naming the file and line.
     """
-    path = Path(folder) / f"{name}.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error}; PROMPTS=folder names a folder of JSONL sets") from error
-    questions = []
-    chosen = [place * len(lines) // count for place in range(count)] if count < len(lines) else range(len(lines))
-    for number, line in ((place + 1, lines[place]) for place in chosen):
-        try:
-            questions.append(Question(name, str(json.loads(line)["turns"][0])))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: expected an object with a list 'turns'") from error
-    return questions
+    found = [Question(name, turns[0]) for turns in read_prompts(Path(folder) / f"{name}.jsonl")]
+    return [found[place * len(found) // count] for place in range(count)] if count < len(found) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,16 @@ def test_our_sets_read_like_any_other(name: str, count: int) -> None:
     assert len({q.text for q in read(Path("bench/sets"), name, 99)}) == count
 
 
+def test_sets_hold_turns_or_prompts_and_are_read_evenly(tmp_path: Path) -> None:
+    lines = [{"turns": ["a", "z"]}, {"prompt": "b"}, {"turns": ["c"]}, {"prompt": "d"}]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [q.text for q in read(tmp_path, "some", 9)] == ["a", "b", "c", "d"]
+    assert [q.text for q in read(tmp_path, "some", 2)] == ["a", "c"]
+    (tmp_path / "wrong.jsonl").write_text('{"turns": ["a"]}\n{"turn": "b"}')
+    with pytest.raises(ConfigError, match="line 2"):
+        read(tmp_path, "wrong", 9)
+
+
 def test_the_work_of_a_process_is_told_and_of_none_is_zero() -> None:
     assert cpu_s(os.getpid()) > 0
     assert resident(os.getpid()) > 10

@@ -18,14 +18,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import gguf
 
 from bench.completions import Answered, Server
-from bench.fleet import Process, free_port, resident
+from bench.fleet import Process, free_port, resident, service
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.process import answers
 from slipstream.models.gguf import GgufFile
@@ -77,22 +77,21 @@ class Slipstream:
 
     def __post_init__(self) -> None:
         self.name = f"slipstream-{'colocated' if self.colocated else self.kind}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        keys = ("draft.listen", "draft.metrics_listen", "target.listen", "target.metrics_listen", "router.listen",
-                "router.grpc_listen", "router.metrics_listen")
-        ports = {key: free_port() for key in keys}
-        drafts = [] if self.kind in ("plain", "alone") else [f"127.0.0.1:{ports['draft.listen']}"]
-        settings = (*(f"{key}=127.0.0.1:{port}" for key, port in ports.items()), f"model.path={self.model}",
-                    f"model.dtype={self.dtype}", f"router.targets=['127.0.0.1:{ports['target.listen']}']",
-                    f"target.drafts={drafts}", *(part.format(model=self.model) for part in SLIPSTREAM[self.kind]))
-        self.server = Server(ports["router.listen"], "")
-        whole = {"all": ("slipstream", ("serve", "--colocated"))}
-        apart = {part: (f"{part}_service", ())
-                 for part in ("draft", "target", "router") if drafts or part != "draft"}
-        self.processes = {
-            part: Process(module, settings, ports[f"{'router' if part == 'all' else part}.metrics_listen"],
-                          self.folder / f"{self.name}-{part}.log", arguments)
-            for part, (module, arguments) in (whole if self.colocated else apart).items()}
+        settings = (f"model.path={self.model}", f"model.dtype={self.dtype}",
+                    *(part.format(model=self.model) for part in SLIPSTREAM[self.kind]))
+
+        def part(role: str, *own: str) -> Process:
+            return service(role, f"{self.name}-{role}", self.folder, (*own, *settings))
+
+        self.processes = {} if self.kind in ("plain", "alone") else {"draft": part("draft")}
+        target = part("target", f"target.drafts={[draft.address for draft in self.processes.values()]}")
+        router = part("router", f"router.targets=['{target.address}']", f"router.grpc_listen=127.0.0.1:{free_port()}")
+        self.server = Server(int(router.address.rpartition(":")[2]), "")
+        self.processes |= {"target": target, "router": router}
+        if self.colocated:
+            every = [setting for process in self.processes.values() for setting in process.settings]
+            self.processes = {"all": replace(router, module="slipstream", settings=every,
+                                             arguments=("serve", "--colocated"))}
 
     async def start(self) -> None:
         """One after the other: a target measures its steps while it starts. Raises Unavailable."""

@@ -5,7 +5,6 @@ It knows nothing about how shapes are measured.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve
+from slipstream.train.dialogue import read_prompts
 
 MOST = {"--steps": 16, "--topk": 16, "--nodes": 63}
 MOST_PROMPT = 1024  # tokens; longer ones say nothing more about shapes
@@ -58,7 +58,7 @@ def with_pair(config: Config, target: str, head: str, drafter: str) -> Config:
 
 def prompts_of(file: Path | None, codec: TextCodec) -> list[list[int]]:
     """Questions (of a JSONL file with ``turns`` or ``prompt``; None: our own) as tokens. Raises ConfigError."""
-    texts = list(QUESTIONS) if file is None else _read(file)
+    texts = list(QUESTIONS) if file is None else [turns[0] for turns in read_prompts(file)]
     try:
         tokens = [codec.chat([{"role": "user", "content": text}]) for text in texts]
     except InvalidRequest:  # a model without a chat template
@@ -90,8 +90,6 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
 def _measured(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
               max_tokens: int) -> Sweep:
     """Load both models and measure, with a progress bar on standard error."""
-    if not prompts:
-        raise ConfigError("--prompts: the file has no questions")
     section = config.model
     torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
@@ -134,19 +132,3 @@ def _as_yaml(config: Config, best: Measured, gain: float) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
-
-
-def _read(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--prompts: cannot read {file}: {error}") from error
-    texts = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = json.loads(line)
-            texts.append(str(found["turns"][0] if "turns" in found else found["prompt"]))
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{file}, line {number}: expected a JSON object with 'turns' (a list) or 'prompt'"
-                              ) from error
-    return texts
