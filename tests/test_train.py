@@ -17,8 +17,9 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_head
@@ -246,6 +247,27 @@ def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path)
     again = Silent()
     make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)
     assert len(again.losses) == 4, "it goes on where it was"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_can_begin_with_an_earlier_one(simple_folder: Path, tmp_path: Path,
+                                              kind: Literal["eagle3", "dspark"]) -> None:
+    recipe = Recipe(minutes=0, tokens=600, steps=3, batch=8, limits=Limits(max_question=24, max_answer=64),
+                    draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32", kind=kind)
+    first = Job(simple_folder, "simple", tmp_path / "first", tmp_path / "work", (), recipe)
+    make_head(first, Silent())
+    still = replace(recipe, steps=1, tokens=0, generate=False, learning_rate=0.0, draft_vocab=90, begin=first.out)
+    second = replace(first, out=tmp_path / "second", work=tmp_path / "more", data=(first.work,), recipe=still)
+    make_head(second, Silent())
+    before, after = (load_file(job.out / "model.safetensors") for job in (first, second))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert "began from the head first." in (second.out / "README.md").read_text()
+    config = json.loads((first.out / "config.json").read_text())
+    taps = "eagle_config" if kind == "eagle3" else "aux_hidden_state_layer_ids"
+    config[taps] = {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]} if kind == "eagle3" else config[taps][::-1]
+    (first.out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="--begin: it reads layers"):
+        make_head(replace(second, work=tmp_path / "other"), Silent())
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])

@@ -246,6 +246,8 @@ Kind = Annotated[Dtype, typer.Option("--dtype", help="Of the talking target, and
 Device = Annotated[str, typer.Option(help="`cpu` or `cuda`; else cuda where there is one.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0: all. As many processes talk and train, up to four.")]
 SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill may lose, at most.")]
+Begin = Annotated[str, typer.Option(
+    metavar="HEAD", help="A head to begin with, such as one for the target before it was tuned; else its last layers.")]
 HeadKind = Annotated[Literal["eagle3", "dspark"], typer.Option("--kind", help="Of head: `dspark` drafts blocks.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
 
@@ -257,7 +259,7 @@ def train_head(
     train: Train = True, batch: Batch = 0, max_prompt: MaxPrompt = 1024, max_answer: MaxAnswer = 256,
     draft_vocab: DraftVocab = 8192, unroll: Unroll = 3, learning_rate: LearningRate = 1.5e-3,
     questions: Questions = True, dtype: Kind = "bfloat16", device: Device = "", threads: Threads = 0,
-    save_every: SaveEvery = 60.0, seed: Seed = 0, kind: HeadKind = "eagle3",
+    save_every: SaveEvery = 60.0, seed: Seed = 0, kind: HeadKind = "eagle3", begin: Begin = "",
 ) -> None:
     """Train a draft head for a model, from nothing but the model.
 
@@ -274,17 +276,20 @@ def train_head(
 
     `slipstream train-head --kind dspark --no-generate --minutes 180`
 
+    `slipstream train-head --target my-tuned-model --begin my-head --minutes 60 --out my-tuned-head`
+
     `slipstream train-head --no-train --minutes 60 --work talk`, then
     `slipstream train-head --no-generate --data talk --minutes 30`
     """
     from slipstream.cli.training import run
+    from slipstream.models.folder import resolve
     from slipstream.train.generate import Limits
     from slipstream.train.recipe import Recipe
 
     limits = Limits(max_prompt=max_prompt, max_answer=max_answer)
     recipe = Recipe(minutes, tokens, steps, generate, train, prompts, batch, limits, draft_vocab, unroll,
                     learning_rate, learn_questions=questions, dtype=dtype, device=device, save_every_s=save_every,
-                    seed=seed, kind=kind)
+                    seed=seed, kind=kind, begin=resolve(begin) if begin else None)
     run(target, out, work, tuple(data or ()), recipe, threads, Console())
 
 

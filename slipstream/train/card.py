@@ -53,11 +53,12 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
     asked = "Prompts were given." if recipe.prompts else (
         "No outside text: the target wrote the questions too, from its own chat template and a list of openers "
         "(as Magpie does, arXiv 2406.08464). No benchmark's prompts were used.")
+    chosen = "used most" if recipe.begin is None else f"of the head {recipe.begin.name}"
     return (
         "## Data", "",
         f"{totals.conversations:,} conversations with {totals.tokens:,} tokens, {totals.answer_tokens:,} of them in "
         f"answers. {asked} Of the answers {heats}. One conversation in twenty was held out.",
-        f"The draft vocabulary are the {len(head.vocabulary):,} tokens used most; they cover {coverage:.1%} of the "
+        f"The draft vocabulary are the {len(head.vocabulary):,} tokens {chosen}; they cover {coverage:.1%} of the "
         "answers' tokens.", "")
 
 
@@ -67,10 +68,11 @@ def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
            "the draft vocabulary" if recipe.kind == "eagle3" else
            "Blocks at random anchors, half of them without the newest 1 to 3 states; 0.1 of cross-entropy, 0.9 of the "
            "distance to the target's distribution over the draft vocabulary, and the confidence head")
-    began = "last layer" if recipe.kind == "eagle3" else "last layers"
+    last = "last layer" if recipe.kind == "eagle3" else "last layers"
+    began = f"the target's {last} and `lm_head`" if recipe.begin is None else f"the head {recipe.begin.name}"
     return (
         "## Recipe", "",
-        f"{how}, on {learnt}. It began from the target's {began} and `lm_head`. Muon for the layers' matrices, AdamW "
+        f"{how}, on {learnt}. It began from {began}. Muon for the layers' matrices, AdamW "
         f"for the rest, peak learning rate {recipe.learning_rate:g}, cosine, about {recipe.rows_per_step} tokens a "
         "step.",
         f"{progress.step:,} steps, {progress.rows:,} tokens, {progress.epoch + 1} epochs begun, "

@@ -46,6 +46,7 @@ class Recipe:
     save_every_s: float = 60.0
     seed: int = 0
     kind: Literal["eagle3", "dspark"] = "eagle3"
+    begin: Path | None = None  # a head of this kind to begin with; None: the target's last layers
 
     def __post_init__(self) -> None:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
@@ -65,7 +66,8 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """What a training that goes on must have in common with what it began as."""
         names = ["draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions", "seed"]
-        return {name: getattr(self, name) for name in (*names, "unroll" if self.kind == "eagle3" else "kind")}
+        identity = {name: getattr(self, name) for name in (*names, "unroll" if self.kind == "eagle3" else "kind")}
+        return identity | ({} if self.begin is None else {"begin": str(self.begin)})
 
     def generate_seconds(self) -> float:
         """For generation; infinite without a time limit."""

@@ -5,7 +5,8 @@ Rules:
 1. ``work`` keeps what is made on the way: shards, and checkpoints of the one training that runs on them. The same
    command again goes on; another recipe for the head is refused by name.
 2. Further folders of shards (``data``) of the same target are trained on too.
-3. The draft vocabulary is chosen once, when training begins, and lives in the checkpoints.
+3. The draft vocabulary is chosen once, when training begins, and lives in the checkpoints. A head that began with an
+   earlier one has that one's.
 
 It knows nothing about progress bars; ``Watcher`` is told.
 """
@@ -21,6 +22,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from slipstream.base.errors import ConfigError
+from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_head
+from slipstream.drafting.heads.checkpoint import EagleHead, read_head
 from slipstream.engine.model import ModelConfig, device_of, dtype_of, load_tensors
 from slipstream.models.folder import weights_hash
 from slipstream.train.block_head import mask_token, warm_block_head
@@ -100,15 +103,21 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
     folder = job.work / ("checkpoints" if recipe.kind == "eagle3" else f"checkpoints-{recipe.kind}")
     identity = {**recipe.identity(), **identity_of(job.target, config)}
     begun = newest(folder, identity)
-    counts = answer_counts(ours, config.vocab_size)
-    vocabulary = draft_vocabulary(counts, recipe.draft_vocab) if begun is None else begun.tensors[VOCABULARY]
+    counts, earlier = answer_counts(ours, config.vocab_size), _earlier(job) if begun is None else None
+    vocabulary = (begun.tensors[VOCABULARY] if begun is not None else draft_vocabulary(counts, recipe.draft_vocab)
+                  if earlier is None else torch.arange(config.vocab_size) if earlier.vocabulary is None
+                  else earlier.vocabulary)
     covered = coverage(counts, vocabulary)
     watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
     if recipe.kind == "dspark":
-        mask = mask_token(counts) if begun is None else int(begun.tensors[MASK])
+        mask = (int(begun.tensors[MASK]) if begun is not None else earlier.mask_token
+                if isinstance(earlier, BlockHead) else mask_token(counts))
         head = warm_block_head(config, load_tensors(job.target), vocabulary, mask, recipe.seed, device)
     else:
         head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
+    if earlier is not None:
+        _take(head, earlier)
+        watcher.say(f"beginning with {recipe.begin}")
     fixed = {VOCABULARY: vocabulary} if head.block is None else {
         VOCABULARY: vocabulary, MASK: torch.tensor(head.block.mask_token)}
     with _threads(1 if recipe.processes > 1 else 0):
@@ -118,6 +127,35 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
             watcher.say(f"going on at step {training.progress.step}")
         training.run(recipe.train_seconds(shards.totals().seconds), watcher.training)
     return head, covered, training
+
+
+def _earlier(job: Job) -> EagleHead | BlockHead | None:
+    """The head to begin with. Raises ModelError, ConfigError."""
+    begin = job.recipe.begin
+    if begin is None:
+        return None
+    return (read_block_head if job.recipe.kind == "dspark" else read_head)(begin, job.target)
+
+
+def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
+    """Its weights. Raises ConfigError for a head of another shape."""
+    plan = head.block
+    if earlier.taps != head.taps:
+        raise ConfigError(f"--begin: it reads layers {earlier.taps}, and a head that is trained here {head.taps}")
+    if plan is not None and isinstance(earlier, BlockHead) and (
+            not earlier.from_anchor or (earlier.block_size, earlier.markov) != (plan.size, "vanilla")):
+        raise ConfigError(f"--begin: it is not one of blocks of {plan.size} from the anchor with a vanilla markov head")
+    if isinstance(earlier, EagleHead) and (earlier.norm_before_residual or earlier.norm_output):
+        raise ConfigError("--begin: it norms its states otherwise than heads that are trained here")
+    shapes = {name: tuple(t.shape) for name, t in earlier.tensors.items()
+              if t.is_floating_point() and name != "embed_tokens.weight"}
+    for name in sorted(shapes.keys() | head.tensors.keys()):
+        wanted = tuple(head.tensors[name].shape) if name in head.tensors else None
+        if shapes.get(name) != wanted:
+            raise ConfigError(f"--begin: {name}: expected {wanted or 'no such tensor'}, found {shapes.get(name)}")
+    with torch.no_grad():
+        for name, tensor in head.tensors.items():
+            tensor.copy_(earlier.tensors[name])
 
 
 @contextmanager
