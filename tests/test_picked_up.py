@@ -4,6 +4,7 @@ reader sees one answer."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import httpx
 import pytest
 
 from bench.fleet import free_port
+from router_service.admission import FollowedAnswer
 from router_service.dialects.openai import Options
 from router_service.gateway import Asked
 from router_service.text.lanes import BRIEF_TEXT
@@ -162,6 +164,21 @@ async def test_what_nobody_began_is_refused(tiny_folder: Path, begun: Begun, fie
             await answered(client, "hello", stop="stop", begun=begun)
     assert field is None or getattr(raised.value, "field", None) == field
     assert not target.requests
+
+
+async def test_what_is_refused_leaves_nothing_behind(tiny_folder: Path) -> None:
+    """A pool's policy would count it with those whose pieces it waits for, and try drafts on it, for ever."""
+    target = EchoTarget()
+    assert target.identity is not None
+    begun = Begun(target.identity.tag, tuple(b"a stop"))
+    async with (routing(tiny_folder, target) as router,
+                AsyncClient(f"127.0.0.1:{router.service.grpc_port}") as client):
+        for _ in range(20):
+            with pytest.raises(InvalidRequest, match="stop string"):
+                await answered(client, "hello", stop="stop", begun=begun)
+        gc.collect()
+        left = sum(type(found) is FollowedAnswer for found in gc.get_objects())
+    assert left < 10, "gRPC keeps the frames of the newest few"
 
 
 def test_tokens_that_were_begun_count_as_a_text() -> None:

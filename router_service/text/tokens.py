@@ -27,6 +27,7 @@ import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -299,7 +300,7 @@ class Completion:
                  identity: Callable[[], Identity | None] = lambda: None, keep_stop: bool = False,
                  shown: Collection[int] = (), echo: bool = False) -> None:
         """``keep_stop``: the stop string that ends it is part of its text. ``shown``: so are these special tokens.
-        ``echo``: its text follows its prompt's. Raises InvalidRequest where the answer was over before."""
+        ``echo``: its text follows its prompt's."""
         self.identity = identity
         self.tally = Tally()
         self.finished = False
@@ -315,12 +316,11 @@ class Completion:
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
         self._length = 0  # of the text so far
         self._clear = 0  # of the text that may go out
-        if request.answered:
-            self._recall(request, stops)
+        self._before = partial(self._recall, request, stops) if request.answered else None
 
     def _recall(self, request: Request, stops: Sequence[str]) -> None:
         """Be as one that has given the tokens that are there. A text's end is all that matters of it: less than a
-        character, and what could still become a stop string."""
+        character, and what could still become a stop string. Raises InvalidRequest where the answer was over."""
         end = max(TAIL, *map(len, stops)) if stops else TAIL
         for token in request.tokens[max(len(request.tokens) - end, len(request.tokens) - request.answered):]:
             if self._push(token, False, None):
@@ -333,6 +333,9 @@ class Completion:
     async def __anext__(self) -> TextDelta:
         if self.finished:
             raise StopAsyncIteration
+        if self._before is not None:
+            before, self._before = self._before, None
+            before()
         piece = await anext(self._pieces)
         while not (piece.tokens or piece.finish):
             self._score(piece)
