@@ -296,7 +296,8 @@ class Surface:
                           reply_to: Callable[[Told], Narrative]) -> Response:
         """An answer of a dialect that is a translation onto chat."""
         unknown = Unknown(self._gateway.strict)
-        body = parse(ChatBody, chat_of(await self._json(request)), unknown)
+        raw = await self._json(request)
+        body = parse(ChatBody, chat_of(raw), unknown)
         asked = self._gateway.plan_chat(body)
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
@@ -310,7 +311,7 @@ class Surface:
         client, run = await self._begun(request, asked)
         prompt = run.job.prompts[0]
         markups = markups_of(self._gateway.codec, asked.options, prompt, 1)
-        reply = reply_to(Told(run.id, run.created, asked.model, len(prompt), markups[0] if markups else None))
+        reply = reply_to(Told(run.id, run.created, asked.model, len(prompt), markups[0] if markups else None, raw))
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:
             return EventStream(self._narrated(run, reply, request.scope[REQUEST_ID]), client, run.aclose, headers)

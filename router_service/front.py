@@ -146,7 +146,7 @@ def _told(delta: Delta, markup: Markup | Named | None, reasoning: bool) -> Delta
     """``delta``, calls and reasoning told apart; ``reasoning``: whether it is told at all."""
     if markup is None:
         return delta
-    parts = markup.push(delta.text, bool(delta.finish))
+    parts = markup.push(delta.text, bool(delta.finish), delta.finish == "length")
     calls = [ToolCall(call.name, call.arguments, call_id() if call.name else "", call.index) for call in parts.calls]
     return delta._replace(text=parts.content, finish=finish_of(delta.finish, markup),
                           reasoning=parts.reasoning if reasoning else "", tool_calls=tuple(calls))

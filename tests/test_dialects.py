@@ -184,6 +184,32 @@ async def test_responses_are_told_whole_and_in_events(tiny_folder: Path) -> None
         assert refused["param"] == "tool_choice", "only what is run here can be forced"
 
 
+async def test_messages_are_bound_to_a_schema(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.grammars, form = True, {"type": "json_schema", "schema": SCHEMA}
+    async with routing(tiny_folder, target) as r:
+        for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+            assert (await r.post(MESSAGES, max_tokens=5, messages=HELLO, **fields)).status_code == 200
+            grammar = target.requests.pop().grammar
+            assert grammar is not None and json.loads(grammar.source) == SCHEMA
+        free = await r.post(MESSAGES, max_tokens=5, messages=HELLO, output_config={"effort": "low"})
+        assert free.status_code == 200
+        assert target.requests.pop().grammar is None
+
+
+async def test_a_response_tells_what_was_asked(tiny_folder: Path) -> None:
+    asked = {"metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.9, "max_output_tokens": 4,
+             "parallel_tool_calls": False, "tool_choice": {"type": "function", "name": "weather"}}
+    target = caller()
+    target.grammars = True
+    async with routing(tiny_folder, target) as r:
+        whole, events = await both(r, RESPONSES, input="hello", tools=[FUNCTION], **asked)
+        for response in (whole, events[0]["response"], events[-1]["response"]):
+            assert {name: response[name] for name in asked} == asked
+        plain = (await r.post(RESPONSES, input="hello", max_output_tokens=1)).json()
+        assert (plain["tool_choice"], plain["metadata"], plain["parallel_tool_calls"]) == ("auto", {}, True)
+
+
 async def test_an_answer_that_breaks_off_ends_with_an_error_event(tiny_folder: Path) -> None:
     target = EchoTarget(fail_after=3, error=Unavailable("gone"))
     async with routing(tiny_folder, target) as r:
@@ -222,6 +248,15 @@ def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:
     (messages.chat_of, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (messages.chat_of, {"messages": HELLO, "tools": [{"name": "x"}]}, "tools"),
     (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": {"type": []}}, "tool_choice.type"),
+    (messages.chat_of, {"messages": HELLO, "tools": [THEIRS], "tool_choice": "any"}, "tool_choice.type"),
+    (messages.chat_of, {"messages": HELLO, "output_config": 1}, "output_config"),
+    (messages.chat_of, {"messages": HELLO, "output_config": {"format": {"type": "text"}}}, "output_config.format"),
+    (messages.chat_of, {"messages": HELLO, "output_format": "json"}, "output_format"),
+    (responses.chat_of, {"input": "x", "text": {"format": "json_object"}}, "text.format"),
+    (responses.chat_of, {"input": "x", "text": "json"}, "text"), (responses.chat_of, {"input": "x", "reasoning": "low"},
+                                                                 "reasoning"),
+    (responses.chat_of, {"input": "x", "metadata": {"a": 1}}, "metadata"),
+    (responses.chat_of, {"input": "x", "metadata": {str(i): "" for i in range(17)}}, "metadata"),
     (messages.chat_of, {"messages": HELLO * 5000}, "messages"), (messages.chat_of, {"messages": HELLO, "system": 1},
                                                                  "system"),
     (responses.chat_of, 1, "body"), (responses.chat_of, {}, "input"), (responses.chat_of, {"input": [1]},

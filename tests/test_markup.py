@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from router_service.text.calls import MAX_REOPENED
 from router_service.text.marks import BARE, LLAMA, MARKS, SECTIONS, THOUGHTS, Style, marks
 from router_service.text.markup import Markup, Named
 
@@ -53,6 +54,15 @@ SAID: dict[str, tuple[Style, str, Told]] = {
     "glm, forgetful": (
         HERMES, "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>\n<tool_call>now</tool_call>",
         ("", "", [("weather", {"city": "Paris"}), NOW])),
+    "glm, left open": (
+        HERMES, "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>\nI asked. <tool_call>now"
+        "</tool_call> Twice.", ("", "I asked.  Twice.", [("weather", {"city": "Paris"}), NOW])),
+    "qwen's coders, left open": (
+        HERMES, "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</tool_call>\nI asked.",
+        ("", "I asked.", [("weather", {"city": "Paris"})])),
+    "qwen's coders, left open with an end": (
+        HERMES, "<function=weather>\n<parameter=city>\nParis\n</parameter>\nI asked.",
+        ("", "I asked.", [("weather", {"city": "Paris"})])),
     "glm": (HERMES, "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
             "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call><tool_call>now</tool_call>",
             ("Hm.", "", [PARIS, NOW])),
@@ -174,6 +184,24 @@ def test_the_mark_behind_a_call_is_no_content_where_it_is_cut() -> None:
         for end in range(1, len("</tool_call>")):
             part = told(style, [text + "</tool_call>"[:end]])
             assert part[1] in content and len(part[2]) == len(calls), part
+
+
+def test_a_value_that_is_cut_off_stays_open() -> None:
+    markup = Markup(HERMES, TOOLS)
+    markup.push("<tool_call>weather<arg_key>city</arg_key><arg_value>What </tool_call> is, and", True, cut=True)
+    assert not markup.called
+
+
+def test_what_follows_open_values_is_read_again_a_few_times() -> None:
+    one, many = "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call> so ", MAX_REOPENED + 3
+    assert told(HERMES, [one * many])[2][: MAX_REOPENED] == [("weather", '{"city": "Paris"}')] * MAX_REOPENED
+    assert told(HERMES, list(one * many)) == told(HERMES, [one * many])
+
+
+def test_pieces_of_one_call_in_one_delta_are_one() -> None:
+    markup = Markup(HERMES, TOOLS)
+    parts = markup.push('<tool_call>{"name": "weather", "arguments": {"city": "Par')
+    assert [(call.name, call.arguments) for call in parts.calls] == [("weather", '{"city": "Par')]
 
 
 def test_only_so_many_calls_are_told() -> None:

@@ -6,9 +6,9 @@ It knows nothing about how a dialect writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from router_service.text.calls import Call
 from router_service.text.markup import Markup, Named, Said, finish_of
@@ -36,13 +36,15 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an answer is headed with. ``markup`` tells calls and reasoning apart; None: all is text."""
+    """What an answer is headed with. ``markup`` tells calls and reasoning apart; None: all is text. ``asked``: the body
+    that asks for it, checked."""
 
     answer_id: str
     created: int
     model: str
     prompt_tokens: int
     markup: Markup | Named | None
+    asked: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Blocks:
@@ -75,7 +77,7 @@ class Blocks:
     def _parts(self, delta: TextDelta) -> list[Said | Call]:
         if self._markup is None:
             return [Said("text", delta.text)] if delta.text else []
-        return self._markup.push(delta.text, bool(delta.finish)).all
+        return self._markup.push(delta.text, bool(delta.finish), delta.finish == "length").all
 
     def _more(self, kind: Kind, text: str) -> Iterator[tuple[What, Block, str]]:
         if not self._open or self.all[-1].kind != kind:

@@ -25,7 +25,7 @@ from slipstream.protocol.chat import MAX_ITEMS, Usage
 
 ALIKE = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "seed", "speculate", "min_p", "ignore_eos",
          "min_tokens", "cache_salt")
-INERT = ("metadata", "service_tier", "container", "context_management", "mcp_servers", "output_config")
+INERT = ("metadata", "service_tier", "container", "context_management", "mcp_servers")
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
@@ -59,8 +59,25 @@ def chat_of(raw: Any) -> Json:
     thinking = raw.get("thinking")
     if isinstance(thinking, dict):
         chat["chat_template_kwargs"] = {"enable_thinking": thinking.get("type") != "disabled"}
-    known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking"}
+    chat |= _bound(raw)
+    known = {*ALIKE, *INERT, "system", "messages", "stop_sequences", "tools", "tool_choice", "thinking",
+             "output_config", "output_format"}
     return chat | {name: value for name, value in raw.items() if name not in known}
+
+
+def _bound(raw: Json) -> Json:
+    """What binds an answer: of ``output_config``, or as it was called before."""
+    config = raw.get("output_config")
+    if not isinstance(config, dict | None):
+        raise InvalidRequest("output_config", "must be an object")
+    name, form = "output_config.format", (config or {}).get("format")
+    if form is None:
+        name, form = "output_format", raw.get("output_format")
+    if form is None:
+        return {}
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise InvalidRequest(name, 'must be as in {"type": "json_schema", "schema": {...}}')
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}}
 
 
 def _messages(at: str, message: Any) -> Iterator[Json]:
@@ -117,8 +134,8 @@ def _tools(tools: Any, choice: Any) -> Json:
     made = [{"type": "function", "function": {
         "name": tool.get("name"), "description": tool.get("description") or "", "parameters": tool["input_schema"]}}
         for tool in tools]
-    choice = choice if isinstance(choice, dict) else {"type": "auto"}
-    kind = choice.get("type")
+    choice = {"type": "auto"} if choice is None else choice
+    kind = choice.get("type") if isinstance(choice, dict) else None
     ours: Any = {"auto": "auto", "any": "required", "none": "none"}.get(kind if isinstance(kind, str) else "")
     if kind == "tool":
         ours = {"type": "function", "function": {"name": choice.get("name")}}

@@ -94,7 +94,7 @@ class ChatReply:
         """What ``delta`` adds to the message of a choice."""
         if not self._markups:
             return {"content": delta.text} if delta.text else {}
-        parts = self._markups[number].push(delta.text, bool(delta.finish))
+        parts = self._markups[number].push(delta.text, bool(delta.finish), delta.finish == "length")
         told: Json = {}
         if parts.reasoning and self._tell_reasoning:
             told["reasoning_content"] = parts.reasoning

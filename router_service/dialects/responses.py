@@ -35,8 +35,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
     "truncation": Refused(("disabled",), "shorten the input"),
     "max_tool_calls": Refused((), "leave it out: whoever asks runs the tools"),
     "context_management": Refused((), "shorten the input")})
-INERT = ("store", "metadata", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
+MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
 
 
 def chat_of(raw: Any) -> Json:
@@ -61,16 +62,27 @@ def chat_of(raw: Any) -> Json:
         _add(messages, f"input[{i}]", item)
     chat["messages"] = messages
     chat |= _tools(raw.get("tools"), raw.get("tool_choice"))
-    text, reasoning = raw.get("text"), raw.get("reasoning")
-    if isinstance(text, dict) and isinstance(text.get("format"), dict):
-        form = text["format"]
+    text, reasoning = _object("text", raw.get("text")), _object("reasoning", raw.get("reasoning"))
+    if text.get("format") is not None:
+        form = _object("text.format", text["format"])
         chat["response_format"] = form if form.get("type") != "json_schema" else {
             "type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
-    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+    if reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
+    metadata = _object("metadata", raw.get("metadata"))
+    if len(metadata) > MAX_METADATA or not all(isinstance(value, str) and len(name) + len(value) <= MAX_METADATUM
+                                               for name, value in metadata.items()):
+        raise InvalidRequest("metadata", f"must be at most {MAX_METADATA} texts, of {MAX_METADATUM} characters with "
+                             "their names")
     known = {*ALIKE, *REFUSED, *INERT, "max_output_tokens", "instructions", "input", "tools", "tool_choice", "text",
-             "reasoning"}
+             "reasoning", "metadata"}
     return chat | {name: value for name, value in raw.items() if name not in known}
+
+
+def _object(name: str, value: Any) -> Json:
+    if not isinstance(value, dict | None):
+        raise InvalidRequest(name, "must be an object")
+    return value or {}
 
 
 def _add(messages: list[Json], at: str, item: Any) -> None:
@@ -114,14 +126,23 @@ def _tools(tools: Any, choice: Any) -> Json:
     return {"tools": made, **({"tool_choice": choice} if choice is not None else {}), **others}
 
 
+def _told_again(asked: Mapping[str, Any]) -> Json:
+    """What is short of what was asked."""
+    choice = asked.get("tool_choice") or "auto"
+    return {"metadata": asked.get("metadata") or {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "tool_choice": {"type": "function", "name": choice.get("name")} if isinstance(choice, dict) else choice,
+            **{name: asked.get(name) for name in ("temperature", "top_p", "max_output_tokens")}}
+
+
 class ResponsesReply:
     """A response and its events."""
 
     def __init__(self, told: Told) -> None:
         self._head: Json = {
             "id": f"resp_{told.answer_id}", "object": "response", "created_at": told.created, "model": told.model,
-            "error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "tools": [],
-            "tool_choice": "auto", "parallel_tool_calls": True, "temperature": None, "top_p": None, "store": False}
+            "error": None, "incomplete_details": None, "instructions": None, "tools": [], "store": False,
+            **_told_again(told.asked)}
         self._blocks = Blocks(told.answer_id, told.markup)
         self._sent = 0
 

@@ -20,6 +20,7 @@ from router_service.text.scanner import NoCall, Scanner, Step
 from router_service.text.words import Words
 
 CALL_ID = 9  # characters: Mistral's templates take no other number
+MAX_REOPENED = 8
 ARGUMENTS = ("arguments", "parameters")
 
 
@@ -42,6 +43,7 @@ class Calls:
         self._most = most
         self._tell = tell
         self._latest: list[str] = []  # the arguments of the latest call that is told
+        self._reopened = 0  # values that were left open, and what follows them read twice
         self.count = 0
 
     @property
@@ -101,7 +103,7 @@ class Calls:
             key, _ = yield from self._text.before(ends)
             if key_mark == "<arg_key>":
                 yield from self._text.before(Words(("<arg_value>",)))
-            value, mark = yield from self._value(behind)
+            value, mark = yield from self._value(behind, Words((value_end, end, "</tool_call>")), end)
             if not mark:
                 return
             value = value.removeprefix(around).removesuffix(around)
@@ -114,16 +116,28 @@ class Calls:
         if mark:
             self._more(index, "}")
 
-    def _value(self, behind: Mapping[str, Words | None]) -> Step:
-        """(a value, the mark that ends it): the first one with what may stand ``behind`` it; None: anything."""
+    def _value(self, behind: Mapping[str, Words | None], ends: Words, end: str) -> Step:
+        """(a value, the mark that ends it): the first one with what may stand ``behind`` it; None: anything. Where the
+        answer is over without: the first of ``ends``, as if it were ``end``, and what follows is read anew."""
         marks, pieces = Words(tuple(behind)), list[str]()
         while True:
             text, mark = yield from self._text.before(marks)
             pieces.append(text)
             words = behind.get(mark)
-            if not mark or words is None or (yield from self._text.followed(words)):
+            if not mark:
+                return self._left_open("".join(pieces), ends, end)
+            if words is None or (yield from self._text.followed(words)):
                 return "".join(pieces), mark
             pieces.append(mark)
+
+    def _left_open(self, value: str, ends: Words, end: str) -> tuple[str, str]:
+        found = ends.first(value)
+        if found is None or self._text.cut or self._reopened == MAX_REOPENED:
+            return value, ""
+        self._reopened += 1
+        start, mark = found
+        self._text.rest = value[start + len(mark):]
+        return value[:start], end
 
     def _mistral(self) -> Step:
         yield from self._text.skip()

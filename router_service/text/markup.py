@@ -72,7 +72,7 @@ class Named:
         """As ``Markup.called``."""
         return is_object(self._latest)
 
-    def push(self, text: str, over: bool = False) -> Parts:
+    def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
         """As ``Markup.push``."""
         if not text:
             return Parts()
@@ -107,10 +107,10 @@ class Markup:
         self._run: Generator[None, None, None] = self._answer(thinking)
         next(self._run)
 
-    def push(self, text: str, over: bool = False) -> Parts:
-        """What ``text`` adds. ``over``: it is the last."""
+    def push(self, text: str, over: bool = False, cut: bool = False) -> Parts:
+        """What ``text`` adds. ``over``: it is the last; ``cut``: there would be more."""
         self._text.rest += text
-        self._text.over = over
+        self._text.over, self._text.cut = over, cut
         next(self._run, None)
         parts, self._parts = self._parts, Parts()
         return parts
@@ -198,7 +198,11 @@ class Markup:
     def _called(self, call: Call) -> None:
         self._gap += self._blank if self._said else []
         self._blank = []
-        self._parts.all.append(call)
+        last = self._parts.all[-1] if self._parts.all else None
+        if isinstance(last, Call) and not call.name and last.index == call.index:
+            last.arguments += call.arguments
+        else:
+            self._parts.all.append(call)
 
 
 def finish_of(finish: str, markup: Markup | Named | None) -> str:

@@ -21,12 +21,12 @@ class NoCall(Exception):
 
 
 class Scanner:
-    """``rest``: what came and was not read; ``over``: nothing more comes; ``taken``: what was read since it was set to
-    a list (None: nobody asks)."""
+    """``rest``: what came and was not read; ``over``: nothing more comes, as it was ``cut`` off or not; ``taken``: what
+    was read since it was set to a list (None: nobody asks)."""
 
     def __init__(self) -> None:
         self.rest = ""
-        self.over = False
+        self.over = self.cut = False
         self.taken: list[str] | None = None
 
     def until(self, marks: Words, tell: Callable[[str], None]) -> Step:
