@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from slipstream.base.child import Child
@@ -299,6 +300,39 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
             if asked.ended:
                 break
     assert forced > 20
+
+
+class Counted:
+    """A matcher of llguidance's, and how often it was asked for what is forced."""
+
+    def __init__(self, of: LLMatcher) -> None:
+        self._of, self.asked = of, 0
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.asked += 1
+        return self._of.compute_ff_tokens()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+@pytest.mark.parametrize("spelt", ["as told", "otherwise"])
+def test_what_is_forced_is_asked_for_once_however_long_it_is(tiny_folder: Path, spelt: str) -> None:
+    vocabulary = Vocabulary(load_tokenizer(tiny_folder), VOCAB)
+    text = "the answer to the question is " * 400
+    matcher = vocabulary.compile(Grammar("choice", json.dumps([text])), Ends((EOS,)))
+    assert matcher.begins()
+    matcher._matcher = counted = Counted(matcher._matcher)
+    said, whole = 0, [*text.encode()]
+    for turn in range(200):
+        told = [*matcher.forced()]
+        assert told == (whole[said:][:64] if spelt == "as told" or not turn else [])
+        if spelt == "otherwise" and not turn:
+            matcher._coming[-1] = VOCAB  # as if another token had spelt it: here each byte has one
+        new = whole[said : said + 1 + turn % 5]
+        assert matcher.commit(new) == len(new)
+        said += len(new)
+    assert counted.asked == 1
 
 
 def test_what_drafts_make_a_grammar_build_ends_no_answer(tiny_folder: Path) -> None:

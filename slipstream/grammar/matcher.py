@@ -13,6 +13,8 @@ Rules:
 5. A grammar that counts tokens (Lark's ``max_tokens``, ``stop``) cannot be rolled back, and what it allows depends on
    which masks were computed before. No tree is visited for it, and each token that it consumes, now or again, has a
    mask computed before.
+6. What is forced can be long, and asking for it takes as long: it is asked for again when all of it has come, and never
+   again once ``UNSAID`` tokens of it were spelt otherwise.
 
 It knows nothing about logits, engines or requests.
 """
@@ -28,6 +30,8 @@ from numpy.typing import NDArray
 
 from slipstream.protocol.tree import DraftTree
 
+AT_ONCE = 64  # forced tokens that are told
+UNSAID = 1024
 RESTARTS = 3  # of one answer, and as many for its drafts: each costs a compilation
 ALL = np.uint32(0xFFFFFFFF)
 Masks = NDArray[np.uint32]  # [N, W]: bit i of word w is token 32 * w + i
@@ -44,8 +48,8 @@ class Ends:
 class Matcher:
     """Of one answer, which has no token yet. It belongs to one thread at a time."""
 
-    __slots__ = ("_begun", "_broken", "_end", "_ends", "_matcher", "_restarts", "_rolls", "_row", "_row_at", "_tokens",
-                 "_visited", "_width")
+    __slots__ = ("_begun", "_broken", "_coming", "_end", "_ends", "_matcher", "_restarts", "_rolls", "_row", "_row_at",
+                 "_tokens", "_unsaid", "_visited", "_width")
 
     def __init__(self, begun: Callable[[], LLMatcher], words: int, end: int, vocab_size: int, ends: Ends) -> None:
         """begun: makes llguidance's own; words: of its masks; end: the token that ends a text for it."""
@@ -60,6 +64,8 @@ class Matcher:
         self._broken = 0  # as often drafts had a part in it
         self._visited = False  # since it began, drafts have made it build something
         self._rolls = True  # back
+        self._coming: list[int] = []  # forced and not yet said, the last one first
+        self._unsaid = 0
 
     @property
     def problem(self) -> str:
@@ -88,18 +94,21 @@ class Matcher:
         for count, token in enumerate(tokens):
             if not self._consume(token):
                 return count
+            if self._coming and self._coming.pop() != token:
+                self._unsaid += len(self._coming)
+                self._coming.clear()
         return len(tokens)
 
     def forced(self) -> Sequence[int]:
-        """Tokens that spell what the grammar leaves no choice about, from here on. Others may spell it, too."""
-        if self._broken == RESTARTS or not self._rolls or self.ended:
-            return ()
-        self._visited = True
-        forced: Sequence[int] = self._matcher.compute_ff_tokens()
-        if self._matcher.is_error():
-            self._restart()
-            return ()
-        return forced
+        """The first ``AT_ONCE`` tokens that spell what the grammar leaves no choice about, from here on. Others may
+        spell it, too."""
+        if not self._coming and self._unsaid < UNSAID and self._broken < RESTARTS and self._rolls and not self.ended:
+            self._visited = True
+            self._coming = self._matcher.compute_ff_tokens()[::-1]
+            if self._matcher.is_error():
+                self._coming = []
+                self._restart()
+        return self._coming[: -AT_ONCE - 1 : -1]
 
     def kept(self, tree: DraftTree) -> list[int]:
         """The nodes of ``tree`` (ascending) that could be chosen: nothing below another one could."""
