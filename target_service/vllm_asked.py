@@ -53,6 +53,7 @@ FIELDS: Mapping[str, Way] = MappingProxyType({  # of ``Request`` and of its ``Sa
 })
 # What is taken of what a request may need; grammars depend on the tokenizer.
 TAKES = tuple(need for need in NEEDS if need not in ("grammar", "logprobs_mode"))
+OWN_SEEDS = 1 << 63  # vLLM's second model runner ends with a larger one; it never draws where sampling is keyed
 SCORED_BYTES = 1 << 30  # of a prompt's log probabilities, which vLLM makes of all rows of a step at once
 _FIELD_OF = {way.parameter: field for field, way in FIELDS.items() if way.parameter}
 
@@ -133,7 +134,8 @@ def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> 
         "stop_token_ids": list(sampling.stop_token_ids),
         # The end-of-text tokens are among those; where a grammar ends, vLLM allows its tokenizer's own.
         "ignore_eos": request.grammar is None,
-        "seed": None if sampling.greedy else sampling.seed, "logprobs": request.top_logprobs,
+        "seed": None if sampling.greedy else sampling.seed if keyed else sampling.seed % OWN_SEEDS,
+        "logprobs": request.top_logprobs,
         "structured_outputs": None if request.grammar is None else structured(request.grammar),
         "prompt_logprobs": request.prompt_logprobs, "allowed_token_ids": list(request.allowed_token_ids) or None,
         "bad_words": [list(word) for word in request.bad_words],

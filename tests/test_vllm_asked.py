@@ -71,6 +71,12 @@ def test_vllm_makes_one_token_at_least_and_is_asked_for_no_more_before_an_end() 
     assert (given["max_tokens"], given["min_tokens"]) == (12, 12)
 
 
+@pytest.mark.parametrize(("seed", "keyed", "given"), [(5, False, 5), (2**63 - 1, False, 2**63 - 1), (2**63, False, 0),
+                                                      (2**64 - 1, False, 2**63 - 1), (2**64 - 1, True, 2**64 - 1)])
+def test_a_seed_is_one_that_vllm_can_hold(seed: int, keyed: bool, given: int) -> None:
+    assert parameters(asked("seed", seed), drafted=keyed, keyed=keyed, bounds=BOUNDS)["seed"] == given
+
+
 def test_where_some_allowed_token_is_left_wherever_the_answer_is_nothing_is_refused() -> None:
     for request in (replace(ASKED, allowed_token_ids=(2, 3), bad_words=((3,),)),  # it may end
                     replace(asked("min_tokens", 2), allowed_token_ids=(3, 4), bad_words=((4, 3),)),

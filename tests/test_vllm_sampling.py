@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from slipstream_vllm.adapter_0_32 import patch_sampling, rows_of
+from slipstream_vllm.adapter_0_32 import patch_sampling, patch_seeds, rows_of
 from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Known, sampling_of
 
@@ -292,3 +292,41 @@ def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help(
 def test_where_it_is_off_vllm_chooses() -> None:
     with pytest.raises(AssertionError, match="vLLM's own sampling was used"):
         answers([Params()], 2, mode="processed_logits")
+
+
+class Seeded:
+    """A runner whose requests draw one number a step from their generators, as vLLM's do."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.discard_request_mask = SimpleNamespace(type=device), SimpleNamespace(np=np.zeros(4, bool))
+        self.input_batch = SimpleNamespace(num_reqs=2, generators={place: np.random.default_rng(place)
+                                                                   for place in range(2)})
+        self.set_back = list[int]()
+
+    def _sample(self, _logits: None, _spec: None) -> list[float]:
+        generators = self.input_batch.generators
+        return [generators[place].random() if place in generators else -1.0 for place in range(2)]
+
+    def _bookkeeping_sync(self, answer: str) -> str:
+        self.set_back += [place for place in np.flatnonzero(self.discard_request_mask.np).tolist()
+                          if place in self.input_batch.generators]
+        return answer
+
+    def step(self, *parts: int) -> list[float]:
+        """parts: who has only a part of its prompt computed."""
+        self.discard_request_mask.np[:] = [place in parts for place in range(4)]
+        drawn = self._sample(None, None)
+        assert self._bookkeeping_sync("kept") == "kept"
+        return drawn
+
+
+patch_seeds(Seeded)
+
+
+def test_a_part_of_a_prompt_draws_nothing_from_a_seed_on_a_cpu() -> None:
+    whole, parted = Seeded("cpu"), Seeded("cpu")
+    first, second = whole.step(), whole.step()
+    assert parted.step(1) == [first[0], -1.0] and parted.step(0, 1) == [-1.0, -1.0]
+    assert parted.step() == [second[0], first[1]] and not parted.set_back
+    device = Seeded("cuda")
+    assert device.step(1) == first and device.set_back == [1], "there vLLM sets it back"

@@ -328,8 +328,8 @@ async def test_what_is_asked_reaches_vllm_in_its_words() -> None:
         await taken(service.submit(replace(request(min_p=0.1), top_logprobs=2, namespace="0a1b")))
     first, greedy = engine.asked
     assert engine.salts == [None, "0a1b"], "vLLM's prefix cache keeps them apart"
-    given = {**sampling, "stop_token_ids": [2, 0], "ignore_eos": True, "max_tokens": 12, "logprobs": None,
-             "logit_bias": None, "min_p": 0.0}
+    given = {**sampling, "seed": 2**63 - 1, "stop_token_ids": [2, 0], "ignore_eos": True, "max_tokens": 12,
+             "logprobs": None, "logit_bias": None, "min_p": 0.0}
     assert {name: first[name] for name in given} == given
     assert first["prompt"] == list(PROMPT)
     assert (greedy["seed"], greedy["min_p"], greedy["logprobs"]) == (None, 0.0, 2)

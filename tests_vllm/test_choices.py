@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ BOUND: dict[str, dict[str, Any]] = {
     "both": {"allowed_token_ids": TEXT, "bad_words": ["fox", "brown fox", "the lazy"]},
 }
 GREEDY: dict[str, Any] = {"temperature": 0.0}
+SCORED: dict[str, Any] = {"prompt_logprobs": 1, "max_tokens": 16, **GREEDY}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "seed": 11}
 
 
@@ -142,10 +144,14 @@ def test_answers_keep_to_what_they_may_say_with_drafts_as_without(both: tuple[Se
         assert set(said["choices"][0]["token_ids"]) <= set(body.get("allowed_token_ids") or range(1 << 20))
         check(ours.ask(**body, speculate=False)["choices"], said["choices"])
     assert "fox" in free, "nothing was forbidden"
+    expected_scores = vllm.ask(prompt=TEXT, **SCORED, speculate=False)["choices"]
     service: subprocess.Popen[bytes] = draft(port)
     try:
         for _ in range(60):
-            drafted = [vllm.ask(**body) for body in asked]
+            with ThreadPoolExecutor(8) as together:  # they come and go beside one another, and prompts are scored
+                scored = together.submit(vllm.ask, prompt=TEXT, **SCORED)
+                drafted = list(together.map(lambda body: vllm.ask(**body), asked))
+                check(expected_scores, scored.result()["choices"])
             for body, said, expected in zip(asked, drafted, plain, strict=True):
                 assert said["choices"][0]["text"] == expected["choices"][0]["text"], body
                 check(expected["choices"], said["choices"])

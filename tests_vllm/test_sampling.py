@@ -61,6 +61,15 @@ def test_a_seed_fixes_an_answer_whatever_is_drafted_and_elsewhere(vllm_python: P
         service.wait()
 
 
+def test_a_seed_of_plain_vllm_stands_for_prompts_that_come_in_parts(vllm_python: Path) -> None:
+    prompt, how = [PLAY], {"temperature": 1.0, "seed": 7, "chat": False}
+    with engine(vllm_python, None, max_num_batched_tokens=32) as parts:
+        said = parts.ask(prompt, 1, **how)["tokens"]
+        assert parts.ask(prompt, 1, **how)["tokens"] == said, "all but the end of it is in the prefix cache now"
+    with engine(vllm_python, None, max_num_batched_tokens=512) as whole:
+        assert whole.ask(prompt, 1, **how)["tokens"] == said
+
+
 def outcomes(running: Any) -> Counter[tuple[int, ...]]:
     """What follows, from the second token on: draft tokens come after the first."""
     (prompt,) = running.ask([PLAY], 1, 1, chat=False)["prompts"]

@@ -57,6 +57,7 @@ def patch() -> None:
     _patch_taps(GPUModelRunner)
     _patch_reach(GPUModelRunner)
     patch_sampling(GPUModelRunner)
+    patch_seeds(GPUModelRunner)
     _patch_ends(GPUModelRunner)
 
 
@@ -134,6 +135,28 @@ def patch_sampling(runner: Any) -> None:
             return inner(self, logits, spec_decode_metadata)
 
     runner._sample = _sample
+
+
+def patch_seeds(runner: Any) -> None:
+    """A step that computes a part of a prompt draws a token that nobody wants. vLLM sets its generator back afterwards,
+    which raises for a CPU's and ends the engine. There such a draw is made by nobody's generator."""
+    sample, book = runner._sample, runner._bookkeeping_sync
+
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        self.slipstream_aside = {}
+        if self.device.type == "cpu":
+            batch = self.input_batch
+            parts = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()
+            self.slipstream_aside = {place: batch.generators.pop(place) for place in parts if place in batch.generators}
+        return sample(self, logits, spec_decode_metadata)
+
+    def _bookkeeping_sync(self: Any, *given: Any, **named: Any) -> Any:
+        try:
+            return book(self, *given, **named)
+        finally:
+            self.input_batch.generators.update(getattr(self, "slipstream_aside", NOTHING))
+
+    runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
 
 
 def keyed_of(runner: Any) -> KeyedSampling | None:
