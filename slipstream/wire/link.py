@@ -237,7 +237,7 @@ class Pumps(Generic[Item, Heard]):
         counts.frames_in += 1
         counts.bytes_in += len(data)
         if allowance is not None:
-            most = allowance.left - 1  # a frame counts as one
+            most = max(0, allowance.left - 1)  # a frame counts as one
         try:
             items, faults = self.decode(data, self.incarnation, self.limits, most)
         except RemoteProtocolError as error:
