@@ -51,6 +51,16 @@ def test_rounds_fill_the_buckets_up_to_theirs() -> None:
     assert dict(re.findall(r'tree_nodes_bucket\{le="([^"]+)".*\} (\S+)', page))["4.0"] == "300.0"
 
 
+def test_a_draft_that_has_a_new_name_each_time_makes_no_new_series_for_ever() -> None:
+    metrics = TargetMetrics("tiny")
+    for number in range(1000):
+        metrics.judged(f"name {number}", 4, 2)
+    metrics.judged("name 0", 4, 2)
+    lines = re.findall(r'tokens_total{drafter=.*kind="drafted".*', metrics.registry.page("")[1].decode())
+    assert len(lines) < 50 and sum(float(line.split()[-1]) for line in lines) == 4004
+    assert sum(float(line.split()[-1]) for line in lines if '"name 0"' in line) == 8
+
+
 def test_a_name_has_one_meaning_on_all_services() -> None:
     """What a name says may differ on the services only where one of them says that it goes."""
     texts: dict[str, set[str]] = {}

@@ -343,6 +343,7 @@ class RouterMetrics:
         self._breaker.drop(peer)
 
 
+DRAFTERS = 32  # names that drafters give themselves and that have series of their own
 TOGETHER = 64  # times that something was told, which are counted at once
 
 
@@ -363,7 +364,7 @@ class TargetMetrics:
         self.registry = registry = Registry("target", model)
         self._stepped = deque[tuple[int, float, float, float]]()
         self._ended = deque[Sequence[tuple[int, int, str]]]()
-        self._judged = deque[tuple[str, int, int]]()
+        self._judged, self._drafters = deque[tuple[str, int, int]](), set[str]()
         self._waiting = 0  # steps, and their rounds
         self._held: tuple[int, int, int] | None = None  # slots
         self._there: tuple[int, int] | None = None  # sessions
@@ -493,6 +494,11 @@ class TargetMetrics:
         self._suspect.drop(peer)
 
     def judged(self, drafter: str, drafted: int, accepted: int) -> None:
+        if drafter not in self._drafters:
+            if len(self._drafters) < DRAFTERS:
+                self._drafters.add(drafter)
+            else:
+                drafter = "others"
         self._judged.append((drafter, drafted, accepted))
 
     def moved(self) -> None:
