@@ -30,6 +30,7 @@ from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, Text
 
 # Options that a body has in another form.
 OTHERWISE = ("logit_bias", "begun", "grammar", "logprobs_mode", "chat_template_kwargs", "tools", "function")
+NAMES = {"structured_outputs": "grammar", "logprobs": "top_logprobs"}  # of a body's fields -> of options
 
 
 class GatewayFront:
@@ -94,6 +95,8 @@ class GatewayFront:
                 await run.aclose()
         except SlipstreamError as error:
             self._gateway.failed(endpoint, error)
+            if isinstance(error, InvalidRequest) and (name := NAMES.get(error.field.partition(".")[0])):
+                raise InvalidRequest(name, error.message, error.code) from error
             raise
 
     async def _markup(self, run: Run) -> Markup | Named | None:

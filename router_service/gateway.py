@@ -467,8 +467,11 @@ class Run:
                 found = (0, await anext(self.completions[0])) if self._many is None else await anext(self._many)
         except StopAsyncIteration:
             raise
-        except Exception:
+        except Exception as error:
             self._failed = True
+            bound_by = self.job.options.bound_by
+            if isinstance(error, InvalidRequest) and error.field == "grammar" and bound_by:  # that is a target's word
+                raise InvalidRequest(bound_by, error.message, error.code) from error
             raise
         if not self._commits_s:
             meant = self.completions[found[0]].tally.first_state == "speculate"

@@ -132,6 +132,31 @@ async def test_what_is_wrong_is_refused_by_name(tiny_folder: Path, options: dict
     assert caught.value.field == field
 
 
+async def test_refusals_bear_the_names_of_options(tiny_folder: Path) -> None:
+    target = EchoTarget()
+    target.grammars = True
+    async with routing(tiny_folder, target) as r, client_of(r) as client:
+        for options, field in (({"grammar": Grammar("regex", "(")}, "grammar"), ({"top_logprobs": 21}, "top_logprobs"),
+                               ({"grammar": Grammar("json_schema", "x")}, "grammar")):
+            for ask in (client.chat, client.complete):
+                with pytest.raises(InvalidRequest) as caught:
+                    [delta async for delta in ask("hello", **options)]
+                assert caught.value.field == field
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+async def test_a_grammar_that_a_target_gives_up_bears_the_clients_name(tiny_folder: Path, begun: int) -> None:
+    target = EchoTarget(fail_after=begun, error=InvalidRequest("grammar", "takes more work to follow than it may"))
+    target.grammars = True
+    async with routing(tiny_folder, target) as r, client_of(r) as client:
+        for fields in ({"guided_regex": "a"}, {"response_format": {"type": "json_object"}}):
+            answer = await r.post(CHAT, messages=HELLO, **fields)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
+        with pytest.raises(InvalidRequest) as caught:
+            await told(client, "hello", grammar=Grammar("regex", "a"))
+        assert caught.value.field == "grammar"
+
+
 async def test_completions_take_no_tools(tiny_folder: Path) -> None:
     async with routing(tiny_folder, EchoTarget()) as r, client_of(r) as client:
         with pytest.raises(InvalidRequest) as caught:
