@@ -18,7 +18,7 @@ from router_service.app import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from router_service.event_id import HEADER
 from router_service.text.marks import BARE, LLAMA, THOUGHTS, Style
 from router_service.text.markup import Markup, Named
-from slipstream.protocol.chat import ChatOptions, Message
+from slipstream.protocol.chat import ChatOptions, Function, Message, ToolCall
 from slipstream.protocol.grammar import Grammar
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat, encode_complete
 from tests_fuzz.surface import Router, events
@@ -208,6 +208,18 @@ def grpc_answer_seeds() -> Iterator[bytes]:
         options = ChatOptions(max_tokens=5, temperature=0.5, seed=9, stop=("x",), grammar=grammar)
         yield b"\x00" + encode_chat("tiny", said, options)
         yield b"\xff" + encode_complete("tiny", "once", options)
+    yield from (b"\x00" + data for data in tools_seeds())
+
+
+def tools_seeds() -> Iterator[bytes]:
+    """Chats of a body over gRPC that call, and have called."""
+    calls, tools = (ToolCall("f", '{"a": [1, {}]}', "c1"),), (Function("f", "does", json.dumps(SCHEMA)), Function("g"))
+    said = (Message("user", "hello"), Message("assistant", "", calls, reasoning_content="hm"),
+            Message("tool", "2", tool_call_id="c1", name="f"))
+    for options in (ChatOptions(tool_choice="required", parallel_tool_calls=False), ChatOptions(function="f"),
+                    ChatOptions(chat_template_kwargs='{"enable_thinking": [true]}', reasoning_effort="low",
+                                include_reasoning=False, stop_token_ids=(3, 4), truncate_prompt_tokens=9)):
+        yield encode_chat("tiny", said, replace(options, tools=tools, max_tokens=5, seed=9))
 
 
 def markup_seeds() -> Iterator[bytes]:

@@ -35,7 +35,7 @@ from slipstream.base.errors import (
 from slipstream.engine.loading import load_model
 from slipstream.models.folder import load_tokenizer
 from slipstream.models.gguf import GgufFile, build_tokenizer, parts_of, read_dimensions
-from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, Usage
+from slipstream.protocol.chat import ChatOptions, Delta, Message, TextToken, ToolCall, Usage
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.messages import (
@@ -170,8 +170,10 @@ def grpc_seeds() -> Iterator[bytes]:
     yield encode_chat("tiny", (Message("system", "be brief"), Message("user", "hello")), options)
     yield encode_complete("tiny", "once", options)
     yield encode_complete("tiny", "once", replace(options, grammar=Grammar("choice", '["a", "b"]')))
-    yield encode_delta(Delta("hi", (TextToken(3, "h", True, -0.5), TextToken(4, "i", False, None)), "stop",
-                             Usage(3, 2, 5)))
+    yield from asking.tools_seeds()
+    told = Delta("hi", (TextToken(3, "h", True, -0.5), TextToken(4, "i", False, None)), "stop", Usage(3, 2, 5))
+    yield encode_delta(told)
+    yield encode_delta(told._replace(reasoning="hm", tool_calls=(ToolCall("f", "{}", "c1", 2),)))
 
 
 def frame_of_target(data: bytes) -> None:
