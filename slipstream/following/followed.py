@@ -30,6 +30,7 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     Close,
+    DraftBound,
     Drop,
     Features,
     FeatureSpec,
@@ -83,6 +84,7 @@ class RoundRecord(NamedTuple):
 
 
 Changed = Callable[[int, Transition, Why, Link | None], None]
+Say = Callable[[Link | None, DraftBound | None], None]  # with the next flush
 
 
 def logged(session: int, change: Transition, why: Why, _: Link | None) -> None:
@@ -93,7 +95,10 @@ def logged(session: int, change: Transition, why: Why, _: Link | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
+    """What all sessions of one target share."""
+
     pool: DraftPool
+    say: Say
     policy: PolicySection
     beliefs: Beliefs
     metrics: TargetMetrics
@@ -306,7 +311,7 @@ class Followed:
         rows = self._rows_of(verified, self.reads) if self.reads is not None and verified.rows else None
         message = side.commit(verified.tokens, rows, verified.drafted, decision.want, decision.ahead)
         if message is not None:
-            self._shared.pool.say(self.link, message)
+            self._shared.say(self.link, message)
         if self.link is None or not decision.follow:
             self._follow(now_s, step.sessions - 1)
         self._await(now_s)
@@ -324,8 +329,8 @@ class Followed:
             return
         size = len(rows) // max(1, count)
         for at in range(0, count, ROWS):
-            self._shared.pool.say(self.link, Features(self.session, start + at, rows[at * size : (at + ROWS) * size],
-                                                      min(ROWS, count - at), self.reads.dtype))
+            self._shared.say(self.link, Features(self.session, start + at, rows[at * size : (at + ROWS) * size],
+                                                 min(ROWS, count - at), self.reads.dtype))
         self._rows_from = start + count
 
     def receive(self, message: Growth | Drop, now_s: float) -> None:
@@ -417,7 +422,7 @@ class Followed:
         self._opened_s = now_s
         # Who is asked for nothing while the text's own chain is verified reads the prompt meanwhile.
         message = self.side.attach(self.decision.want, self.decision.ahead)
-        self._shared.pool.say(self.link, message)
+        self._shared.say(self.link, message)
         self.waiting.attached()
         self._rows_from = max(0, self.side.base - hello.max_context)
         if not self.decision.lookup:
@@ -431,7 +436,7 @@ class Followed:
     def _leave(self, message: Close | None) -> None:
         link = self._unlink()
         self._shared.pool.part(link)
-        self._shared.pool.say(link, message)
+        self._shared.say(link, message)
 
     def _await(self, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""

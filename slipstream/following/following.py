@@ -5,7 +5,9 @@ Rules:
    Whoever has little time says until when: what is left waits for the next look, however fast more of it comes.
 2. It blocks nowhere but in ``wait``, and there never longer than it is told.
 3. What can wait until the drafts have heard of a commit (counters, costs) waits until ``flush``.
-4. What holds for each session alone is ``followed``'s.
+4. What the commits of one step have to say to a link leaves as one frame (``Post``). Commits that ask for nothing wait
+   for one that does, or for each other: a draft that is woken at each step takes time from the next.
+5. What holds for each session alone is ``followed``'s.
 
 It knows nothing about engines, clients or sockets.
 """
@@ -30,13 +32,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.conduct import FaultRate
-from slipstream.protocol.messages import (
-    DraftHello,
-    Growth,
-    Link,
-    Sampling,
-    TargetBound,
-)
+from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Growth, Link, Sampling, TargetBound
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
 
@@ -46,6 +42,7 @@ Failed = Callable[[int, Exception], None]  # a session, and what went wrong in i
 AT_ONCE = 64  # items of a frame that are looked at before the clock is
 GLANCE_S = 0.005  # for what has come, where nobody waits
 TRACED = 16  # rows of a trace for sessions; later ones share them
+HELD = 8  # commits that ask for nothing
 MOST = 256  # events of one peer that wait: a frame of a draft's is one, and a step has a few
 
 
@@ -121,6 +118,39 @@ class Lane:
         event()
 
 
+class Post:
+    """What sessions have to say to links that are up. Who stands aside is told as well that its sessions are over."""
+
+    __slots__ = ("_due", "_said")
+
+    def __init__(self) -> None:
+        self._said: dict[Link, list[DraftBound]] = {}
+        self._due: dict[Link, None] = {}  # whose items leave with the next flush, in order
+
+    def link_up(self, link: Link) -> None:
+        self._said[link] = []
+
+    def link_down(self, link: Link) -> None:
+        self._said.pop(link, None)
+        self._due.pop(link, None)
+
+    def say(self, link: Link | None, item: DraftBound | None) -> None:
+        """With the next flush."""
+        if link is None or item is None or (said := self._said.get(link)) is None:
+            return
+        said.append(item)
+        if not isinstance(item, Commit) or item.wanted or len(said) >= HELD:
+            self._due[link] = None
+
+    def flush(self) -> bool:
+        """Returns whether anything left."""
+        due, self._due = self._due, {}
+        for link in due:
+            items, self._said[link] = self._said[link], []
+            link.send(items)
+        return bool(due)
+
+
 class Following:
     """See the module, and the package for an example. Implements ``messages.LinkEvents``."""
 
@@ -133,7 +163,9 @@ class Following:
         self.pool = DraftPool(metrics, gives)
         # One for all: a new session need not learn how far the drafts are.
         self._beliefs = Beliefs(costs, config.shared_cores, together)
-        self._shared = Shared(self.pool, config.policy, self._beliefs, metrics, config.prompt_lookup, changed or logged)
+        self._post = Post()
+        self._shared = Shared(self.pool, self._post.say, config.policy, self._beliefs, metrics, config.prompt_lookup,
+                              changed or logged)
         self._most = config.max_sessions
         self._costs = costs
         self._metrics = metrics
@@ -153,6 +185,7 @@ class Following:
         self._lanes[link] = Lane(self.inbox)
 
         def event() -> None:
+            self._post.link_up(link)
             self.pool.link_up(link, hello)
             self._faults[link] = FaultRate()
             self._nonsense.pop(link.address, None)
@@ -166,6 +199,7 @@ class Following:
         self._lanes.pop(link, None)
 
         def event() -> None:
+            self._post.link_down(link)
             self.pool.link_down(link, reason)
             self._faults.pop(link, None)
             for followed in self.sessions.values():
@@ -248,7 +282,7 @@ class Following:
     def flush(self) -> bool:
         """Send what there is to say to drafts, one frame each, and count what was verified. Returns whether anything
         left."""
-        left = self.pool.flush()
+        left = self._post.flush()
         told, self._told = self._told, []
         if told:
             self._metrics.rounds([(one.drafted, min(one.accepted, one.tokens - 1), one.outcome) for one in told])

@@ -1,17 +1,15 @@
-"""DraftPool: the drafts of one target and what is to be said to each. Transport only.
+"""DraftPool: the drafts of one target.
 
 Rules:
-1. What the commits of one step have to say to a link leaves as one frame (``flush``). Commits that ask for nothing
-   wait for one that does, or for each other: a draft that is woken at each step takes time from the next.
-2. A head whose shapes fit may have been made for another model: it is right no more often than by chance
+1. A head whose shapes fit may have been made for another model: it is right no more often than by chance
    (``Agreement``). That is reported: a loud line once a connection, a gauge, and the problem in its status. One that
    names no vocabulary (n-gram) has learned none and is not judged.
-3. A drafter that leaves, by its own word or by discovery's, gets no new session.
-4. All drafters that read features share one FeatureSpec: the one that most of them read; of two with as many, the one
+2. A drafter that leaves, by its own word or by discovery's, gets no new session.
+3. All drafters that read features share one FeatureSpec: the one that most of them read; of two with as many, the one
    in use. Others stand aside, with that as their problem, until the majority is theirs; a spec that the engine cannot
    give is refused by name.
 
-It knows nothing about what is drafted, how it is verified, or what a session decides.
+It knows nothing about what is said to them, what is drafted, how it is verified, or what a session decides.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from random import Random
 
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Commit, DraftBound, DraftHello, FeatureSpec, Link
+from slipstream.protocol.messages import DraftHello, FeatureSpec, Link
 from slipstream.protocol.requests import DraftStatus
 
 # A head that learned nothing but which tokens are frequent is right in some 5 % of all rounds, one with random weights
@@ -33,7 +31,6 @@ SUSPECT_BELOW = 0.10
 SUSPECT_ROUNDS = 32  # before any judgement
 FORGET_ROUNDS = 1024  # at so many, all counts are halved: a draft model may be exchanged behind its address
 ONE_SIDED_95 = 1.645  # standard deviations
-HELD = 8  # commits that ask for nothing
 GiveRows = Callable[[FeatureSpec], bool]
 
 
@@ -94,8 +91,6 @@ class DraftPool:
         self._aside: dict[Link, DraftHello] = {}  # that read other rows than are kept
         self._leaving: set[Link] = set()
         self._sessions: dict[Link, int] = {}
-        self._outbox: dict[Link, list[DraftBound]] = defaultdict(list)
-        self._due: dict[Link, None] = {}  # whose items leave with the next flush, in order
         self._spec: FeatureSpec | None = None
         self._agreement: dict[Link, Agreement] = {}
         self._warned: set[Link] = set()
@@ -168,8 +163,6 @@ class DraftPool:
     def link_down(self, link: Link, reason: str) -> None:
         """A drafter is gone, and others may take part."""
         self._aside.pop(link, None)
-        self._outbox.pop(link, None)
-        self._due.pop(link, None)
         self._problems.pop(link.address, None)  # what was found out is about this connection
         if self._forget(link):
             self._metrics.drafter_lost(reason)
@@ -221,21 +214,6 @@ class DraftPool:
     def hello(self, link: Link | None) -> DraftHello | None:
         """What the drafter said of itself; None: it is not there."""
         return self._ready.get(link) if link is not None else None
-
-    def say(self, link: Link | None, item: DraftBound | None) -> None:
-        """With the next flush. Who stands aside is told as well that its sessions are over."""
-        if link is not None and (link in self._ready or link in self._aside) and item is not None:
-            items = self._outbox[link]
-            items.append(item)
-            if not isinstance(item, Commit) or item.wanted or len(items) >= HELD:
-                self._due[link] = None
-
-    def flush(self) -> bool:
-        """Send what there is to say. Returns whether anything left."""
-        due, self._due = self._due, {}
-        for link in due:
-            link.send(self._outbox.pop(link))
-        return bool(due)
 
     def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
         """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
