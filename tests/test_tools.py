@@ -84,6 +84,10 @@ async def test_a_forced_call_is_bound_to_its_schema(tiny_folder: Path) -> None:
             {"name": "weather", "arguments": '{"city": "Rome"}'}, {"name": "now", "arguments": "{}"}]
         grammar = target.requests[-1].grammar
         assert grammar and len(json.loads(grammar.source)["items"]["anyOf"]) == 2
+        for most in range(1, 30):
+            cut = await r.post(CHAT, messages=HELLO, tools=[WEATHER], tool_choice="required", max_tokens=most)
+            choice = cut.json()["choices"][0]
+            assert choice["finish_reason"] == "length" and not choice["message"]["content"], "no call is no content"
 
 
 @pytest.mark.parametrize("where", ["$defs", "definitions"])

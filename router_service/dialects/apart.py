@@ -29,6 +29,6 @@ def markups_of(codec: TextCodec, options: Options, prompt: Sequence[int], count:
     if use is not None and use.named:
         return [Named(use.choice) for _ in range(count)]
     if use is not None and use.forced:
-        return [Markup(BARE, use.schemas) for _ in range(count)]
+        return [Markup(BARE, use.schemas, bound=True) for _ in range(count)]
     most = None if use is None or use.parallel else 1
     return [Markup(codec.style, {} if use is None else use.schemas, codec.thinks(prompt), most) for _ in range(count)]

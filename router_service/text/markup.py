@@ -84,11 +84,12 @@ class Named:
 
 class Markup:
     """The text of one answer. ``tools``: names of those that may be called -> their schemas; ``thinking``: it begins in
-    the midst of reasoning; ``most``: calls that are told."""
+    the midst of reasoning; ``most``: calls that are told; ``bound``: it is calls and nothing else."""
 
     def __init__(self, style: Style, tools: Mapping[str, Any] = MappingProxyType({}), thinking: bool = False,
-                 most: int | None = None) -> None:
+                 most: int | None = None, bound: bool = False) -> None:
         self._tools = tools
+        self._bound = bound
         self._text = Scanner()
         self._calls = Calls(self._text, tools, most, self._called)
         self._bare = style.bare and bool(tools)
@@ -163,6 +164,8 @@ class Markup:
         yield from self._text.until(Words(self._thoughts[1:]), tell)
 
     def _content(self, text: str) -> None:
+        if self._bound:  # the beginning of a call that was cut off
+            return
         if not self._begun and not self._said and (self._thought or self.num_calls):
             text, self._blank = text.lstrip(), []
         if not text.strip():
