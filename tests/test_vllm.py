@@ -40,7 +40,8 @@ class Runner:
     def __init__(self, requests: Sequence[str], max_tokens: int, temperature: float = 0.0, device: str = "cpu") -> None:
         self.max_model_len, self.device = 4096, SimpleNamespace(type=device)
         self.requests = {request: SimpleNamespace(sampling_params=SimpleNamespace(
-            max_tokens=max_tokens, temperature=temperature, extra_args=None)) for request in requests}
+            max_tokens=max_tokens, temperature=temperature, extra_args=None, min_tokens=0))
+            for request in requests}
         self.texts = {request: list(PROMPT) for request in requests}
         self.input_batch = SimpleNamespace(req_ids=list(requests))
         self._lay_out()
@@ -106,6 +107,22 @@ def test_answers_are_the_engines_own_and_drafts_are_used() -> None:
         assert play(runner, chains, 40) > 60
     for text in runner.texts.values():
         assert text[len(PROMPT) :] == plain(len(text) - len(PROMPT))
+
+
+@pytest.mark.parametrize("least", [1, 12, 30])
+def test_the_token_behind_draft_tokens_is_one_of_the_least_or_none_of_them_is(least: int) -> None:
+    """vLLM knows what a step committed when it forbids that token to end the answer."""
+    runner, chains = Runner(["a"], 400), fresh()
+    runner.requests["a"].sampling_params.min_tokens = least
+    proposed, behind = [list[int]()], list[tuple[int, int]]()
+    with drafted(chains):
+        for _ in range(40):
+            output, sampled = runner.step(proposed)
+            proposed = chains.step(rows_of(runner, output, sampled), (), output.total_num_scheduled_tokens)
+            behind.append((len(runner.texts["a"]) - len(PROMPT), len(proposed[0])))
+    assert all(count >= least or count + chain < least for count, chain in behind)
+    assert any(chain for count, chain in behind if count < least) == (least > 1)
+    assert any(chain == 4 for count, chain in behind if count >= least)
 
 
 def test_a_request_that_was_computed_anew_is_followed_again() -> None:

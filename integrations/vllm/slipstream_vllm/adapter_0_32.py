@@ -199,7 +199,8 @@ def _patch_ends(runner: Any) -> None:
 
 
 def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> list[Row]:
-    """The batch of ``runner`` after a step that gave ``sampled``, in the batch's order."""
+    """The batch of ``runner`` after a step that gave ``sampled``, in the batch's order. vLLM forbids ends to the token
+    behind draft tokens as if these were not there, so that token stands among the ``min_tokens``, too."""
     batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
     count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
     right = runner.device.type != "cpu"  # as vLLM verifies drafts of sampled requests
@@ -213,12 +214,12 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
         if asked is None:
             rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right))
             continue
-        most, extra = asked.max_tokens, asked.extra_args or NOTHING
+        most, extra, least = asked.max_tokens, asked.extra_args or NOTHING, prompt + asked.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,
                         longest if most is None else min(prompt + most, longest), tokens,
                         able or asked.temperature == 0.0,
                         GREEDY if keyed is None else keyed.known.of(request, asked)[0],
-                        extra.get(SWITCH), None, extra.get(HEADER)))
+                        extra.get(SWITCH), None, extra.get(HEADER), least - 1 if least > 0 else None))
     return rows
 
 

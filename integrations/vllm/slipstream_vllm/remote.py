@@ -67,6 +67,7 @@ class Row(NamedTuple):
     asked: object = None  # what its user says of drafts: see ``options.allowed``
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
     trace: object = None  # the traceparent that its drafts continue, if its user gave one
+    most: int | None = None  # draft tokens that its next step can verify rightly; None: any
 
 
 class States(Protocol):
@@ -257,7 +258,7 @@ class Chains:
 
     def _chain(self, row: Row, one: Followed) -> list[int]:
         try:
-            return one.chain(self._most)
+            return one.chain(self._most if row.most is None else min(self._most, row.most))
         except Exception as error:  # rule 2
             self._tell("no drafts for a request", error)
             self._lose(row.request)
