@@ -435,7 +435,7 @@ class Run:
         self._first: Numbered | None = None  # which ``begin`` has waited for
         self._came: tuple[float, int, int] | None = None  # the latest delta: when, of which answer, how many tokens
         self._commits_s: dict[int, float] = {}
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
         self._failed = False
         self._limit = Limit(_too_long, max(deadline_s - time.monotonic(), 0.0))
         self._span = gateway.spans.begin("router.request", trace, endpoint=job.endpoint, answers=job.num_answers)
@@ -495,10 +495,12 @@ class Run:
         )
 
     async def aclose(self) -> None:
-        """Free everything; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Free everything; idempotent. Who is cancelled meanwhile leaves nothing behind: it goes on without him."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._limit.close()
         self._time()
         try:

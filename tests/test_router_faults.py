@@ -12,9 +12,9 @@ import pytest
 
 from router_service.admission import WAITING
 from router_service.app import PAGES, create_app
-from router_service.dialects.openai import ChatBody
+from router_service.dialects.openai import ChatBody, CompletionBody
 from router_service.gateway import Asked
-from router_service.tenants import ApiKeys
+from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
 from tests.routing import CHAT, HELLO, events, routing, until
@@ -40,6 +40,26 @@ async def test_going_away_before_the_first_token(tiny_folder: Path) -> None:
         await until(lambda: len(target.running) == 1, asyncio.sleep)
         reading.cancel()
         await until(lambda: not target.running and not r.service.gateway.admission.in_flight, asyncio.sleep)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("moments", range(1, 4))
+async def test_who_is_cancelled_while_all_is_freed_leaves_nothing_behind(tiny_folder: Path, n: int,
+                                                                        moments: int) -> None:
+    """As a request is whose client leaves in the moment in which its answer fails or is over."""
+    target = EchoTarget(stall_after=2)
+    async with routing(tiny_folder, target) as r:
+        gateway = r.service.gateway
+        asked = gateway.plan_completion(CompletionBody(prompt="hello", n=n))
+        run = await gateway.start(asked, ANYONE)
+        await until(lambda: len(target.running) == n, asyncio.sleep)
+        closing = asyncio.ensure_future(run.aclose())
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        closing.cancel()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not target.running and not gateway.admission.in_flight
 
 
 async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
