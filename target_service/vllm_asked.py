@@ -130,7 +130,9 @@ def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> 
         "min_p": 0.0 if sampling.greedy else sampling.min_p,
         "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty, "logit_bias": dict(sampling.logit_bias) or None,
-        "min_tokens": min(left, max(0, sampling.min_tokens - answered)), "max_tokens": left,
+        # vLLM would forbid its tokenizer's own end before so many, too.
+        "min_tokens": min(left, max(0, sampling.min_tokens - answered)) if sampling.stop_token_ids else 0,
+        "max_tokens": left,
         "stop_token_ids": list(sampling.stop_token_ids),
         # The end-of-text tokens are among those; where a grammar ends, vLLM allows its tokenizer's own.
         "ignore_eos": request.grammar is None,

@@ -69,6 +69,8 @@ def test_vllm_makes_one_token_at_least_and_is_asked_for_no_more_before_an_end() 
     assert (given["max_tokens"], given["min_tokens"]) == (1, 0)
     given = parameters(asked("min_tokens", 99), drafted=False, keyed=False, bounds=BOUNDS)
     assert (given["max_tokens"], given["min_tokens"]) == (12, 12)
+    endless = replace(ASKED, sampling=Sampling(min_tokens=9))
+    assert parameters(endless, drafted=False, keyed=False, bounds=BOUNDS)["min_tokens"] == 0, "nothing is forbidden"
 
 
 @pytest.mark.parametrize(("seed", "keyed", "given"), [(5, False, 5), (2**63 - 1, False, 2**63 - 1), (2**63, False, 0),

@@ -434,7 +434,7 @@ async def test_what_an_answer_may_say_reaches_vllm_as_tokens() -> None:
 async def test_a_greedy_answer_goes_on_and_a_sampled_one_is_refused() -> None:
     engine, whole = FakeEngine(), plain(12)
     async with served(engine) as service:
-        pieces = await taken(service.submit(request(min_tokens=7).after(whole[:5])))
+        pieces = await taken(service.submit(request(min_tokens=7, stop_token_ids=(2,)).after(whole[:5])))
         assert tokens_of(pieces) == whole[5:]
         assert (engine.asked[0]["max_tokens"], engine.asked[0]["min_tokens"]) == (7, 2)
         for sampling in ({"temperature": 0.7}, {"presence_penalty": 0.5}):
