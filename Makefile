@@ -112,7 +112,7 @@ bench-scale: setup  ## up to 4 targets, 4 drafts and 512 streams on timed device
 	$(BIN)/python -m bench.traffic.scale $(ARGS)
 
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
-	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems "slipstream-plain slipstream-ngram slipstream-default slipstream-standalone" $(ARGS)
+	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)
 
 bench-exact: setup  ## does speculation change an answer? plain against the default drafter, greedy and sampled (PROMPTS=folder of question sets)
 	$(BIN)/python -m bench.drafters.exact $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)

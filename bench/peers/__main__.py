@@ -114,7 +114,7 @@ def verdicts(results: Results) -> list[str]:
 
 
 def system_of(name: str, arguments: argparse.Namespace) -> System:
-    """Raises ConfigError for a peer that is not installed and for a name that is not in NAMES."""
+    """Raises ConfigError for a peer that is not installed."""
     family, kind = name.split("-", 1)
     if family == "slipstream":
         colocated = kind == "colocated"
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each batch size and set; 0: no batches")
     parser.add_argument("--waves", type=int, default=3, help="questions of each stream of a batch; 1: all at once")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--systems", type=str.split, default=list(NAMES))
+    parser.add_argument("--systems", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--peers", type=Path, required=True, help="what `make bench-peers` installed")
     finished(run(parser.parse_args()))
 
