@@ -15,7 +15,7 @@ from slipstream.decision.beliefs import Beliefs, StepCosts
 from slipstream.decision.decide import Round, Seen
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
-from slipstream.following.pool import HELD
+from slipstream.following.following import HELD
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents, Sampling

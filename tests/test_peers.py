@@ -103,7 +103,7 @@ async def test_a_system_that_fails_once_keeps_its_other_questions_paired() -> No
 async def test_sampled_questions_go_to_plain_and_default_in_turns() -> None:
     plain, default, other = Told("slipstream-plain", 10), Told("slipstream-default", 15), Told("llamacpp-plain", 9)
     results: Results = defaultdict(list)
-    asked = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]]}
+    asked = {"copy": [[9]], "mt_bench": [[1], [2]], "extraction": [[3]], "record": [[4]]}
     async for _ in otherwise([plain, other, default], asked, 11, results):
         pass
     assert plain.asked == default.asked == [(1,), (2,)] * len(SAMPLED) and not other.asked
