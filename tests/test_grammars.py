@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from slipstream.base.child import Child
 from slipstream.base.errors import CapacityError, InvalidRequest, ModelError, Unavailable
@@ -28,7 +29,7 @@ from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
 from tests.pair import target
 from tests.routing import CHAT, HELLO, routing
-from tests.tiny import EOS, VOCAB
+from tests.tiny import EOS, VOCAB, tiny_tokenizer
 
 DEEP = {"$defs": {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1200)}
         | {"d1200": {"type": "null"}}, "$ref": "#/$defs/d0"}
@@ -301,6 +302,31 @@ def test_what_a_grammar_forces_keeps_to_it_and_asking_changes_nothing(tiny_folde
             if asked.ended:
                 break
     assert forced > 20
+
+
+@pytest.mark.parametrize("answer", range(20))
+def test_what_drafts_have_walked_changes_no_mask(answer: int) -> None:
+    """With tokens that close several rules of a recursive grammar at once."""
+    tiny, dice, pairs = json.loads(tiny_tokenizer().to_str()), np.random.default_rng(answer), ("))", "((", "+(", ")+")
+    tiny["model"]["vocab"] |= {pair: VOCAB + place for place, pair in enumerate(pairs)}
+    tiny["model"]["merges"] = [[*pair] for pair in pairs]
+    recursive = 'root ::= term (sign term)*\nsign ::= "+" | "*"\nterm ::= [0-9]{1,3} | "(" root ")"\n'
+    vocabulary, ends = Vocabulary(Tokenizer.from_str(json.dumps(tiny)), VOCAB + len(pairs)), Ends((EOS,))
+    drafted, plain = (vocabulary.compile(Grammar("ebnf", recursive), ends) for _ in range(2))
+    said = list[int]()
+    for _ in range(40):
+        right = plain.masks(DraftTree.root_only(1, 0))[0][0]
+        choices = allowed(right)
+        ids, tokens = np.arange(5, dtype=np.int32), [0, *dice.choice(choices, 2), *dice.integers(40, 60, 2)]
+        tree = DraftTree(1, np.array(tokens, np.int32), np.array([-1, 0, 0, 1, 2], np.int32), ids, -np.float32(ids))
+        masks, known = drafted.masks(tree)
+        assert (masks[0] == right).all()
+        for node in known - {0}:
+            fresh = vocabulary.compile(Grammar("ebnf", recursive), ends, [*said, *tree.tokens[tree.path(node)[1:]]])
+            assert (masks[node] == fresh.masks(DraftTree.root_only(1, 0))[0][0]).all()
+        token = int(dice.choice([choice for choice in choices if choice != EOS]))
+        assert drafted.commit([token]) == plain.commit([token]) == 1
+        said.append(token)
 
 
 class Counted:

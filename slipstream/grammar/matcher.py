@@ -1,8 +1,9 @@
 """Matcher: where one answer stands in its grammar, and what the grammar allows from there.
 
 Rules:
-1. What is allowed at a node depends on the answer and the node's path alone. A tree is walked depth first: a token is
-   consumed on the way down and rolled back on the way up.
+1. What is allowed at a node depends on the answer and the node's path alone. Each node of a tree has a matcher of its
+   own, copied from its parent's (microseconds): behind tokens that were rolled back, llguidance's masks can be wrong
+   where a token closes several rules of a recursive grammar.
 2. A stop token is allowed where the answer could be over and has its ``min_tokens``; and wherever nothing else is
    allowed, as a grammar cannot say more than it has.
 3. When a grammar has nothing more to say the answer has ended, with or without a stop token.
@@ -82,8 +83,8 @@ class Matcher:
         if not self._compute() or self.ended:
             return False
         allowed = np.flatnonzero(np.unpackbits(self._row.view(np.uint8), bitorder="little"))
-        self._rolls = bool(len(allowed)) and bool(
-            self._matcher.try_consume_tokens([int(allowed[0])]) and self._matcher.rollback(1))
+        tried = self._matcher.deep_copy()
+        self._rolls = bool(len(allowed)) and bool(tried.try_consume_tokens([int(allowed[0])]) and tried.rollback(1))
         if not self._rolls:
             self._matcher = self._begun()
         return True
@@ -132,24 +133,21 @@ class Matcher:
         if len(tree) == 1 or self._broken == RESTARTS or not self._rolls:
             return
         self._visited = True
-        tokens, below = tree.token_list, _children(tree)
-        waiting = [(node, 1) for node in below.get(0, ())]
-        path: list[int] = []
-        while waiting:
-            node, level = waiting.pop()
-            self._matcher.rollback(len(path) - level + 1)
-            del path[level - 1 :]
+        tokens, below, own = tree.token_list, _children(tree), self._matcher
+        waiting = [(node, 1, own) for node in below.get(0, ())]
+        while waiting and not self._matcher.is_error():
+            node, level, above = waiting.pop()
             if tokens[node] in self._ends.tokens:
-                if self._matcher.is_accepting():
+                if above.is_accepting():
                     yield node, level
-            elif self._matcher.try_consume_tokens([tokens[node]]):
-                path.append(tokens[node])
+                continue
+            self._matcher = here = above.deep_copy()
+            if here.try_consume_tokens([tokens[node]]):
                 yield node, level
-                waiting += [(child, level + 1) for child in below.get(node, ())]
-            if self._matcher.is_error():
-                self._restart()
-                return
-        self._matcher.rollback(len(path))
+                waiting += [(child, level + 1, here) for child in below.get(node, ())]
+        broke, self._matcher = self._matcher.is_error(), own
+        if broke:
+            self._restart()
 
     def _fill(self, mask: Masks, level: int) -> bool:
         """What is allowed here, ``level`` tokens below the answer. False: it is broken."""
