@@ -12,7 +12,8 @@ It knows nothing about gRPC; ``slipstream.wire.inference`` carries it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -49,7 +50,7 @@ class GatewayFront:
                 raw["logprobs"] = True
             return self._gateway.plan_chat(parse(ChatBody, raw), options.begun)
 
-        return self._run("chat", plan)
+        return self._run("chat", plan, NAMES | {"tool_choice": "function"} if options.function is not None else NAMES)
 
     def complete(self, model: str, prompt: str, options: ChatOptions) -> AsyncGenerator[Delta, None]:
         def plan() -> Asked:
@@ -76,7 +77,8 @@ class GatewayFront:
             raw |= fields_of(options.grammar)
         return raw
 
-    async def _run(self, endpoint: str, plan: Callable[[], Asked]) -> AsyncGenerator[Delta, None]:
+    async def _run(self, endpoint: str, plan: Callable[[], Asked],
+                   names: Mapping[str, str] = NAMES) -> AsyncGenerator[Delta, None]:
         try:
             run = await self._gateway.start(plan(), self._tenant)
             try:
@@ -95,16 +97,19 @@ class GatewayFront:
                 await run.aclose()
         except SlipstreamError as error:
             self._gateway.failed(endpoint, error)
-            if isinstance(error, InvalidRequest) and (name := NAMES.get(error.field.partition(".")[0])):
+            if isinstance(error, InvalidRequest) and (name := names.get(error.field.partition(".")[0])):
                 raise InvalidRequest(name, error.message, error.code) from error
             raise
 
     async def _markup(self, run: Run) -> Markup | Named | None:
         job = run.job
         found = markups_of(self._gateway.codec, job.options, job.prompts[0], 1)
-        if found and job.begun:
-            await self._gateway.beside(len(job.begun), lambda: found[0].push(self._gateway.begun(job)))
-        return found[0] if found else None
+        if not found:
+            return None
+        if job.begun:
+            # Piece by piece, as it came: what looks for marks goes over a long text again and again.
+            await self._gateway.beside(len(job.begun), lambda: deque(map(found[0].push, self._gateway.begun(job)), 0))
+        return found[0]
 
 
 def _message(message: Message) -> dict[str, Any]:

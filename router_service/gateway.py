@@ -18,7 +18,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -274,10 +274,9 @@ class Gateway:
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
                           options.keep_stop, self._shown(options), options.echo)
 
-    def begun(self, job: Job) -> str:
-        """The text that a client shows that it has of its answer, as far as its characters are whole."""
-        detokenizer = Detokenizer(self.codec, self._shown(job.options))
-        return "".join(map(detokenizer.push, job.begun))
+    def begun(self, job: Job) -> Iterator[str]:
+        """The text that a client shows that it has of its answer, as far as its characters are whole, as it came."""
+        return map(Detokenizer(self.codec, self._shown(job.options)).push, job.begun)
 
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""

@@ -114,7 +114,8 @@ def calls_of(message: Message) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("options", "field"), [
     ({"tools": [NOW], "function": "now", "tool_choice": "auto"}, "function"),
-    ({"function": "now"}, "tool_choice"), ({"tools": [NOW], "function": "then"}, "tool_choice"),
+    ({"function": "now"}, "function"), ({"tools": [NOW], "function": "then"}, "function"),
+    ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": None}}}, "tool_choice"),
     ({"tools": [NOW], "tool_choice": "always"}, "tool_choice"), ({"tools": [NOW, NOW]}, "tools"),
     ({"tools": (Function("a", "", "{"),)}, "tools[0].function.parameters"),
     ({"tools": (Function("a", "", "[]x"),)}, "tools[0].function.parameters"),
@@ -130,6 +131,18 @@ async def test_what_is_wrong_is_refused_by_name(tiny_folder: Path, options: dict
         with pytest.raises(InvalidRequest) as caught:
             await told(client, "hello", **options)
     assert caught.value.field == field
+
+
+async def test_options_that_are_none_take_the_servers_defaults(tiny_folder: Path) -> None:
+    async with routing(tiny_folder, EchoTarget()) as r, client_of(r) as client:
+        none = dict.fromkeys(("stop", "bad_words", "allowed_token_ids", "stop_token_ids", "logit_bias", "tools",
+                              "tool_choice", "temperature"))
+        assert await told(client, HELLO, max_tokens=3, **none) == await told(client, HELLO, max_tokens=3)
+
+
+def test_a_call_of_a_negative_number_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        encode_chat("", (Message("assistant", "", (ToolCall("now", "{}", "a", -1),)),), ChatOptions())
 
 
 async def test_refusals_bear_the_names_of_options(tiny_folder: Path) -> None:

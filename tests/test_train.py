@@ -268,6 +268,11 @@ def test_a_head_can_begin_with_an_earlier_one(simple_folder: Path, tmp_path: Pat
     (first.out / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="--begin: it reads layers"):
         make_head(replace(second, work=tmp_path / "other"), Silent())
+    turned = json.loads((tmp_path / "second" / "config.json").read_text())
+    (turned["transformer_layer_config"] if kind == "dspark" else turned)["rope_theta"] = 77.0
+    (tmp_path / "second" / "config.json").write_text(json.dumps(turned))
+    with pytest.raises(ConfigError, match="--begin: rope_theta"):
+        make_head(replace(second, work=tmp_path / "other", recipe=replace(still, begin=second.out)), Silent())
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])

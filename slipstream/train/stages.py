@@ -145,6 +145,9 @@ def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
     if plan is not None and isinstance(earlier, BlockHead) and (
             not earlier.from_anchor or (earlier.block_size, earlier.markov) != (plan.size, "vanilla")):
         raise ConfigError(f"--begin: it is not one of blocks of {plan.size} from the anchor with a vanilla markov head")
+    turned = ("rope_theta", "rope_scaling", "norm_eps")
+    if any(getattr(earlier.config, name) != getattr(head.config, name) for name in turned):
+        raise ConfigError(f"--begin: {', '.join(turned)} must be those of the target")
     if isinstance(earlier, EagleHead) and (earlier.norm_before_residual or earlier.norm_output):
         raise ConfigError("--begin: it norms its states otherwise than heads that are trained here")
     shapes = {name: tuple(t.shape) for name, t in earlier.tensors.items()

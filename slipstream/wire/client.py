@@ -292,7 +292,7 @@ def _options(options: dict[str, Any]) -> ChatOptions:
     known = ChatOptions.__dataclass_fields__
     for name in options.keys() - known.keys():
         raise InvalidRequest(name, f"is not a known option; known: {', '.join(known)}")
-    given = dict(options)
+    given = {name: value for name, value in options.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
     if isinstance(given.get("logit_bias"), Mapping):
@@ -301,6 +301,8 @@ def _options(options: dict[str, Any]) -> ChatOptions:
         given["tools"] = _each("tools", given["tools"], _tool)
     if isinstance(given.get("tool_choice"), Mapping):
         given["function"] = _function_of("tool_choice", given.pop("tool_choice")).get("name")
+        if not isinstance(given["function"], str):
+            raise InvalidRequest("tool_choice", "must name a function")
     if isinstance(given.get("chat_template_kwargs"), Mapping):
         given["chat_template_kwargs"] = _json("chat_template_kwargs", given["chat_template_kwargs"])
     return ChatOptions(**given)

@@ -63,9 +63,12 @@ SCALARS = tuple(field.name for field in fields(ChatOptions) if field.name not in
 
 
 def encode_chat(model: str, messages: tuple[Message, ...], options: ChatOptions) -> bytes:
-    """Raises InvalidRequest for an option that its field cannot hold."""
-    turns = [inference_pb2.Message(**shared(message, "tool_calls"), tool_calls=map(_wire_call, message.tool_calls))
-             for message in messages]
+    """Raises InvalidRequest for what its field cannot hold."""
+    try:
+        turns = [inference_pb2.Message(**shared(message, "tool_calls"), tool_calls=map(_wire_call, message.tool_calls))
+                 for message in messages]
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest("messages", str(error)) from error
     request = inference_pb2.ChatRequest(model=model, messages=turns, options=_options(options))
     return request.SerializeToString(deterministic=True)
 
