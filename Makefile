@@ -136,7 +136,7 @@ bench-network: setup  ## schedules against round trips, on timed devices between
 	$(BIN)/python -m bench.traffic.network $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 bench-floods: setup  ## what a peer costs that floods: a draft against a target, and a target against a draft that serves another
-	$(BIN)/python -m tests.flooding $(ARGS)
+	$(BIN)/python -m tests.flooding --model smollm2-135m $(ARGS)
 
 bench-overload: setup  ## goodput, waits and refusals at up to ten times what a timed target can do, in an open loop over sockets
 	$(BIN)/python -m bench.traffic.overload $(ARGS)
