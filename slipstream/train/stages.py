@@ -104,9 +104,12 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
     identity = {**recipe.identity(), **identity_of(job.target, config)}
     begun = newest(folder, identity)
     counts, earlier = answer_counts(ours, config.vocab_size), _earlier(job) if begun is None else None
-    vocabulary = (begun.tensors[VOCABULARY] if begun is not None else draft_vocabulary(counts, recipe.draft_vocab)
-                  if earlier is None else torch.arange(config.vocab_size) if earlier.vocabulary is None
-                  else earlier.vocabulary)
+    if begun is not None:
+        vocabulary = begun.tensors[VOCABULARY]
+    elif earlier is None:
+        vocabulary = draft_vocabulary(counts, recipe.draft_vocab)
+    else:
+        vocabulary = torch.arange(config.vocab_size) if earlier.vocabulary is None else earlier.vocabulary
     covered = coverage(counts, vocabulary)
     watcher.say(f"the draft vocabulary of {len(vocabulary)} tokens covers {covered:.1%} of the answers")
     if recipe.kind == "dspark":
