@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -32,15 +33,21 @@ LISTENING = (10_000, 32_000)
 
 def free_port() -> int:
     """A port that nobody listens on now, below those that outgoing connections are given: one of theirs may have taken
-    it when its process comes to listen."""
-    while True:
-        port = random.SystemRandom().randrange(*LISTENING)
+    it when its process comes to listen. None is told twice: who was told it first may not listen yet."""
+    for port in _ports():
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             return port
+    raise OSError("no port is free")
+
+
+@cache
+def _ports() -> Iterator[int]:
+    """Each of them once, in any order."""
+    return iter(random.SystemRandom().sample(range(*LISTENING), LISTENING[1] - LISTENING[0]))
 
 
 def cpu_s(pid: int) -> float:

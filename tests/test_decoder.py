@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -134,6 +134,16 @@ def test_packed_linear_equals_plain(dtype: torch.dtype, with_bias: bool) -> None
     for rows in (1, 3, 17):
         x = torch.randn(rows, 24, generator=generator).to(dtype)
         assert far(Linear(weight, bias)(x).double(), F.linear(x, weight, bias).double()) < 40 * torch.finfo(dtype).eps
+
+
+def test_a_linear_is_not_packed_where_onednn_refuses_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refused)
+    weight, x = torch.randn(40, 24).bfloat16(), torch.randn(3, 24).bfloat16()
+    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

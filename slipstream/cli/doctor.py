@@ -88,9 +88,11 @@ def _torch(_: Config) -> Iterator[Check]:
         yield Check("torch", "fail", version, "run: pip install 'torch>=2.11'")
         return
     yield Check("torch", "ok", version)
-    quick = bool(_cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+    flags = _cpu_flags()
+    bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+    quick = bfloat16 or {"avx2", "fma"} <= flags  # our kernels widen what they read
     yield Check("cpu", "ok" if quick else "warn", f"{torch.backends.cpu.get_cpu_capability()} "
-                f"{'with bfloat16' if quick else 'without bfloat16 instructions'}, {torch.get_num_threads()} threads, "
+                f"{'with' if bfloat16 else 'without'} bfloat16 instructions, {torch.get_num_threads()} threads, "
                 f"{os.cpu_count()} cores", "" if quick else "float32 may be as fast here: --set model.dtype=float32")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Check("cuda", "ok", f"{torch.version.cuda}: {', '.join(names)}" if names else "no device; the CPU is used")

@@ -43,6 +43,7 @@ class Kernels:
 
     functions: ctypes.CDLL
     flags: tuple[str, ...]
+    lanes: int  # floats of a vector
 
     @staticmethod
     def of(path: Path, flags: tuple[str, ...]) -> Kernels:
@@ -58,7 +59,7 @@ class Kernels:
         for pack in (functions.slipstream_pack, functions.slipstream_pack_whole):
             pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
             pack.restype = None
-        return Kernels(functions, flags)
+        return Kernels(functions, flags, functions.slipstream_lanes())
 
 
 @cache

@@ -137,7 +137,9 @@ void slipstream_grow(Team* team, const Trees* trees) {
     grow(*trees, [team](const Op* list, int64_t count, const Frame& frame) { team->run(list, count, frame); });
 }
 
-// weight: bfloat16 [outer, inner] -> packed: groups of 32 outputs, and in each all of its pairs of inputs
+int32_t slipstream_lanes() { return LANES; }
+
+// weight: bfloat16 [outer, inner] -> packed: groups of 2 LANES outputs, and in each all of its pairs of inputs
 void slipstream_pack(const bf16* weight, int64_t outer, int64_t inner, bf16* packed) {
     for (int64_t group = 0; group * GROUP < outer; group++)
         for (int64_t pair = 0; pair < inner / 2; pair++)

@@ -19,7 +19,7 @@
 namespace {
 
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
-constexpr int BLOCK = 12;        // rows of a product that are computed together, at most: as many as registers hold
+constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
 constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
@@ -142,13 +142,11 @@ void product_block(const Op& op, int64_t group, int64_t row) {
     const bf16* x = (const bf16*)op.in + row * op.in_stride;
     Floats low[R] = {}, high[R] = {};
     for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += Weights::BYTES) {
-        for (int line = 0; line < Weights::BYTES; line += LINE) __builtin_prefetch(weight + AHEAD + line, 0, 0);
+        for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(weight + AHEAD + line, 0, 0);
         Words first, second;
         Weights::read(weight, first, second);
         for (int r = 0; r < R; r++) {
-            uint32_t two;
-            memcpy(&two, x + r * op.in_stride + 2 * pair, 4);
-            Words both = Words{} + two;
+            Words both = both_at(x + r * op.in_stride + 2 * pair);
             low[r] = pairs(low[r], first, both);
             high[r] = pairs(high[r], second, both);
         }

@@ -174,7 +174,7 @@ class NativeLinear:
 NORM, PRODUCT, ROPE, ATTEND, ROUND, EMBED, WIDEN, RANK, BEST, RACE = range(10)
 STORE, ADD, SILU = range(3)
 LINE, CHUNK = 64, 32 << 20  # bytes of a line of a cache, and of memory that is asked for at a time
-LANES, GROUP = 16, 32  # floats of a vector; outputs that a product computes together
+LANES, GROUP = 16, 32  # what widths are multiples of: floats of the widest vector, and of two
 
 
 class Op(ctypes.Structure):
@@ -250,12 +250,13 @@ class Packed:
         source = weight.numbers if isinstance(weight, Whole) else weight.to(torch.bfloat16)
         rows, self.inner = source.shape
         self.silu, self.outer = silu, rows // 2 if silu else rows
-        if self.inner % 2 or (silu and self.outer % LANES):
+        lanes = team.kernels.lanes
+        if self.inner % 2 or (silu and self.outer % lanes):
             raise ModelError(f"a matrix of {rows} x {self.inner} does not fit the CPU kernels; set model.kernels=torch")
         order = torch.arange(rows)
-        if silu:  # a group holds 16 gates, then what they gate
-            order = order.view(2, -1, LANES).transpose(0, 1).reshape(-1)
-        padded = -(-rows // GROUP) * GROUP
+        if silu:  # a group holds a vector of gates, then what they gate
+            order = order.view(2, -1, lanes).transpose(0, 1).reshape(-1)
+        padded = -(-rows // (2 * lanes)) * 2 * lanes
         self.weight = team.weights.take(padded * self.inner * source.itemsize)
         functions, ordered = team.kernels.functions, source[order]
         pack = functions.slipstream_pack_whole if isinstance(weight, Whole) else functions.slipstream_pack

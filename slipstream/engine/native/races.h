@@ -73,8 +73,11 @@ struct Races {  // `NativeRace` tells the same: what one call asks, for R rows
     int64_t most;
 };
 
-typedef uint64_t Quads __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
+constexpr int HALF = LANES / 2;  // of a vector: as many hashes are as wide
+
+typedef uint64_t Quads __attribute__((vector_size(8 * HALF)));
+typedef int64_t Signed __attribute__((vector_size(8 * HALF)));
+typedef float Narrow __attribute__((vector_size(4 * HALF)));
 
 template <class W>
 inline W mixed(W word) {  // SplitMix64's finaliser
@@ -83,16 +86,19 @@ inline W mixed(W word) {  // SplitMix64's finaliser
     return word ^ (word >> 31);
 }
 
-inline Quads counted() { return Quads{0, 1, 2, 3, 4, 5, 6, 7}; }
+inline Quads counted() {
+    Quads numbers;
+    for (int i = 0; i < HALF; i++) numbers[i] = i;
+    return numbers;
+}
 
-// 1 - u of 16 hashes, whose unmixed words come in halves.
+// 1 - u of LANES hashes, whose unmixed words come in halves.
 template <class Half>
 inline Floats lacking(Half half) {
     float found[LANES];
-    for (int64_t i = 0; i < LANES; i += 8) {
+    for (int64_t i = 0; i < LANES; i += HALF) {
         Quads rest = (((uint64_t(1) << 52) - 1) - (mixed<Quads>(half(i)) >> 12)) * 2 + 1;
-        typedef float Eight __attribute__((vector_size(32)));
-        Eight wide = __builtin_convertvector(rest, Eight);
+        Narrow wide = __builtin_convertvector((Signed)rest, Narrow);  // below 2^53
         memcpy(found + i, &wide, sizeof wide);
     }
     return load(found) * all(0x1p-53f);
@@ -151,9 +157,12 @@ struct Race {
                 int64_t start = is ? begin(first + i) : 0, left = is ? end(first + i) - start : 0;
                 const float* v = x + start;
                 if (left == TILE) {
-                    Floats a = load(v), b = load(v + LANES), c = load(v + 2 * LANES), d = load(v + 3 * LANES);
-                    odd |= odd_one(a, b) | odd_one(c, d);
-                    found[i] = greater(greater(a, b), greater(c, d));
+                    found[i] = load(v);
+                    for (int j = 0; j < TILE; j += 2 * LANES) {
+                        Floats a = load(v + j), b = load(v + j + LANES);
+                        odd |= odd_one(a, b);
+                        found[i] = greater(greater(a, b), found[i]);
+                    }
                     continue;
                 }
                 found[i] = all(-INFINITY);

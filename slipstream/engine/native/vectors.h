@@ -1,4 +1,5 @@
-// Vectors of 16 numbers, by the compiler's own vector types, with the processor's instruction where it has one that matters.
+// Vectors as wide as the processor's registers, by the compiler's own vector types, with the processor's instruction where it
+// has one that matters. A wider vector would live in memory.
 //
 // It knows nothing about what they hold. bfloat16 is the upper half of a float32; it is rounded to the nearest, ties to even.
 
@@ -11,25 +12,36 @@
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace {
 
-constexpr int LANES = 16;  // floats of a vector
+#if defined(__AVX512F__)
+constexpr int LANES = 16;  // floats of a vector: 4, 8 or 16
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Shorts __attribute__((vector_size(32)));
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bf16;
 
 inline Floats load(const float* p) { Floats v; memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 inline Words words_at(const void* p) { Words v; memcpy(&v, p, sizeof v); return v; }
-inline Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Floats all(float x) { return x - Floats{}; }
 
 inline bool any(Words lanes) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
 #else
     uint32_t some = 0;
     for (int i = 0; i < LANES; i++) some |= lanes[i];
@@ -40,9 +52,12 @@ inline bool any(Words lanes) {
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
+    return a * b + c;
 #endif
 }
 
@@ -51,6 +66,8 @@ inline Floats widen(const bf16* p) {
     memcpy(&v, p, sizeof v);
 #if defined(__AVX512F__)
     return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)v) << 16);
+#elif defined(__AVX2__)
+    return (Floats)((Words)_mm256_cvtepu16_epi32((__m128i)v) << 16);
 #else
     return (Floats)(__builtin_convertvector(v, Words) << 16);
 #endif
@@ -64,6 +81,17 @@ inline void narrow(bf16* p, Floats v) {
     memcpy(p, &result, sizeof result);
 }
 
+// Two bfloat16 in all lanes.
+inline Words both_at(const bf16* p) {
+    uint32_t two;
+    memcpy(&two, p, sizeof two);
+    Words v = Words{} + two;
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+    asm("" : "+v"(v));  // else GCC takes the two apart as whole numbers and brings each to a vector by itself, which is slow
+#endif
+    return v;
+}
+
 // sums + the products of pairs of bfloat16
 inline Floats pairs(Floats sums, Words a, Words b) {
 #if defined(__AVX512BF16__)
@@ -74,8 +102,8 @@ inline Floats pairs(Floats sums, Words a, Words b) {
 #endif
 }
 
-// A line of 64 whole numbers from -127 to 127, as two vectors of pairs of bfloat16, which hold them exactly: number
-// `line_place(i, half)` of the line is the half of pair i, of 32. How a byte holds its number is `line_byte`'s to say.
+// A line of 4 LANES whole numbers from -127 to 127, as two vectors of pairs of bfloat16, which hold them exactly: number
+// `line_place(i, half)` of the line is the half of pair i, of 2 LANES. How a byte holds its number is `line_byte`'s to say.
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
 constexpr int line_place(int i, int half) { return 16 * (i % 16 / 4) + 8 * (i / 16) + 2 * (i % 4) + half; }
 inline uint8_t line_byte(int8_t number) { return number < 0 ? 0x80 | -number : number; }
@@ -96,11 +124,10 @@ inline void widen_line(const uint8_t* line, Words& first, Words& second) {
     first = (Words)_mm512_unpacklo_epi8(low, high), second = (Words)_mm512_unpackhi_epi8(low, high);
 }
 #else
-constexpr int line_place(int i, int half) { return 4 * (i % 16) + 2 * (i / 16) + half; }
+constexpr int line_place(int i, int half) { return 4 * (i % LANES) + 2 * (i / LANES) + half; }
 inline uint8_t line_byte(int8_t number) { return uint8_t(number); }
 
 inline void widen_line(const uint8_t* line, Words& first, Words& second) {
-    typedef int32_t Ints __attribute__((vector_size(64)));
     Ints v = (Ints)words_at(line);
     auto wide = [](Ints number) { return (Words)__builtin_convertvector(number, Floats); };
     first = wide(v << 24 >> 24) >> 16 | wide(v << 16 >> 24);
@@ -131,6 +158,8 @@ inline void fold(Floats (&v)[LANES]) {
 inline Floats greater(Floats a, Floats b) {  // b's where one is no number
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     Words more = (Words)(a > b);
     return (Floats)(((Words)a & more) | ((Words)b & ~more));
@@ -158,7 +187,9 @@ inline void outdo(Floats (&v)[LANES]) {
 
 // Lane i: the greatest of v[i].
 inline Floats greatests(Floats (&v)[LANES]) {
-    outdo<1>(v), outdo<2>(v), outdo<4>(v), outdo<8>(v);
+    outdo<1>(v), outdo<2>(v);
+    if constexpr (LANES > 4) outdo<4>(v);
+    if constexpr (LANES > 8) outdo<8>(v);
     return v[0];
 }
 
@@ -172,7 +203,9 @@ inline float greatest(Floats v) {
 
 // Lane i: the sum of v[i], taken in the same order for each.
 inline Floats totals(Floats (&v)[LANES]) {
-    fold<1>(v), fold<2>(v), fold<4>(v), fold<8>(v);
+    fold<1>(v), fold<2>(v);
+    if constexpr (LANES > 4) fold<4>(v);
+    if constexpr (LANES > 8) fold<8>(v);
     return v[0];
 }
 
@@ -185,7 +218,6 @@ inline Floats exponential(Floats x) {
     Floats sum = all(1.98756915e-4f);
     for (float c : {1.39819994e-3f, 8.33345198e-3f, 4.16657962e-2f, 1.66666657e-1f, 0.5f}) sum = fma(sum, rest, all(c));
     sum = fma(sum, rest * rest, rest + all(1.0f));
-    typedef int32_t Ints __attribute__((vector_size(64)));
     Ints power = __builtin_convertvector(whole, Ints) + 127;
     Words seen = (Words)(x > all(-87.0f));
     return (Floats)((Words)(sum * (Floats)(power << 23)) & seen);

@@ -44,8 +44,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self._bias, self._total = bias, total
         self._other: Map | None = None
-        self._packed = (weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
-                        and _onednn_works())
+        self._packed = weight.device.type == "cpu" and _packs(weight.dtype)
         self._weight = (torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._packed
                         else weight.contiguous())
 
@@ -92,8 +91,11 @@ _OPERATIONS.impl("packed_linear", _packed_linear, "CompositeExplicitAutograd")
 library.register_fake("slipstream::packed_linear", _packed_shape, lib=_OPERATIONS)
 
 
-def _onednn_works() -> bool:
-    return bool(torch._C._has_mkldnn) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this type here: bfloat16 on processors with its instructions or AVX-512."""
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Rope:
