@@ -115,8 +115,12 @@ class VllmAnswer:
         self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
                                  answered=request.answered)
         followed = {"extra_args": {HEADER: self._span.parent}} if running.drafted and self._span.parent else {}
-        with self._refusing():
-            self._params = running.params(**asked, **followed)
+        try:
+            with self._refusing():
+                self._params = running.params(**asked, **followed)
+        except Exception:
+            self._span.end(tokens=0)
+            raise
         self._metrics, self._gone = metrics, over
         self._allowed = request.speculate
         self._outputs: asyncio.Queue[Any] = asyncio.Queue()

@@ -130,7 +130,7 @@ def parameters(request: Request, drafted: bool, keyed: bool, bounds: Bounds) -> 
         "min_p": 0.0 if sampling.greedy else sampling.min_p,
         "presence_penalty": sampling.presence_penalty, "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty, "logit_bias": dict(sampling.logit_bias) or None,
-        # vLLM would forbid its tokenizer's own end before so many, too.
+        # Without a stop token there is nothing to forbid before so many.
         "min_tokens": min(left, max(0, sampling.min_tokens - answered)) if sampling.stop_token_ids else 0,
         "max_tokens": left,
         "stop_token_ids": list(sampling.stop_token_ids),

@@ -169,20 +169,30 @@ def start(config: Config) -> Running:
     options = (engine.vllm_config.additional_config or {}).get("slipstream", {})
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
 
-    return Running(engine, version, _params, (VLLMClientError, ValueError), served, drafts(config), keyed, fill, rounds,
-                   trials_of(folder), _bounds(engine.vllm_config))
+    return Running(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed, fill,
+                   rounds, trials_of(folder), _bounds(engine.vllm_config))
 
 
-def _params(structured_outputs: Mapping[str, Any] | None, bad_words: list[list[int]], **asked: Any) -> Any:
-    """vLLM's ``SamplingParams`` of what ``vllm_asked.parameters`` gives."""
+def params_of() -> Callable[..., Any]:
+    """What makes vLLM's ``SamplingParams`` of what ``vllm_asked.parameters`` gives."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
-    made = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound,
-                          flat_logprobs=asked["prompt_logprobs"] is not None, **asked)
-    if bad_words:  # vLLM would make tokens of words; here are tokens
-        made._bad_words_token_ids = bad_words
-    return made
+    class Asked(SamplingParams):  # type: ignore[misc]
+        def update_from_generation_config(self, *given: Any, **named: Any) -> None:
+            """vLLM would forbid its tokenizer's own ends before ``min_tokens``, be they ignored or not. Those that are
+            meant are among the stop tokens."""
+            if not self.ignore_eos:
+                SamplingParams.update_from_generation_config(self, *given, **named)
+
+    def params(structured_outputs: Mapping[str, Any] | None, bad_words: list[list[int]], **asked: Any) -> Any:
+        bound = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
+        made = Asked(output_kind=RequestOutputKind.DELTA, detokenize=False, structured_outputs=bound,
+                     flat_logprobs=asked["prompt_logprobs"] is not None, **asked)
+        if bad_words:  # vLLM would make tokens of words; here are tokens
+            made._bad_words_token_ids = bad_words
+        return made
+
+    return params
 
 
 def _bounds(running: Any) -> Bounds:

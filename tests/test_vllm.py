@@ -257,6 +257,15 @@ def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
     assert not chains.following.sessions
 
 
+def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:
+    runner, chains = Runner(["a"], 400), fresh()
+    play(runner, chains, 2)
+    chains.ended(["a"])
+    chains.allow("a", False)
+    with drafted(chains):
+        assert play(runner, chains, 30) > 20, "it is held against another of its name"
+
+
 def test_a_batch_that_an_adapter_cannot_read_costs_its_drafts_alone() -> None:
     runner, chains = Runner(["a", "b"], 400), fresh()
     with drafted(chains):

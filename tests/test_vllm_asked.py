@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from slipstream.protocol.grammar import JSON_OBJECT, Grammar
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from target_service.vllm_asked import FIELDS, Bounds, barred, field_of, parameters, resumes, structured
+from target_service.vllm_start import params_of
 
 ASKED = Request("r", (5, 6, 7), Sampling(temperature=0.5, stop_token_ids=(2,)), 12)
 OTHERWISE: dict[str, Any] = {
@@ -71,6 +74,29 @@ def test_vllm_makes_one_token_at_least_and_is_asked_for_no_more_before_an_end() 
     assert (given["max_tokens"], given["min_tokens"]) == (12, 12)
     endless = replace(ASKED, sampling=Sampling(min_tokens=9))
     assert parameters(endless, drafted=False, keyed=False, bounds=BOUNDS)["min_tokens"] == 0, "nothing is forbidden"
+
+
+class TheirParams:
+    """As vLLM's SamplingParams: whatever its tokenizer ends with is forbidden before ``min_tokens``, too."""
+
+    def __init__(self, stop_token_ids: list[int], ignore_eos: bool, **_: Any) -> None:
+        self.ignore_eos, self.forbidden = ignore_eos, set(stop_token_ids)
+
+    def update_from_generation_config(self, config: dict[str, Any], eos: int) -> None:
+        self.forbidden |= {config["eos_token_id"], eos}
+
+
+@pytest.mark.parametrize(("request_", "forbidden"), [(asked("stop_token_ids", (7,)), {7}),
+                                                     (replace(ASKED, grammar=JSON_OBJECT), {2, 0})])
+def test_ends_that_are_ignored_are_not_forbidden(request_: Request, forbidden: set[int],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = SimpleNamespace(SamplingParams=TheirParams, RequestOutputKind=SimpleNamespace(DELTA=0),
+                             StructuredOutputsParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=theirs))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", theirs)
+    made = params_of()(**parameters(request_, drafted=False, keyed=False, bounds=BOUNDS))
+    made.update_from_generation_config({"eos_token_id": 0}, 2)
+    assert made.forbidden == forbidden
 
 
 @pytest.mark.parametrize(("seed", "keyed", "given"), [(5, False, 5), (2**63 - 1, False, 2**63 - 1), (2**63, False, 0),

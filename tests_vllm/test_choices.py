@@ -30,6 +30,8 @@ BOUND: dict[str, dict[str, Any]] = {
     "a bad word that is said at once": {"bad_words": [" jumps", "over the"], "min_tokens": 8},
     "allowed": {"allowed_token_ids": TEXT},
     "no end to wait for": {"prompt": "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n", "min_tokens": 36},
+    "another end to wait for": {"prompt": "<|im_start|>user\nSay hi<|im_end|>\n<|im_start|>assistant\n",
+                                "min_tokens": 36, "stop_token_ids": [7]},
     "both": {"allowed_token_ids": TEXT, "bad_words": ["fox", "brown fox", "the lazy"]},
 }
 GREEDY: dict[str, Any] = {"temperature": 0.0}

@@ -50,6 +50,7 @@ GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.021, 32: 0.02
 GLANCE_S = 0.002  # for what drafts sent while the engine computed, before they hear of what it gave
 GREEDY = Sampling()
 TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
+OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
 
 
 class Row(NamedTuple):
@@ -106,6 +107,7 @@ class Chains:
         self._most, self._deadline_s, self._clock, self._metrics = most, options.deadline_s, clock, metrics
         self._sessions: dict[str, Followed] = {}
         self._forbidden: set[str] = set()
+        self._over: dict[str, None] = {}  # the newest that ended, in order
         self._opened = 0
         self._before: set[str] = set()  # requests of the step before
         self._ended_s = 0.0  # that step, with what was done after it
@@ -120,8 +122,12 @@ class Chains:
             self._tell("requests are not closed", error)
 
     def allow(self, request: str, allowed: bool) -> None:
-        """Whether ``request`` may be drafted for, from the next step on; before it is known too."""
-        (self._forbidden.discard if allowed else self._forbidden.add)(request)
+        """Whether ``request`` may be drafted for, from the next step on; before it is known too, and for nothing behind
+        its end."""
+        if allowed:
+            self._forbidden.discard(request)
+        elif request not in self._over:
+            self._forbidden.add(request)
         if (one := self._sessions.get(request)) is not None:
             one.allow(allowed, self._clock())
 
@@ -286,6 +292,9 @@ class Chains:
         for request in requests:
             self._close(request)
             self._forbidden.discard(request)
+            self._over[request] = None
+        while len(self._over) > OVER:
+            del self._over[next(iter(self._over))]
 
     def _close(self, request: str) -> None:
         one = self._sessions.pop(request, None)
