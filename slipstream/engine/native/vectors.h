@@ -86,8 +86,11 @@ inline Words both_at(const bf16* p) {
     uint32_t two;
     memcpy(&two, p, sizeof two);
     Words v = Words{} + two;
-#if defined(__AVX2__) && !defined(__AVX512BF16__)
-    asm("" : "+v"(v));  // else GCC takes the two apart as whole numbers and brings each to a vector by itself, which is slow
+    // Else GCC takes the two apart as whole numbers and brings each to a vector by itself, which is slow.
+#if defined(__ARM_NEON)
+    asm("" : "+w"(v));
+#elif defined(__AVX2__) && !defined(__AVX512BF16__)
+    asm("" : "+v"(v));
 #endif
     return v;
 }
