@@ -21,6 +21,7 @@ from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
 from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.lookup import PromptLookup
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -146,6 +147,21 @@ def test_answers_are_the_engines_own_and_drafts_are_used(verify: Callable[[Follo
     assert accepted > 60, "hardly any draft token was used"
     for one in sessions:
         assert one.side.tokens[len(PROMPT) :][:60] == plain(60)
+
+
+def test_a_text_foretells_from_all_of_it_after_drafts_were_off() -> None:
+    target, foretold = following(lookup=True), 0
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), limit=400)
+    target.begin([one], 0.0)
+    for number in range(60):
+        if number in (10, 15, 40, 45):
+            one.allow(number in (15, 45), number * STEP_S)
+        (tree,) = target.take([one])
+        target.committed([by_tree(one, tree)], Step(number * STEP_S, STEP_S, len(tree), 1, len(tree) - 1))
+        chain = one.chain(4)
+        assert chain == PromptLookup(one.side.tokens).chain(4)[0][: len(chain)]
+        foretold += bool(chain)
+    assert foretold > 30
 
 
 def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:

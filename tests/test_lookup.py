@@ -124,7 +124,8 @@ def test_not_where_speculation_is_forbidden_or_a_drafter_is_on_probe() -> None:
     policy.forbid(1.0)
     assert looked_up(policy, [0.9]) == 0
     policy.allow(2.0)
-    assert policy.probing and looked_up(policy, [0.9]) == 0
+    assert policy.probing and looked_up(policy, [0.9], followed=True) == 0
+    assert looked_up(policy, [0.9]) == 1, "nobody is there to be tried"
     assert looked_up(policy_of(most=0), [0.9]) == 0
 
 

@@ -233,8 +233,8 @@ def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
 
 def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> int:
     """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it."""
-    if not standing.allowed or standing.probe_left_s is not None:
-        return 0
+    if not standing.allowed or (standing.probe_left_s is not None and seen.followed):
+        return 0  # a probe is the drafter's, once there is one
     floor, reach = rules.lookup_gain, [0.0]
     if nodes and seen.followed and standing.wants:
         wait_s = standing.recent_wait_s if standing.recent.rounds else exchange_s(beliefs, rules)
