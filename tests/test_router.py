@@ -352,6 +352,11 @@ async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
             cut = await r.post(COMPLETIONS, prompt=long, truncate_prompt_tokens=last, max_tokens=7)
             assert cut.status_code == 200
             assert bytes(target.requests[-1].tokens).decode() == long[-left:]
+        for path, asked in ((COMPLETIONS, {"prompt": long}), (CHAT, {"messages": HELLO})):
+            for last in (0, -2):
+                refused = await r.post(path, **asked, truncate_prompt_tokens=last)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "truncate_prompt_tokens", "none would be left"
 
 
 async def test_bodies_and_paths_that_are_none(tiny_folder: Path) -> None:

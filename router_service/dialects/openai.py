@@ -161,7 +161,7 @@ class Generation(Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
+    truncate_prompt_tokens: Whole | None = None
     request_id: str | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT)
     prompt_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -192,6 +192,13 @@ class Generation(Strict):
     def _options_known(cls, value: Any, info: ValidationInfo) -> Any:
         fields = StreamOptions.model_fields
         return known(value, fields, {}, _unknown(info), "stream_options.") if isinstance(value, dict) else value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value is not None and (value < -1 or value == 0):
+            raise InvalidRequest("truncate_prompt_tokens", "must be -1 or at least 1")
+        return value
 
     @field_validator("request_id")
     @classmethod
