@@ -3,9 +3,9 @@
 
 Batch N decides all about its answers: a drafter and what becomes of its drafts, and for each answer a grammar, a
 prompt, a length and a way to choose. Told with their batch and number are: answers with another token than plain
-constrained decoding; with a token that a matcher forbids which has seen nothing else; and whole ones that are no text
-of their grammar (``tests.grammars``). Rows go to ``build/bound-MODEL-TYPE.jsonl``; batches that are there are not
-asked again, and the tables count them all.
+constrained decoding; with a token that a matcher forbids which has seen nothing else; with a mask along them that
+drafts have changed; and whole ones that are no text of their grammar (``tests.grammars``). Rows go to
+``build/bound-MODEL-TYPE.jsonl``; batches that are there are not asked again, and the tables count them all.
 
 bfloat16 is computed as it is served, on the CPU kernels of our own. Without ``--model``: tiny models.
 """
@@ -18,9 +18,10 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -35,15 +36,18 @@ from slipstream.drafting import Drafter, create
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.tree import ROOT, GrowingTree
 from slipstream.grammar.compiling import Vocabulary
-from slipstream.grammar.matcher import Ends
+from slipstream.grammar.matcher import Ends, Masks, Matcher
 from slipstream.models.folder import load_tokenizer, resolve
 from slipstream.observe.log import configure
 from slipstream.protocol.messages import Commit, Features, Growth, Open, Sampling
 from slipstream.protocol.requests import Piece, Request
+from slipstream.protocol.tree import DraftTree
+from target_service.grammars import Grammars
 from tests.grammars import MAKERS, Bound, Dice, made
 from tests.hostile import HostileDraft
 from tests.pair import HASTY, STUBBORN, Rig, target
 from tests.test_lossless import drafted, drafter, model_folders, tokens_of
+from tests.tiny import tiny_tokenizer
 
 BATCH, ALIKE = 60, 3  # answers of one drafter and fate, all at once; those in a row that share a grammar
 DRAFTERS = ("told", "ngram", "standalone", "eagle2", "mapped", "eagle3", "block", "pard", "noisy", "hostile", "lookup")
@@ -53,28 +57,107 @@ FATES = {"drafted": "colocated", "late": "late", "moved": "colocated", "ahead": 
          "killed": "killed"}
 TEXT = "one two three one two three. Anna is 31 and lives in Oslo, Bob is 7. the cat sat on the mat. "
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "head_dim": 32}  # of tiny models: what the CPU kernels take
-DEPTH, ASTRAY = 8, 0.1  # of what is told; how often a level of it is wrong
+# Tokens that open and close several rules of a grammar at once, beside one for each byte.
+LONGER = ("(((", "((", ")))", "))+", ")+((", ")*(", ")/", ")-(", "+(", "*((", "-(", "/(", "1)", "(1", "7))", "12",
+          "345", '{"c":[{"', '{"of":[{"', '{"next":[{"', '{"is":', '"}]}]}', '"}]}', '"}}', '"]}', '"],"', '","',
+          '":"', '": "', '": [{"', '": {"', '": ', "]}]}]}", "]}]", "]]", "],[", "[]}]}", "[[", "[{}", "[{", "[]",
+          "{}]}", "{}", "{{", "}]}]}]}", "}}}", "},{", "}, {", "]}, {", "0}", "1}]", "2,", "null}", "null]}", "true,",
+          "true}]", "false}", ', "', ',"', "one ", "two three", "the cat", " sat", "name", "arguments", "tool0", "ab",
+          "bc", "xx", "--")
+DEPTH, ASTRAY = 8, 0.5  # of what is told; how often it ends early
+STRAYS, STRAY = 4, 2  # branches that are wrong; tokens of each
+
+ROOT_ONLY = DraftTree.root_only(1, 0)
+WRONG = ("different", "forbidden", "masks", "unfit")
 
 Prompt = tuple[int, ...]
 Row = dict[str, Any]
 
 
+class Watched:
+    """A matcher that drafts walk, and one that has seen none: what the first says along an answer is what the second
+    says. A ``Rule`` of an answer."""
+
+    def __init__(self, walked: Matcher, other: Matcher) -> None:
+        self._walked, self._other = walked, other
+        self._tree, self._said = ROOT_ONLY, walked.masks(ROOT_ONLY)
+        self.wrong = 0  # masks
+        self.forced, self.kept = walked.forced, walked.kept
+
+    @property
+    def ended(self) -> bool:
+        return self._walked.ended
+
+    def masks(self, tree: DraftTree) -> tuple[Masks, frozenset[int]]:
+        self._tree, self._said = tree, self._walked.masks(tree)
+        return self._said
+
+    def commit(self, tokens: Sequence[int]) -> int:
+        node, (masks, known) = 0, self._said
+        for token in tokens:
+            right = self._other.masks(ROOT_ONLY)[0][0]
+            self.wrong += node in known and bool((masks[node] != right).any())
+            node = next((child for child, parent in enumerate(self._tree.parent_list)
+                         if parent == node and self._tree.token_list[child] == token), -1)
+            self._other.commit([token])
+        return self._walked.commit(tokens)
+
+
+class Witness:
+    """``Grammars`` whose matchers are watched."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self.watched: dict[str, Watched] = {}  # of requests, by their names
+        self.warm = grammars.warm
+
+    def compile(self, request: Request) -> asyncio.Future[Watched]:
+        return asyncio.ensure_future(self._both(request))
+
+    async def _both(self, request: Request) -> Watched:
+        both = [await self._grammars.compile(request) for _ in range(2)]
+        watched = self.watched[request.request_id] = Watched(*both)
+        return watched
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An answer that is known beforehand, and its grammar behind some of its tokens."""
+
+    answer: Sequence[int]
+    behind: Callable[[Sequence[int]], Matcher]
+    stops: Sequence[int]
+
+    def stray(self, dice: Dice, matcher: Matcher, path: list[int]) -> list[int]:
+        """``path``, and behind it what an answer could go on with."""
+        for _ in range(STRAY):
+            ids = np.arange(len(path) + 1, dtype=np.int32)
+            chain = DraftTree(1, np.array([0, *path], np.int32), ids - 1, ids, -ids.astype(np.float32))
+            masks, known = matcher.masks(chain)
+            open_ = np.flatnonzero(np.unpackbits(masks[-1].view(np.uint8), bitorder="little"))
+            choices = open_[~np.isin(open_, self.stops)]
+            if len(path) not in known or not len(choices):
+                break
+            path = [*path, int(dice.choice(choices))]
+        return path
+
+
 class TellingDrafter:
-    """It knows the answers beforehand, and errs now and then: the longest paths that drafts can have."""
+    """It knows the answers beforehand, and tells others that their grammars allow: the longest paths that drafts can
+    have, and what makes matchers build most."""
 
     name, features, vocab_size, hidden_size, max_context, max_nodes, max_sessions = "told", None, 0, 0, 1 << 16, 63, 256
 
-    def __init__(self, answers: Mapping[Prompt, Sequence[int]], dice: Dice) -> None:
-        self._answers, self._dice = {prompt: [*prompt, *answer] for prompt, answer in answers.items()}, dice
-        self._texts: dict[int, list[int]] = {}
+    def __init__(self, told: Mapping[Prompt, Told], dice: Dice) -> None:
+        self._told, self._dice = told, dice
+        self._prompts: dict[int, Prompt] = {}
         self._trees: dict[int, GrowingTree] = {}
 
     def open(self, opens: Sequence[Open]) -> list[int]:
         for message in opens:
             tokens = tuple(message.tokens.tolist())
-            whole = next((text for prompt, text in self._answers.items() if tokens[: len(prompt)] == prompt), [])
             known = self._trees.get(message.session)
-            self._texts[message.session] = whole
+            self._prompts[message.session] = next(known for known in self._told if tokens[: len(known)] == known)
             self._trees[message.session] = GrowingTree(len(tokens), 2, 1 if known is None else known.next_id)
         return []
 
@@ -90,7 +173,8 @@ class TellingDrafter:
         grown = []
         for session, budget in zip(ids, budgets, strict=True):
             if (tree := self._trees.get(session)) is not None:
-                self._extend(tree, self._texts[session][tree.base : tree.base + DEPTH])
+                prompt = self._prompts[session]
+                self._extend(tree, self._told[prompt], tree.base - len(prompt))
                 grown.append(tree.growth(session, budget, perf_counter()))
         return grown
 
@@ -99,19 +183,23 @@ class TellingDrafter:
 
     def close(self, ids: Sequence[int]) -> None:
         for session in ids:
-            self._texts.pop(session, None)
+            self._prompts.pop(session, None)
             self._trees.pop(session, None)
 
-    def _extend(self, tree: GrowingTree, right: Sequence[int]) -> None:
+    def _extend(self, tree: GrowingTree, told: Told, at: int) -> None:
+        """``at``: tokens of the answer that came."""
+        right, dice = list(told.answer[at : at + DEPTH]), self._dice
         if not right or tree.begun:
             return
-        tree.begun, node = True, ROOT
-        for depth, token in enumerate(right):
-            wrong = (token + int(self._dice.integers(1, 50))) % 250
-            if self._dice.random() < ASTRAY:
-                token, wrong = wrong, token
-            tree.propose(node, wrong, -0.5 * depth - 2.0)
-            node = tree.propose(node, token, -0.1 * depth)
+        tree.begun, matcher = True, told.behind(told.answer[:at])
+        strays = [told.stray(dice, matcher, right[:cut]) for cut in dice.integers(len(right), size=STRAYS)]
+        nodes: dict[tuple[int, int], int] = {}
+        for path in (*strays, right[: int(dice.integers(DEPTH)) if dice.random() < ASTRAY else DEPTH]):
+            node = ROOT
+            for depth, token in enumerate(path):
+                if (node, token) not in nodes:
+                    nodes[node, token] = tree.propose(node, token, -0.1 * depth)
+                node = nodes[node, token]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +216,22 @@ class Bench:
     plain: Rig
 
     @asynccontextmanager
-    async def drafted(self, batch: int, answers: Mapping[Prompt, Sequence[int]]) -> AsyncIterator[Rig]:
+    async def drafted(self, batch: int, told: Mapping[Prompt, Told]) -> AsyncIterator[Rig]:
         kind, fate = cell(batch, self.drafters)
         policy = HASTY if fate in ("late", "lost") else STUBBORN
         lookup = kind == "lookup" or fate == "killed"
         async with (AsyncExitStack() as stack,
                     target(self.folder, policy, self.dtype, 1 << 14, exact=self.dtype == "bfloat16",
-                           bound=self.plain.grammars, prompt_lookup=lookup) as rig):
+                           bound=Witness(self.plain.grammars), prompt_lookup=lookup) as rig):
             if kind != "lookup":
-                await stack.enter_async_context(drafted(rig, self._drafter(kind, batch, answers), FATES[fate]))
+                await stack.enter_async_context(drafted(rig, self._drafter(kind, batch, told), FATES[fate]))
             yield rig
 
-    def _drafter(self, kind: str, batch: int, answers: Mapping[Prompt, Sequence[int]]) -> Drafter | HostileDraft:
+    def _drafter(self, kind: str, batch: int, told: Mapping[Prompt, Told]) -> Drafter | HostileDraft:
         if kind == "hostile":
             return HostileDraft(batch)
         if kind == "told":
-            return TellingDrafter(answers, np.random.default_rng(batch))
+            return TellingDrafter(told, np.random.default_rng(batch))
         if self.folders:
             return drafter(kind, dict(self.folders), self.dtype)
         if kind == "ngram":
@@ -151,6 +239,10 @@ class Bench:
         model = ModelSection(path=str(self.folder), dtype=self.dtype)
         name = {"eagle3": HEAD}.get(kind, str(self.folder))
         return create(DraftSection(drafter=kind, model=name, dtype=self.dtype), model, 1 << 14)
+
+    def behind(self, bound: Bound, one: Request, said: Sequence[int]) -> Matcher:
+        """One that has seen nothing but ``said``."""
+        return self.vocabulary.compile(bound.grammar, Ends(one.sampling.stop_token_ids), said)
 
     def asked(self, batch: int) -> list[tuple[str, str, Bound, Request]]:
         """Kind of grammar, way to choose, grammar and request of each answer."""
@@ -187,13 +279,21 @@ def way(dice: Dice, stops: tuple[int, ...]) -> tuple[str, Sampling]:
 async def bench(model: str, dtype: Dtype) -> AsyncIterator[Bench]:
     """Of the model ``model``, "": the tiny one."""
     with tempfile.TemporaryDirectory() as made_:
-        folders = {} if model else model_folders(Path(made_), SIZES if dtype == "bfloat16" else {})
+        folders = {} if model else tiny_folders(Path(made_))
         folder = resolve(model) if model else folders["target"]
         kinds = SERVED if model else DRAFTERS
         async with target(folder, dtype=dtype, slots=1 << 14, exact=dtype == "bfloat16") as plain:
             tokenizer = load_tokenizer(folder)
             yield Bench(folder, dtype, kinds, folders, TextCodec(folder), tokenizer,
                         Vocabulary(tokenizer, plain.hello.vocab_size), plain)
+
+
+def tiny_folders(root: Path) -> dict[str, Path]:
+    """A target with tokens of several bytes, and what drafts for it."""
+    tokenizer = tiny_tokenizer(LONGER)
+    folders = model_folders(root, SIZES | {"vocab_size": tokenizer.get_vocab_size()})
+    tokenizer.save(str(folders["target"] / "tokenizer.json"))
+    return folders
 
 
 async def swept(on: Bench, batch: int) -> list[Row]:
@@ -203,7 +303,8 @@ async def swept(on: Bench, batch: int) -> list[Row]:
     plain = [tokens_of(pieces) for pieces in await asyncio.gather(*(on.plain.answer(one) for *_, one in asked))]
     dice = np.random.default_rng([20, batch])
     cuts = [int(dice.integers(1, len(tokens))) if fate == "moved" and len(tokens) > 1 else 0 for tokens in plain]
-    told = {one.tokens: tokens for (*_, one), tokens in zip(asked, plain, strict=True)}
+    told = {one.tokens: Told(tokens, partial(on.behind, bound, one), one.sampling.stop_token_ids)
+            for (*_, bound, one), tokens in zip(asked, plain, strict=True)}
     async with on.drafted(batch, told) as rig:
         found = await asyncio.gather(*(rig.answer(one.after(tokens[:cut]) if cut else one) for (*_, one), tokens, cut
                                        in zip(asked, plain, cuts, strict=True)))
@@ -214,15 +315,15 @@ async def swept(on: Bench, batch: int) -> list[Row]:
         rows.append({"batch": batch, "answer": one.request_id, "grammar": grammar, "drafter": kind, "fate": fate,
                      "sampling": name, "tokens": len(whole), "accepted": sum(piece.accepted for piece in pieces),
                      "whole": pieces[-1].finish == "stop", "different": whole != tokens,
+                     "masks": rig.grammars.watched[one.request_id].wrong,
                      "forbidden": not allowed(on, bound, one, whole), "unfit": not fit(on, bound, one, whole, pieces)})
     return rows
 
 
 def allowed(on: Bench, bound: Bound, one: Request, tokens: list[int]) -> bool:
     """Whether one that has seen nothing else allows every token."""
-    stops = one.sampling.stop_token_ids
-    said = tokens[:-1] if tokens[-1] in stops else tokens
-    return on.vocabulary.compile(bound.grammar, Ends(stops)).commit(said) == len(said)
+    said = tokens[:-1] if tokens[-1] in one.sampling.stop_token_ids else tokens
+    return on.behind(bound, one, ()).commit(said) == len(said)
 
 
 def fit(on: Bench, bound: Bound, one: Request, tokens: list[int], pieces: Sequence[Piece]) -> bool:
@@ -236,19 +337,23 @@ def fit(on: Bench, bound: Bound, one: Request, tokens: list[int], pieces: Sequen
         return False
 
 
+def is_wrong(row: Row) -> bool:
+    return any(row[name] for name in WRONG)
+
+
 def show(rows: Sequence[Row]) -> None:
     for by in (("grammar",), ("sampling",), ("fate",), ("drafter",), ("drafter", "fate")):
         table: dict[tuple[str, ...], Counter[str]] = {}
         for row in rows:
             counts = table.setdefault(tuple(row[part] for part in by), Counter())
             counts.update({"answers": 1} | {name: int(row[name]) for name in (
-                "whole", "tokens", "accepted", "different", "forbidden", "unfit")})
+                "whole", "tokens", "accepted", *WRONG)})
         print(f"\nby {' and '.join(by)}")
         for key, counts in sorted(table.items()):
             print(f"  {', '.join(key):24}" + "".join(f" {count:7} {name}" for name, count in counts.items()))
     cells = {(row["grammar"], row["drafter"], row["sampling"] == "greedy", row["fate"]) for row in rows}
     print(f"\n{len(rows)} answers in {len(cells)} cells of grammar, drafter, greedy or sampled, and fate: "
-          + ", ".join(f"{sum(row[name] for row in rows)} {name}" for name in ("different", "forbidden", "unfit")))
+          + ", ".join(f"{sum(row[name] for row in rows)} {name}" for name in WRONG))
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -263,11 +368,11 @@ async def run(options: argparse.Namespace) -> None:
             rows += new
             with file.open("a") as out:
                 out.writelines(json.dumps(row) + "\n" for row in new)
-            bad = [row for row in new if row["different"] or row["forbidden"] or row["unfit"]]
+            bad = [row for row in new if is_wrong(row)]
             print(f"batch {batch}: {', '.join(cell(batch, on.drafters))}: {len(new)} answers in "
                   f"{perf_counter() - began_s:.1f} s", *bad, sep="\n", flush=True)
     show(rows)
-    sys.exit(any(row["different"] or row["forbidden"] or row["unfit"] for row in rows))
+    sys.exit(any(is_wrong(row) for row in rows))
 
 
 def main() -> None:

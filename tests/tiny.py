@@ -14,6 +14,7 @@ The llama's greedy text does not loop within 200 tokens; its entropy at temperat
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,14 @@ def tiny_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def tiny_tokenizer() -> Tokenizer:
-    """Byte b is token b; then the specials."""
+def tiny_tokenizer(longer: Sequence[str] = ()) -> Tokenizer:
+    """Byte b is token b; then the specials; then ``longer`` ASCII texts, each behind all that it begins with."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: _byte_of(letter) for letter in letters} | {s: 256 + i for i, s in enumerate(SPECIALS)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token=SPECIALS[3]))
+    merges = dict.fromkeys((text[:end].replace(" ", "Ġ"), text[end].replace(" ", "Ġ"))
+                           for text in longer for end in range(1, len(text)))
+    vocab |= {left + right: VOCAB + place for place, (left, right) in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab, [*merges], unk_token=SPECIALS[3]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
