@@ -3,13 +3,22 @@
 Rules of the worker:
 1. One thread owns the drafter and every session; the outside only enqueues (``peer_up`` alone runs on the caller's
    thread and touches nothing that changes).
-2. A round: take what waits, of each peer a bounded part (``Intake``), tell the drafter (batch-first), grow, answer each
-   peer with one frame.
+2. A round: take what waits, of each peer a bounded part, tell the drafter (batch-first), grow, answer each peer with
+   one frame.
 3. A session belongs to the peer that opened it; it is freed when the peer vanishes or is silent about it for a lease.
 4. With ``run_ahead``, sessions whose targets allow it are grown on, a level at a time, whenever the inbox is empty
    and growing pays (``Drafted``); others get one growth a commit.
 5. Nothing that a peer sends stops the thread: a fault closes one session and is counted, too many end the stream.
 6. Where all places are taken, a peer that has two more than another gives one up for it.
+
+Intake: what targets have said and the drafter has not heard yet, each target's apart.
+
+Rules of the intake:
+1. It is filled from any thread and taken from the worker's. What waits of one target is bounded in items and bytes;
+   beyond that (``full``) the target is not read any more.
+2. A round takes of each target in turn, and of each no more than ``ROUND`` tokens: nobody waits for all that another
+   has to say.
+3. While others are served too, a target whose texts took more than ``RESTS`` of the time is left out for a while.
 
 Drafted: all that the draft service holds of one session, and whether growing on pays while its target verifies.
 
@@ -29,12 +38,11 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 
-from draft_service.intake import Intake, Said
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
@@ -43,7 +51,7 @@ from slipstream.observe.metrics import DraftMetrics
 from slipstream.observe.spans import NoSpans, Span, Spans, Unfollowed
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.observe.vitals import Vitals
-from slipstream.protocol.conduct import GROWTHS, FaultRate
+from slipstream.protocol.conduct import GROWTHS, FaultRate, Pace
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
     Close,
@@ -63,10 +71,106 @@ from slipstream.protocol.pairing import check_pair
 from slipstream.protocol.session import DraftEvent, DraftSide, DraftState
 from slipstream.protocol.tree import MAX_HELD
 
+ROUND = 16_384  # tokens of one target
+RESTS = 0.5  # share of the time
+MOST_ITEMS, MOST_BYTES = 4096, 64 << 20  # that wait
 THIN = 0.5  # share of a whole tree's promise
 PIECE, SHARE = 16, 16  # nodes sent for one further level: a sixteenth of what may be held beyond, at least so many
 LEAST = log(1 / 256)  # the score below which a node is not worth a level of the drafter's time
 
+Said = DraftBound | tuple[int, RemoteProtocolError]
+
+
+def weight_of(item: Said) -> tuple[int, int]:
+    """Tokens that a drafter has to read of it, and bytes that it keeps; about."""
+    if isinstance(item, Commit):
+        count = len(item.tokens)
+        return count, 4 * count + (0 if item.features is None else len(item.features.rows))
+    if isinstance(item, Features):
+        return item.num_rows, 4 * item.num_rows + len(item.rows)
+    count = len(item.tokens) if isinstance(item, Open) else 1
+    return count, 4 * count
+
+
+class Tray:
+    """Of one target."""
+
+    __slots__ = ("came", "done", "items", "pace", "rests_until_s", "took")
+
+    def __init__(self, pace: Pace) -> None:
+        self.items: deque[tuple[Said, int, int]] = deque()  # with tokens and bytes
+        self.came, self.done = [0, 0], [0, 0]  # items and bytes; each counted by one thread alone
+        self.pace = pace
+        self.rests_until_s = 0.0
+        self.took = 0  # tokens, in this round
+
+
+class Intake:
+    __slots__ = ("_clock", "_shared", "_trays")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._trays: dict[Peer, Tray] = {}
+        self._shared = False  # whether several targets are served
+
+    # From any thread.
+
+    def close(self, peer: Peer) -> None:
+        self._trays.pop(peer, None)
+
+    def full(self, peer: Peer) -> bool:
+        if (tray := self._trays.get(peer)) is None:
+            return False
+        came, done = tray.came, tray.done
+        return came[0] - done[0] >= MOST_ITEMS or came[1] - done[1] >= MOST_BYTES
+
+    def came(self, peer: Peer, items: Sequence[DraftBound], faults: Faults) -> Callable[[object], None]:
+        """What the worker's thread has to do about it."""
+        tray = self._trays.get(peer)
+        if tray is None:
+            tray = self._trays[peer] = Tray(Pace(RESTS, self._clock))
+        waiting, said, came = tray.items, list[tuple[Said, int, int]](), tray.came
+        for item in (*faults, *items):
+            tokens, size = weight_of(item)
+            said.append((item, tokens, size))
+            came[0] += 1
+            came[1] += size
+        return lambda _: waiting.extend(said)
+
+    # From the worker's.
+
+    def take(self, served: int) -> list[tuple[Peer, list[Said]]]:
+        """A round's. ``served``: targets that have sessions."""
+        now_s, waiting, rounds = self._clock(), 0, list[tuple[Peer, list[Said]]]()
+        for peer, tray in list(self._trays.items()):
+            tray.took = 0
+            waiting += bool(tray.items)
+            if not tray.items or now_s < tray.rests_until_s:
+                continue
+            taken, done = list[Said](), tray.done
+            while tray.items and (not taken or tray.took + tray.items[0][1] <= ROUND):  # one at least
+                item, tokens, size = tray.items.popleft()
+                taken.append(item)
+                tray.took += tokens
+                done[0] += 1
+                done[1] += size
+            rounds.append((peer, taken))
+        self._shared = max(served, waiting) > 1
+        return rounds
+
+    def told(self, seconds: float) -> None:
+        """The drafter took so long to hear what the round took."""
+        if not self._shared:
+            return
+        trays = [tray for tray in list(self._trays.values()) if tray.took]
+        tokens = sum(tray.took for tray in trays)
+        for tray in trays:
+            tray.rests_until_s = self._clock() + tray.pace.owes(seconds * tray.took / tokens)
+
+    def rests_s(self) -> float | None:
+        """Seconds until something that waits may be taken; None: nothing waits."""
+        waiting = [tray.rests_until_s for tray in list(self._trays.values()) if tray.items]
+        return max(0.0, min(waiting) - self._clock()) if waiting else None
 
 @dataclass(slots=True, eq=False)
 class Drafted:

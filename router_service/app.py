@@ -38,7 +38,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router_service.admission import Limit
 from router_service.connection import COMMENT, DONE, EventStream, Presence, connection_of, event, framed
 from router_service.dialects import messages, responses
-from router_service.dialects.apart import markups_of
 from router_service.dialects.blocks import Told
 from router_service.dialects.fields import Unknown, read_json
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
@@ -251,10 +250,9 @@ class Surface:
 
     def _chat_reply(self, run: Run, origin: Origin) -> Reply:
         codec, options = self._gateway.codec, run.job.options
-        markups = markups_of(codec, options, run.job.prompts[0], run.job.num_answers)
         return ChatReply(options.answer_id or origin.name, origin.created, run.job.model, codec,
                          options.top_logprobs is not None, run.job.prompts if options.token_ids else None, options.n,
-                         markups, options.tell_reasoning, run.job.told(codec))
+                         run.job.markups(codec), options.tell_reasoning, run.job.told(codec))
 
     def _text_reply(self, run: Run, origin: Origin) -> Reply:
         options = run.job.options
@@ -310,7 +308,7 @@ class Surface:
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
         client, run = await self._begun(request, asked)
         prompt = run.job.prompts[0]
-        markups = markups_of(self._gateway.codec, asked.options, prompt, 1)
+        markups = run.job.markups(self._gateway.codec)
         reply = reply_to(Told(run.id, run.created, asked.model, len(prompt), markups[0] if markups else None, raw))
         headers = {"x-slipstream-mode": run.mode, **self._left_out(unknown)}
         if body.stream:

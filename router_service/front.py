@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from router_service.dialects.apart import markups_of
 from router_service.dialects.fields import MAX_CONTAINERS, num_containers, read_json
 from router_service.dialects.formats import fields_of
 from router_service.dialects.openai import ChatBody, CompletionBody, parse
@@ -103,7 +102,7 @@ class GatewayFront:
 
     async def _markup(self, run: Run) -> Markup | Named | None:
         job = run.job
-        found = markups_of(self._gateway.codec, job.options, job.prompts[0], 1)
+        found = job.markups(self._gateway.codec)
         if not found:
             return None
         if job.begun:

@@ -28,12 +28,13 @@ import orjson
 
 from router_service.admission import Admission, Limit, Place, PoolFallback
 from router_service.balance import Balancer
-from router_service.dialects.apart import told_apart
 from router_service.dialects.openai import SEEDS, ChatBody, CompletionBody, Options
 from router_service.dialects.prompts import Prompts
 from router_service.dialects.tools import told
 from router_service.tenants import Tenant
 from router_service.text.lanes import Lanes
+from router_service.text.marks import BARE
+from router_service.text.markup import Markup, Named
 from router_service.text.template import ASSISTANT, Turn
 from router_service.text.tokens import Completion, Detokenizer, Numbered, TextCodec, merged, too_long
 from slipstream.base.config import RouterSection
@@ -103,6 +104,19 @@ class Job:
             return None
         echoed = options.top_logprobs if options.echo else None
         return Prompts(codec, self.prompts, options.n, self.shown, echoed, options.prompt_logprobs)
+
+    def markups(self, codec: TextCodec) -> list[Markup | Named]:
+        """What tells calls and reasoning apart, one an answer to the only prompt; [] where nobody asks for it."""
+        options, count = self.options, self.num_answers
+        if not options.told_apart(codec.style):
+            return []
+        use = options.use if options.use is not None and options.use.offered else None
+        if use is not None and use.named:
+            return [Named(use.choice) for _ in range(count)]
+        if use is not None and use.forced:
+            return [Markup(BARE, use.schemas, bound=True) for _ in range(count)]
+        schemas, most = ({}, None) if use is None else (use.schemas, None if use.parallel else 1)
+        return [Markup(codec.style, schemas, codec.thinks(self.prompts[0]), most) for _ in range(count)]
 
     @property
     def num_scores(self) -> int:
@@ -290,7 +304,7 @@ class Gateway:
     def _shown(self, options: Options) -> Collection[int]:
         if options.show_specials:
             return self.codec.specials
-        return self.codec.marks if told_apart(options, self.codec.style) else ()
+        return self.codec.marks if options.told_apart(self.codec.style) else ()
 
     def _stop_ids(self, options: Options) -> tuple[int, ...]:
         own = () if options.ignore_eos else self.codec.stop_token_ids

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from router_service.dialects.apart import told_apart
 from router_service.dialects.openai import Options
 from router_service.dialects.tools import ToolUse, told, use_of
 from router_service.text.marks import THOUGHTS, Style
@@ -240,7 +239,7 @@ def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
         (thinks, {"use": offered, "parsed": False}, False), (thinks, {"use": offered, "grammar": bound}, False),
         (plain, {"use": forced, "grammar": bound}, True)]
     for style, options, apart in cases:
-        assert told_apart(Options(Sampling(), **{"parsed": True, **options}), style) == apart, options
+        assert Options(Sampling(), **{"parsed": True, **options}).told_apart(style) == apart, options
 
 
 async def test_what_is_bound_to_a_grammar_is_content(thinking_folder: Path) -> None:

@@ -34,6 +34,7 @@ from router_service.dialects.fields import MAX_CONTAINERS, OF_MESSAGE, REFUSED, 
 from router_service.dialects.formats import READERS, grammar_of
 from router_service.dialects.tools import ToolUse, calls_of, num_written, use_of
 from router_service.text.files import NAMED_TOKENS
+from router_service.text.marks import Style
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import MAX_BIASES, MAX_ITEMS, MAX_STOP_IDS, MAX_STOPS, MAX_WORD, MAX_WORDS
 from slipstream.protocol.grammar import Grammar
@@ -106,6 +107,13 @@ class Options:
     def tells_prompt(self) -> bool:
         """Whether a prompt is told with its answers."""
         return self.echo or self.prompt_logprobs is not None
+
+    def told_apart(self, style: Style) -> bool:
+        """Whether calls and reasoning are told apart from the other words of an answer. Where a grammar binds it from
+        its first character on, only calls that it forces are."""
+        if self.grammar is not None:
+            return self.parsed and self.use is not None and self.use.forced
+        return self.parsed and (style.thoughts is not None or (self.use is not None and self.use.offered))
 
     @property
     def asked_by(self) -> dict[Need, str]:

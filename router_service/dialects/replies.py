@@ -105,7 +105,7 @@ class ChatReply:
         return told
 
     def _finish(self, number: int, delta: TextDelta) -> str:
-        return finish_of(delta.finish, self._markups[number] if self._markups else None)
+        return finish_of(delta.finish, self._markups[number]) if self._markups else delta.finish
 
     def _chunk(self, choices: list[Json]) -> Json:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices}

@@ -101,6 +101,11 @@ class SuffixIndex:
         """The token ``ahead`` places after ``end``, the text repeating itself from ``end`` on."""
         return self.tokens[end + ahead % (len(self.tokens) - end)]
 
+    def continuation(self, end: int, count: int) -> list[int]:
+        """The ``count`` tokens from ``end`` on, as ``following`` has them one by one."""
+        text = self.tokens[end : end + count]
+        return text if len(text) == count else [text[ahead % len(text)] for ahead in range(count)]
+
     def longest(self, least: int) -> Match | None:
         """The longest of a few newest matches, if it has ``least`` tokens. Quick where there is none."""
         best: Match | None = None
@@ -151,8 +156,9 @@ class PromptLookup:
             came = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
             self._kept, self._broken = FADE * self._kept + came, FADE * self._broken + (not came)
         if match is not None:
-            for ahead, token in enumerate(tokens):
-                right = self._index.following(match.end, ahead) == token
+            foretold = self._index.continuation(match.end, len(tokens))
+            for ahead, (token, told) in enumerate(zip(tokens, foretold, strict=True)):
+                right = told == token
                 self._right = FADE * self._right + right
                 self._wrong = FADE * self._wrong + (not right) * (match.length + ahead)
                 if not right:
@@ -163,13 +169,15 @@ class PromptLookup:
     def chain(self, most: int, forced: Sequence[int] = ()) -> tuple[list[int], list[float]]:
         """What should come next: at most ``most`` tokens, and for each the chance that all up to it come. ``forced``:
         by a grammar."""
-        self._forced = forced = forced[: max(0, most)]
+        most = max(0, most)
+        self._forced = forced = forced[:most]
         match, trust = self._match, self._kept / (self._kept + self._broken) if forced else 1.0
         count = len(forced)
-        if match is None or any(self._index.following(match.end, ahead) != token for ahead, token in enumerate(forced)):
+        foretold = [] if match is None else self._index.continuation(match.end, most)
+        if match is None or foretold[:count] != [*forced]:
             return [*forced], [trust] * count
         doubt, chance, chances = self.doubt, trust, [trust] * count
         for length in range(match.length + count, match.length + most):
             chance *= length / (length + doubt)
             chances.append(chance)
-        return [*forced, *(self._index.following(match.end, ahead) for ahead in range(count, most))], chances
+        return foretold, chances
