@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from bench.fleet import free_port
 from slipstream import __version__
-from slipstream.base.config import Config, load
+from slipstream.base.config import Config, WireSection, load
 from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli import colocated
 from slipstream.cli.commands import app, models_app
@@ -27,6 +27,9 @@ from slipstream.cli.process import SHARED_CORES, Launch, joined, places, require
 from slipstream.cli.terminal import Conversation, Told, complain, show_answer, summary
 from slipstream.protocol.chat import Delta, Message, TextToken, Usage
 from slipstream.wire.client import AsyncClient
+from slipstream.wire.inference import InferenceServicer
+from slipstream.wire.server import GrpcServer
+from tests.test_connections import Lists
 
 COMMANDS = [(command.name or command.callback.__name__, command.callback.__doc__ or "")
             for each in (app, models_app) for command in each.registered_commands
@@ -70,6 +73,22 @@ def test_the_version_is_printed() -> None:
 def test_a_chat_that_finds_no_router_says_which_address_it_needs() -> None:
     result = CliRunner().invoke(app, ["chat", "--address", f"127.0.0.1:{free_port()}"])
     assert isinstance(result.exception, Unavailable) and "router.grpc_listen" in str(result.exception)
+
+
+class Starting(Lists):
+    """Of a router whose targets are not up yet."""
+
+    async def models(self) -> list[str]:
+        raise Unavailable("no target has answered yet; try again soon")
+
+
+async def test_a_chat_with_a_router_that_is_not_ready_says_what_it_says() -> None:
+    server = GrpcServer("127.0.0.1:0", WireSection(), [InferenceServicer(lambda _: Starting())])
+    await server.start()
+    result = await asyncio.to_thread(CliRunner().invoke, app, ["chat", "--address", f"127.0.0.1:{server.port}"])
+    await server.drain(0)
+    first, *_ = str(result.exception).splitlines()
+    assert first == f"no answer over gRPC from 127.0.0.1:{server.port}: no target has answered yet; try again soon"
 
 
 def test_config_prints_what_is_in_force(tmp_path: Path) -> None:

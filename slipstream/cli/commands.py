@@ -152,8 +152,9 @@ def chat(
         try:
             model = client.models()[0]
         except Unavailable as error:
-            raise Unavailable(f"no router answers over gRPC at {address}\nstart one with: slipstream run\nor give the "
-                              f"address that its router.grpc_listen says, with --address\n({error})") from error
+            raise Unavailable(f"no answer over gRPC from {address}: {error}\nif no router runs there, start one with: "
+                              "slipstream run\nor give the address that its router.grpc_listen says, with --address"
+                              ) from error
         except InvalidRequest as error:
             raise Unavailable(f"{address} asks for an API key; give the file that has it with --api-key-file FILE\n"
                               f"({error})") from error
