@@ -47,10 +47,7 @@ class Measured:
     tokens: tuple[int, ...]
     rounds: int
     accepted: int
-    drafted: int
     decode_s: float
-    wait_s: float
-    verify_s: float
     logprobs: tuple[tuple[float, float], ...] = ()  # (chosen, best other), when asked for
 
     @property
@@ -74,5 +71,4 @@ async def ask(backend: Backend, prompt: list[int], sampling: Sampling, max_token
     margins = tuple((entry.logprob, next((p for t, p in entry.top if t != token), float("-inf")))
                     for piece in pieces for token, entry in zip(piece.tokens, piece.logprobs, strict=False))
     return Measured(tuple(t for piece in pieces for t in piece.tokens), len(pieces), sum(p.accepted for p in pieces),
-                    sum(p.drafted for p in pieces), last_s - first_s, sum(p.wait_s for p in pieces),
-                    sum(p.verify_s for p in pieces), margins)
+                    last_s - first_s, margins)

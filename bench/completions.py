@@ -63,7 +63,6 @@ class Server:
 
     port: int
     model: str
-    host: str = "127.0.0.1"
     kept: list[Connection] | None = None
     ids: bool = False
 
@@ -98,9 +97,9 @@ class Server:
         accept = b"text/event-stream" if self.ids else b"application/json"
         try:
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
                 b"Accept: %b\r\nContent-Length: %d\r\nConnection: %b\r\n\r\n%b"
-                % (self.host.encode(), accept, len(body), manner, body))
+                % (accept, len(body), manner, body))
             head = await reader.readuntil(b"\r\n\r\n")
             if (status := int(head.split(b" ", 2)[1])) != 200:
                 raise Refused(self.port, status, head, await reader.read(-1 if self.kept is None else MAX_LINE))
@@ -122,7 +121,7 @@ class Server:
 
     async def _open(self) -> Connection:
         try:
-            return await asyncio.open_connection(self.host, self.port, limit=MAX_LINE)
+            return await asyncio.open_connection("127.0.0.1", self.port, limit=MAX_LINE)
         except OSError as error:
             raise Unavailable(f"port {self.port}: {error}") from error
 

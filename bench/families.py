@@ -1,7 +1,5 @@
-"""Which causal language models of transformers ``model.engine=hf`` serves: every type of the installed version, tried.
-
-    make families                    the table
-    make families ARGS="--served"    the names that are served, in one line
+"""``make families``: which causal language models of transformers ``model.engine=hf`` serves; every type of the
+installed version is tried.
 
 Each is tried as its configuration class describes it, and once more with what that leaves off: with windows, or as a
 decoder where it is an encoder. Nothing is downloaded; the weights are random (see ``slipstream.engine.trial``).
@@ -99,17 +97,13 @@ def verdicts(kind: str) -> Iterator[Tried]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", help="types; none: all")
-    parser.add_argument("--served", action="store_true", help="only the names of those that are served")
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     table = [verdict for kind in arguments.kinds or kinds() for verdict in verdicts(kind)]
     served = [verdict for verdict in table if not verdict.why]
-    if arguments.served:
-        print(", ".join(dict.fromkeys(verdict.kind for verdict in served)))
-        return
     for verdict in table:
         print(f"{verdict.kind:26} {verdict.way:13} {verdict.why or 'served'}")
     print(f"transformers {transformers.__version__}: {len({verdict.kind for verdict in table})} types in {len(table)} "

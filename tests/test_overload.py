@@ -16,4 +16,4 @@ def test_a_row_of_overload_tells_goodput_and_which_refusals_are_not_as_they_shou
     assert (row["goodput"], row["first_p99_s"], row["whole_p99_s"], row["a_round"]) == (50.0, 0.5, 2.0, 2.5)
     assert (row["refused"], row["untold"], row["uncounted"], row["told_s"]) == (3, 2, 1, 3.0)
     peak = Seen([62.5], seen.answers, lasted_s=12.0).row(1.0, 8.0)
-    assert "0.80 of the peak" in verdict([peak, row], 1.0)
+    assert "0.80 of the peak" in verdict([peak, row])

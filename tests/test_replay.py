@@ -9,7 +9,7 @@ import pytest
 
 from bench.drafters.records import Place, Record, Recorder, load, save
 from bench.report import number
-from bench.traffic.real import PRICE, Answers, ReplayedCast, schedules, second
+from bench.traffic.real import Answers, ReplayedCast, schedules, second
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
 from slipstream.drafting.rounds import Rounds, Tally
@@ -51,7 +51,7 @@ def test_tables_compare_with_one_device() -> None:
     cast = ReplayedCast(Answers([written()]))
     row = schedules(cast, 5.0, 1.0, 1.0)
     assert row["bound"] == 1.25 and row["outcomes_by_together"] == number(row, "outcomes") / number(row, "together")
-    beside = second(cast, 5.0, 2, PRICE, 1.0)
+    beside = second(cast, 5.0, 2, 1.0)
     assert beside["replicas"] == 3 * number(beside, "together")
     assert beside["serial_by_device"] == pytest.approx(number(beside, "serial") / 3 / number(beside, "together"))
     assert beside["serial_by_money"] == pytest.approx(number(beside, "serial") / 2.25 / number(beside, "together"))

@@ -35,10 +35,12 @@ from slipstream.drafting.heads.checkpoint import lent_lm_head, read_head
 from slipstream.drafting.rounds import Rounds, Tally, slots_needed
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.loading import load_model
-from slipstream.engine.model import CausalModel, ModelConfig
+from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import head_for, packaged_head, resolve
 
+SETS, TOKENS = ("mt_bench", "alpaca", "gsm8k", "humaneval"), 64  # of an answer
+LAYERS, EPOCHS = (20, 22, 24, 26, 28), 4  # whose inputs are read; over the plain rows
 STEP_MS = 20.0
 CANDIDATES, DRAFTED = (1, 2, 4, 8, 16), 8
 ROUND_TRIPS_MS, DRAFTS_MS = (1.0, 5.0, 20.0), (1.0, 2.0, 5.0, 10.0)
@@ -155,30 +157,26 @@ def _inputs(states: Tensor) -> Tensor:
     return F.pad(F.rms_norm(states.float(), states.shape[1:]), (0, 1), value=1.0)
 
 
-def gathered(arguments: argparse.Namespace, layers: tuple[int, ...]) -> tuple[Watched, float, ExitHead]:
+def gathered(prompts: str, count: int, learnt: int) -> tuple[Watched, float, ExitHead]:
     """Plain answers to learn from, rounds to measure, and the acceptance length; an exit head that knows nothing."""
-    folder = resolve(arguments.target)
-    known = head_for(str(folder))
-    head = resolve(arguments.head) if arguments.head else packaged_head(known) if known is not None else None
-    if head is None:
-        raise SystemExit("--head: there is no head for this target; give one")
-    codec, sets = TextCodec(folder), arguments.sets
-    asked = {name: [question.text for question in read(arguments.prompts, name, arguments.learnt)] for name in sets}
-    measured = [text for texts in asked.values() for text in texts[:: max(1, len(texts) // arguments.count)]
-                [: arguments.count]]
-    learnt = [text for texts in asked.values() for text in texts if text not in set(measured)]
-    tokens = {text: codec.chat([{"role": "user", "content": text}])[-512:] for text in (*measured, *learnt)}
+    known = head_for(ModelSection().path)
+    assert known is not None
+    folder, head = resolve(ModelSection().path), packaged_head(known)
+    codec, asked = TextCodec(folder), [[one.text for one in read(prompts, name, learnt)] for name in SETS]
+    measured = [text for texts in asked for text in texts[:: max(1, len(texts) // count)][:count]]
+    others = [text for texts in asked for text in texts if text not in set(measured)]
+    tokens = {text: codec.chat([{"role": "user", "content": text}])[-512:] for text in (*measured, *others)}
     model = load_model(folder, ModelSection())
-    slots = slots_needed([[0] * 512] * TOGETHER, arguments.tokens)
-    runner = Watched(model, slots, (*layers, model.config.num_layers))
+    slots = slots_needed([[0] * 512] * TOGETHER, TOKENS)
+    runner = Watched(model, slots, (*LAYERS, model.config.num_layers))
     runner.set_taps(())
-    for first in track(range(0, len(learnt), TOGETHER), "plain answers"):
-        some = [tokens[text] for text in learnt[first : first + TOGETHER]]
-        Rounds(runner, None, arguments.tokens).answer(some, 0, Tally())
+    for first in track(range(0, len(others), TOGETHER), "plain answers"):
+        some = [tokens[text] for text in others[first : first + TOGETHER]]
+        Rounds(runner, None, TOKENS).answer(some, 0, Tally())
     section = DraftSection(drafter="eagle3", model=str(head), growth=GROWTH)
     drafter, tally = create(section, ModelSection(path=str(folder)), 4096), Tally()
     for text in track(measured, "rounds"):
-        Rounds(runner, drafter, arguments.tokens).answer([tokens[text]], GROWTH.num_draft_tokens, tally)
+        Rounds(runner, drafter, TOKENS).answer([tokens[text]], GROWTH.num_draft_tokens, tally)
     ids = read_head(head, folder).vocabulary
     assert ids is not None
     return runner, tally.acceptance.length, ExitHead(ids, lent_lm_head(folder, model.config, ids).float())
@@ -191,19 +189,16 @@ def speeds(hits: Sequence[bool], length: float, done: float, trip_ms: float, dra
     return tuple(1000 * length / ms for ms in (early, serial, together))
 
 
-def run(arguments: argparse.Namespace) -> None:
-    layers, deep = tuple(arguments.layers), ModelConfig.from_folder(resolve(arguments.target)).num_layers
-    if not all(0 < layer < deep for layer in layers):
-        raise SystemExit(f"--layers: {layers} are not layers before the end of a target with {deep}")
-    runner, length, blank = gathered(arguments, layers)
-    hidden = runner.config.hidden_size
+def run(prompts: str, count: int, learnt: int) -> None:
+    runner, length, blank = gathered(prompts, count, learnt)
+    deep, hidden = runner.config.num_layers, runner.config.hidden_size
     states = torch.cat([early for early, _ in runner.plain])
     chosen = torch.tensor([token for _, tokens in runner.plain for token in tokens])
     rows, ranks = list[Row](), dict[int, list[int]]()
-    for place, layer in enumerate(track(layers, "exit heads")):
+    for place, layer in enumerate(track(LAYERS, "exit heads")):
         own = slice(place * hidden, (place + 1) * hidden)
         head = ExitHead(blank.ids, blank.lm_head)
-        head.train(states[:, own], states[:, -hidden:], chosen, arguments.epochs)
+        head.train(states[:, own], states[:, -hidden:], chosen, EPOCHS)
         ranks[layer] = [head.rank_of(round_, round_.early[:, own]) for round_ in runner.rounds]
         rows.append({"layer": layer, "of": deep, **{f"hits_with_{count}": share(ranks[layer], count)
                                                     for count in CANDIDATES}})
@@ -233,16 +228,9 @@ def _fastest(ranks: dict[int, list[int]], deep: int, length: float, trip: float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", required=True, help="folder with JSONL question sets, such as mt_bench.jsonl")
-    parser.add_argument("--sets", type=str.split, default=["mt_bench", "alpaca", "gsm8k", "humaneval"])
     parser.add_argument("--count", type=int, default=5, help="questions of each set that are measured")
     parser.add_argument("--learnt", type=int, default=50, help="questions of each set, the measured ones included")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--layers", type=lambda text: [int(part) for part in text.split()],
-                        default=[20, 22, 24, 26, 28], help="layers whose inputs are read")
-    parser.add_argument("--epochs", type=int, default=4, help="over the plain rows")
-    parser.add_argument("--target", default=ModelSection().path, help="name or folder of the target")
-    parser.add_argument("--head", default="", help="name or folder of its EAGLE-3 head; else the one that is shipped")
-    run(parser.parse_args())
+    run(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

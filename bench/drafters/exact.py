@@ -1,6 +1,6 @@
 """``make bench-exact PROMPTS=folder``: does speculation change an answer, on the real model, between real processes?
 
-Each question of a set is answered plain and with n-gram speculation over gRPC, greedy and sampled with a seed. Every
+Each question of a set is answered plain and with the default drafter over gRPC, greedy and sampled with a seed. Every
 difference is counted and shown with the margin of the plain answer where they part: the difference of the log
 probabilities of its token and the best other one. ``--dtype`` chooses the arithmetic. ``--kernels both`` asks a target
 on the CPU kernels and one on torch's in turn.
@@ -9,7 +9,6 @@ on the CPU kernels and one on torch's in turn.
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
@@ -17,7 +16,7 @@ from rich.progress import track
 
 from bench.asking import Measured, Question, ask, own, read
 from bench.fleet import LOGS, pair
-from bench.report import Row, write
+from bench.report import Row, finished, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
 from slipstream.models.folder import resolve
@@ -94,7 +93,7 @@ def main() -> None:
     parser.add_argument("--kernels", choices=list(KERNELS), default="auto", help="model.kernels; both: in turn")
     arguments = parser.parse_args()
     questions = read(arguments.prompts, arguments.set, arguments.count) if arguments.prompts else own()
-    different = asyncio.run(run(questions, arguments.dtype, arguments.max_tokens, KERNELS[arguments.kernels]))
+    different = finished(run(questions, arguments.dtype, arguments.max_tokens, KERNELS[arguments.kernels]))
     print(f"{different} answers differ")
 
 

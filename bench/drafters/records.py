@@ -124,12 +124,12 @@ class Recorder:
         return [Record(answer, self._drafter.places[session]) for session, answer in enumerate(answers, 1)]
 
 
-def gathered(prompts: str, count: int, tokens: int, target: str, folder: Path) -> list[Record]:
-    """``count`` questions of each of SETS in the folder ``prompts``, answered by a known target with the head that is
-    shipped for it; those that ``folder`` has are not computed again."""
-    if (known := head_for(target)) is None:
-        raise SystemExit(f"{target}: no head is shipped for it")
-    head = packaged_head(known)
+def gathered(prompts: str, count: int, tokens: int, folder: Path) -> list[Record]:
+    """``count`` questions of each of SETS in the folder ``prompts``, answered by the default model with its shipped
+    head; those that ``folder`` has are not computed again."""
+    target = ModelSection().path
+    known = head_for(target)
+    assert known is not None
     questions = [question for name in SETS for question in read(prompts, name, count)]
     made = json.dumps([target, known.name, tokens, PROMPT, ROWS, FORWARDS, CHILDREN, LEAST])
     names = [folder / f"{hashlib.sha256((made + question.text).encode()).hexdigest()[:20]}.npz"
@@ -137,7 +137,7 @@ def gathered(prompts: str, count: int, tokens: int, target: str, folder: Path) -
     missing = [place for place, name in enumerate(names) if not name.exists()]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        recorder, codec = Recorder(resolve(target), head, tokens), TextCodec(resolve(target))
+        recorder, codec = Recorder(resolve(target), packaged_head(known), tokens), TextCodec(resolve(target))
         with Progress() as bar:
             task = bar.add_task("answers and trees", total=len(missing))
             for first in range(0, len(missing), TOGETHER):

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 
 from bench.gpu.pace import decoder_of
-from bench.gpu.shapes import LLAMA_8B, TINY, config_of
-from bench.gpu.stage import Finding, Given, capture_of, paged
+from bench.gpu.shapes import LLAMA_8B, config_of
+from bench.gpu.stage import Finding, Given, capture_of, paged, pool_for
 from bench.inputs import chains
 from slipstream.engine.attention import disagreement, farthest
 from slipstream.engine.graphs import TRIAL_LIMIT, GraphedDecoder
-from slipstream.engine.kv import KVPool
 
 FEW_LAYERS, CONTEXT = 2, 100
 STEPS = ((1, 1), (9, 1), (64, 1), (8, 8), (72, 8), (64, 64))  # rows, sessions
@@ -35,14 +34,12 @@ def kernel_stage(given: Given) -> Iterator[Finding]:
 @torch.inference_mode()
 def equal_stage(given: Given) -> Iterator[Finding]:
     """A few layers of the large shape; each number of rows once, on slots in any order."""
-    config = replace(config_of(LLAMA_8B if given.full else TINY), num_layers=FEW_LAYERS)
+    config = replace(given.config, num_layers=FEW_LAYERS)
     attention = paged(given, config)
     plain = decoder_of(config, given, attention)
     graphed = GraphedDecoder(plain, attention, capture_of(given))
     slots = 64 * (CONTEXT + 64)
-    pool = KVPool(config.num_layers, slots + graphed.spare_slots, config.num_kv_heads, config.head_dim, plain.dtype,
-                  plain.device)
-    pool.kv.normal_()
+    pool = pool_for(plain, slots + graphed.spare_slots)
     steps = STEPS[:1] if given.narrow else STEPS
     for rows, sessions in steps:
         each, order = rows // sessions, np.random.default_rng(0).permutation(slots)

@@ -19,17 +19,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from bench.gpu.shapes import (
-    LLAMA_8B,
-    TINY,
-    config_of,
-    decoder_shapes,
-    head_bytes,
-    random_head,
-    random_tensors,
-    read_bytes,
+from bench.gpu.shapes import LLAMA_8B, decoder_shapes, head_bytes, random_head, random_tensors, read_bytes
+from bench.gpu.stage import (
+    Finding,
+    Given,
+    capture_of,
+    copy_rate,
+    device_work,
+    free,
+    fused,
+    paged,
+    pool_for,
+    seconds,
+    untried,
 )
-from bench.gpu.stage import Finding, Given, capture_of, copy_rate, device_work, free, fused, paged, seconds, untried
 from bench.inputs import SAMPLINGS, chains, choice_rows, zipf_logits
 from slipstream.base.config import GrowthSection
 from slipstream.choosing.sampling import choose
@@ -40,7 +43,6 @@ from slipstream.engine.attention import Attention
 from slipstream.engine.decoder import Decoder
 from slipstream.engine.fp8 import with_fp8
 from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.kv import KVPool
 from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import operations_for
 from slipstream.engine.ops.layer import TORCH, DecoderLayer, LayerOps, LayerWeights, Rope, Step, linear
@@ -63,10 +65,7 @@ class Stepper:
     __slots__ = ("_model", "_pool")
 
     def __init__(self, model: CausalModel, slots: int) -> None:
-        config = model.config
-        self._model = model
-        self._pool = KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, model.dtype, model.device)
-        self._pool.kv.normal_()
+        self._model, self._pool = model, pool_for(model, slots)
 
     def tree(self, rows: int, context: int) -> Run:
         """A chain of so many rows behind a context; one row is a plain step."""
@@ -85,7 +84,13 @@ class Stepper:
 
 def decoder(given: Given, attention: Attention | None = None) -> Decoder:
     """An 8B Llama's, with random weights."""
-    return decoder_of(config_of(LLAMA_8B if given.full else TINY), given, attention)
+    return decoder_of(given.config, given, attention)
+
+
+def graphed(given: Given) -> GraphedDecoder:
+    """The same, its steps captured."""
+    attention = paged(given, given.config)
+    return GraphedDecoder(decoder(given, attention), attention, capture_of(given))
 
 
 def decoder_of(config: ModelConfig, given: Given, attention: Attention | None = None) -> Decoder:
@@ -118,8 +123,7 @@ def decode_stage(given: Given) -> Iterator[Finding]:
 
 
 def graphs_stage(given: Given) -> Iterator[Finding]:
-    attention = paged(given, config_of(LLAMA_8B if given.full else TINY))
-    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
+    model = graphed(given)
     yield from steps_of(model, given, spare_slots=model.spare_slots)
 
 
@@ -159,7 +163,7 @@ def choose_stage(given: Given) -> Iterator[Finding]:
 
 
 def tree_stage(given: Given) -> Iterator[Finding]:
-    config = config_of(LLAMA_8B if given.full else TINY)
+    config = given.config
     draft_vocab, steps = (32_000, STEPS) if given.full else (64, 4)
     head = random_head(config, draft_vocab, torch.bfloat16, given.device)
     growth = GrowthSection(num_steps=steps, topk=TOPK, num_draft_tokens=NODES)
@@ -212,10 +216,9 @@ class Grower:
 def fused_stage(given: Given) -> Iterator[Finding]:
     """``given.shape``: rows."""
     operations, rows = fused(given.device), int(given.shape)
-    config = config_of(LLAMA_8B if given.full else TINY)
     took = {}
     for name, ops in (("torch's", TORCH), ("fused", operations)):
-        run, what = layers_in_graph(config, ops, given, rows), f"a layer of {rows} rows, {name} operations"
+        run, what = layers_in_graph(ops, given, rows), f"a layer of {rows} rows, {name} operations"
         took[name] = seconds(run, given.device, given.repeats) / LAYERS
         yield Finding(what, 1e6 * took[name], "us")
         busy_s, kernels = device_work(run, given.device)
@@ -226,8 +229,9 @@ def fused_stage(given: Given) -> Iterator[Finding]:
     yield Finding(f"a layer of {rows} rows, fused by torch's", took["fused"] / took["torch's"], "ratio", "< 1")
 
 
-def layers_in_graph(config: ModelConfig, ops: LayerOps, given: Given, rows: int) -> Run:
+def layers_in_graph(ops: LayerOps, given: Given, rows: int) -> Run:
     """``LAYERS`` layers of random weights on random rows; each reads weights that no cache holds."""
+    config = given.config
     single = replace(config, num_layers=1)
     tensors = random_tensors({name: shape for name, shape in decoder_shapes(single).items() if ".layers." in name},
                              torch.bfloat16, given.device)

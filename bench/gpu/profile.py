@@ -21,14 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.pace import decoder
-from bench.gpu.shapes import LLAMA_8B, TINY, config_of
-from bench.gpu.stage import Finding, Given, capture_of, device_events, paged, seconds, wait
+from bench.gpu.pace import graphed
+from bench.gpu.stage import Finding, Given, device_events, pool_for, seconds, wait
 from bench.inputs import chains
 from slipstream.engine.attention import plan_pages
 from slipstream.engine.batch import ForwardBatch
-from slipstream.engine.graphs import GraphedDecoder
-from slipstream.engine.kv import KVPool
 
 CONTEXT, MOST_KERNELS, NAME = 1024, 16, 70
 
@@ -38,14 +35,8 @@ Part = Callable[[Any], Any]
 def profile_stage(given: Given) -> Iterator[Finding]:
     """``given.shape``: how many sessions make a plain step."""
     count, context = int(given.shape), CONTEXT if given.full else 32
-    config = config_of(LLAMA_8B if given.full else TINY)
-    attention = paged(given, config)
-    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
-    slots = count * (context + 1)
-    places = np.split(np.arange(slots), count)
-    pool = KVPool(config.num_layers, slots + model.spare_slots, config.num_kv_heads, config.head_dim, model.dtype,
-                  model.device)
-    pool.kv.normal_()
+    model, slots = graphed(given), count * (context + 1)
+    places, pool = np.split(np.arange(slots), count), pool_for(model, slots + model.spare_slots)
 
     def build(_: object) -> ForwardBatch:
         return chains(places, 1).build(model.device)

@@ -20,15 +20,14 @@ from statistics import median
 import numpy as np
 import torch
 
-from bench.gpu.pace import decoder
-from bench.gpu.shapes import LLAMA_8B, TINY, config_of, random_head
+from bench.gpu.pace import graphed
+from bench.gpu.shapes import random_head
 from bench.gpu.stage import Finding, Given, capture_of, paged, untried
 from draft_service.assembly import assemble as assemble_draft
 from slipstream.base.config import Config, load
 from slipstream.drafting.graph import GraphLevels, spare_slots
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
-from slipstream.engine.graphs import GraphedDecoder
 from slipstream.engine.ops.fused import operations_for
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.pairing import check_pair
@@ -61,11 +60,8 @@ Asked = list[tuple[str, float, float, list[Piece]]]
 
 async def _asked(given: Given, config: Config, count: int, prompt: int, answer: int) -> Asked:
     """For each way: its name, seconds, processor seconds, and all pieces."""
-    links: list[LocalLink] = []
-    shape = config_of(LLAMA_8B if given.full else TINY)
-    attention = paged(given, shape)
-    model = GraphedDecoder(decoder(given, attention), attention, capture_of(given))
-    target = await asyncio.to_thread(assemble_target, config, model, "random", "", asyncio.get_running_loop(),
+    links, vocab = list[LocalLink](), given.config.vocab_size
+    target = await asyncio.to_thread(assemble_target, config, graphed(given), "random", "", asyncio.get_running_loop(),
                                      lambda: [link.status() for link in links])
     draft = assemble_draft(_drafter(given, config, count), "", LEASE_S)
     links.append(LocalLink("local", target.hello, target.worker.following, draft.worker, check_pair))
@@ -78,7 +74,7 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
             raise RuntimeError(problem)
         for turn, name in enumerate(("warm-up", "plain", "drafted")):
             began_s, busy_s = time.perf_counter(), time.process_time()
-            answers = [_answer(target, _request(turn * count + i, prompt, answer, name != "plain", shape.vocab_size))
+            answers = [_answer(target, _request(turn * count + i, prompt, answer, name != "plain", vocab))
                        for i in range(count)]
             pieces = [piece for one in await asyncio.gather(*answers) for piece in one]
             found.append((name, time.perf_counter() - began_s, time.process_time() - busy_s, pieces))
@@ -90,8 +86,8 @@ async def _asked(given: Given, config: Config, count: int, prompt: int, answer: 
 
 
 def _drafter(given: Given, config: Config, count: int) -> NeuralDrafter:
-    shape, growth = config_of(LLAMA_8B if given.full else TINY), config.draft.growth
-    head = random_head(shape, 32_000 if given.full else 64, torch.bfloat16, given.device)
+    growth = config.draft.growth
+    head = random_head(given.config, 32_000 if given.full else 64, torch.bfloat16, given.device)
     ops = operations_for("auto", head.config, torch.bfloat16, given.device, untried)
     spare = spare_slots(growth.topk, growth.num_steps - 1)
     network = EagleNetwork(head, "bfloat16", given.device, count * WINDOW, True, ops, spare_slots=spare)

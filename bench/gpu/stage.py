@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.shapes import LLAMA_8B, config_of
+from bench.gpu.shapes import LLAMA_8B, TINY, config_of
 from slipstream.engine.attention import PagedAttention, TorchAttention
 from slipstream.engine.flashinfer import FlashInferAttention, missing
 from slipstream.engine.graphs import Capture, CudaCapture, capture_eager
-from slipstream.engine.model import ModelConfig
+from slipstream.engine.kv import KVPool
+from slipstream.engine.model import CausalModel, ModelConfig
 from slipstream.engine.ops.fused import missing as no_triton
 from slipstream.engine.ops.fused import triton_operations
 from slipstream.engine.ops.layer import TORCH, Operations
@@ -39,6 +40,11 @@ class Given:
     repeats: int = 20
     shape: str = ""
     narrow: bool = False
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model that is measured, where none is given."""
+        return config_of(LLAMA_8B if self.full else TINY)
 
     def few(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """``values``, or the first of them."""
@@ -79,6 +85,14 @@ def fused(device: torch.device) -> Operations:
     if reason := no_triton(config_of(LLAMA_8B), torch.bfloat16, device):
         raise RuntimeError(f"fused operations: {reason}")
     return triton_operations()
+
+
+def pool_for(model: CausalModel, slots: int) -> KVPool:
+    """Of random KV."""
+    config = model.config
+    pool = KVPool(config.num_layers, slots, config.num_kv_heads, config.head_dim, model.dtype, model.device)
+    pool.kv.normal_()
+    return pool
 
 
 def capture_of(given: Given) -> Capture:

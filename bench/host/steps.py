@@ -35,7 +35,7 @@ from slipstream.models.folder import resolve
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256
-ANSWERS = (1, 4, 16)
+ANSWERS, CONTEXTS = (1, 4, 16), (256, 1024)  # of several answers
 SUMMED = 1 << 26  # float32 numbers: more than caches hold
 
 Part = Callable[[], object]
@@ -130,12 +130,12 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
     return by_rows, split
 
 
-def side_by_side(threads: int, kinds: list[str], contexts: list[int], repeats: int) -> list[Row]:
+def side_by_side(threads: int, kinds: list[str], repeats: int) -> list[Row]:
     """Plain steps of several answers behind contexts of several lengths, and the attention in them."""
     torch.set_num_threads(threads)
-    runners = {kind: loaded(kind, max(ANSWERS) * (1 + max(contexts))) for kind in kinds}
+    runners = {kind: loaded(kind, max(ANSWERS) * (1 + max(CONTEXTS))) for kind in kinds}
     rows: list[Row] = []
-    for context in track(contexts, description="contexts"):
+    for context in track(CONTEXTS, description="contexts"):
         keys = [(kind, answers) for kind in kinds for answers in ANSWERS]
         batches = {answers: of_answers(answers, context) for answers in ANSWERS}
         parts: dict[str, Part] = {f"{kind} {answers}": partial(chosen, runners[kind], batches[answers])
@@ -161,15 +161,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.host.steps", description=__doc__)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--kernels", default="native,int8,torch", help="which to time, in turn")
-    parser.add_argument("--contexts", default="256,1024", help="tokens behind several answers")
     parser.add_argument("--repeats", type=int, default=20)
     given = parser.parse_args()
     counts, kinds = [int(count) for count in given.threads.split(",")], given.kernels.split(",")
     by_rows, split = run(counts, kinds, given.repeats)
     write("steps", by_rows, f"a step behind {CONTEXT} tokens")
     write("plain_step", split, "what a plain step consists of, medians")
-    contexts = [int(context) for context in given.contexts.split(",")]
-    together = side_by_side(max(counts), kinds, contexts, given.repeats)
+    together = side_by_side(max(counts), kinds, given.repeats)
     write("steps_of_answers", together, "a plain step of several answers, medians")
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
-from bench.report import Row, number, save, write
+from bench.report import Row, finished, number, save, write
 from bench.timed import Reader, Timed, deployed
 from bench.traffic import real
 from slipstream.cli.process import kept_up
@@ -207,33 +207,23 @@ def _overlap(rows: Sequence[Row]) -> Iterable[Case]:
             yield Case(number(row, "hit_round_ms") / max(number(row, "verify_ms"), number(row, "draft_ms")), row)
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="RTT 0 to 20 ms, trees of 2 to 10 ms, batch 1 to 32")
-    parser.add_argument("--schedules", default=",".join(MEASURED))
-    parser.add_argument("--rtts-ms", type=numbers, default=(0.0, 1.0, 5.0))
-    parser.add_argument("--batches", type=numbers, default=(1.0, 8.0))
     parser.add_argument("--seconds", type=float, default=10.0, help="of a row at most")
     parser.add_argument("--real", action="store_true", help="the default pair in simulated time, and what a second "
                         "device is worth")
     parser.add_argument("--prompts", help="for --real: folder of JSONL question sets")
     parser.add_argument("--count", type=int, default=5, help="for --real: questions of each set")
     parser.add_argument("--tokens", type=int, default=64, help="for --real: of an answer at most")
-    parser.add_argument("--price", type=float, default=real.PRICE, help="for --real: a draft's device by a target's")
     given = parser.parse_args()
     if given.real:
         if not given.prompts:
             parser.error("--real: give PROMPTS=folder of question sets")
-        real.run(given.prompts, given.count, given.tokens, given.price)
+        real.run(given.prompts, given.count, given.tokens)
         return
-    cells = full() if given.full else cells_of(given.schedules.split(","), given.rtts_ms, (5.0,),
-                                               [int(batch) for batch in given.batches])
-
-    rows = asyncio.run(swept(cells, given.seconds))
+    cells = full() if given.full else cells_of(MEASURED, (0.0, 1.0, 5.0), (5.0,), (1, 8))
+    rows = finished(swept(cells, given.seconds))
     write("network", rows, f"bench-network: timed devices, a target step takes {STEP_MS:g} ms")
     print("\n".join(verdicts(rows)))
 

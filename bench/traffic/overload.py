@@ -12,8 +12,8 @@ before them. Told for each rate:
 4. ``told_s`` is the middle of when they are told to come back, ``waited_s`` of the time to the first token.
 The rates come in turns, up and down again, as the speed of a machine drifts. The target is timed: a step takes a set
 time, whatever is in it. Client and services share the cores, so capacity is set low: few places, long steps. Without
-drafts goodput tells which share of the places works. With them (``--drafts 1``) it varies by a twentieth from turn to
-turn, as who misses a step waits for the next: the best of many turns is then no capacity.
+drafts goodput tells which share of the places works. With them it would vary by a twentieth from turn to turn, as who
+misses a step waits for the next: the best of many turns is then no capacity.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from bench.timed import text
 from bench.traffic.routing import FIRST, routed
 from slipstream.base.errors import Unavailable
 from slipstream.cli.process import kept_up
-from slipstream.simulate.timed import STREAMS, Timing
+from slipstream.simulate.timed import STREAMS
 
+STEP_MS, PLACES, MAX_WAIT_S = 200.0, 16, 1.0  # of the target; router.max_in_flight and router.max_wait_s
 TIMES = (1.0, 2.0, 5.0, 10.0)
 TOKENS = (10, 30)  # of an answer; of one length they would end in waves
 SHAPES = {(429, "server_overloaded"), (503, "server_overloaded")}
@@ -91,7 +92,7 @@ class Crowd:
         """Processor time of router and client so far."""
         return cpu_s(self.router.pid), cpu_s(os.getpid())
 
-    async def capacity(self, places: int, settle_s: float, seconds: float) -> float:
+    async def capacity(self, seconds: float) -> float:
         """Answers a second when every place is taken again at once."""
         ended = list[float]()
 
@@ -100,8 +101,8 @@ class Crowd:
                 await self.ask()
                 ended.append(time.perf_counter())
 
-        async with kept_up(*(one() for _ in range(places))):
-            await asyncio.sleep(settle_s + seconds)
+        async with kept_up(*(one() for _ in range(PLACES))):
+            await asyncio.sleep(2 * seconds)
             return sum(at_s > time.perf_counter() - seconds for at_s in ended) / seconds
 
     async def come(self, rate: float, settle_s: float, seconds: float, seen: Seen) -> None:
@@ -138,14 +139,13 @@ class Crowd:
         seen.goodputs.append(tokens / seconds)
 
 
-async def measure(places: int, max_wait_s: float, turns: int, seconds: float, timing: Timing,
-                  drafts: int) -> list[Row]:
-    settings = (f"router.max_in_flight={places}", f"router.max_wait_s={max_wait_s}", "log.level=warning")
-    async with routed(timing, drafts, settings) as rig:
+async def measure(turns: int, seconds: float) -> list[Row]:
+    settings = (f"router.max_in_flight={PLACES}", f"router.max_wait_s={MAX_WAIT_S}", "log.level=warning")
+    async with routed(STEP_MS, settings) as rig:
         server = Server(int(rig.router.address.rpartition(":")[2]), "timed")
         crowd = Crowd(server, rig.router, random.Random(5))
-        capacity = await crowd.capacity(places, (1 + 3 * drafts) * seconds, seconds)  # costs of drafts are learned
-        settle_s = max_wait_s + 1.5 * places / capacity  # the places fill, and their first answers end
+        capacity = await crowd.capacity(seconds)
+        settle_s = MAX_WAIT_S + 1.5 * PLACES / capacity  # the places fill, and their first answers end
         print(f"capacity: {capacity:.1f} answers a second", flush=True)
         seen = {times: Seen() for times in TIMES}
         for turn in range(turns):
@@ -158,28 +158,23 @@ async def measure(places: int, max_wait_s: float, turns: int, seconds: float, ti
     return [seen[times].row(times, times * capacity) for times in TIMES]
 
 
-def verdict(rows: Sequence[Row], max_wait_s: float) -> str:
+def verdict(rows: Sequence[Row]) -> str:
     goodput = [number(row, "goodput") for row in rows]
     over = [row for row in rows if number(row, "times") >= 2]
     share = min(number(row, "goodput") for row in over) / max(goodput)
     waited_s = max(number(row, "first_p99_s") for row in rows)
     return (f"goodput at 2 × and more: {share:.2f} of the peak (goal {GOAL}); to the first token {waited_s:.2f} s at "
-            f"p99, of which {max_wait_s:g} s may be waiting")
+            f"p99, of which {MAX_WAIT_S:g} s may be waiting")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--places", type=int, default=16, help="answers at a time (router.max_in_flight)")
-    parser.add_argument("--max-wait-s", type=float, default=1.0)
     parser.add_argument("--turns", type=int, default=3, help="of all rates")
     parser.add_argument("--seconds", type=float, default=8.0, help="that count, of each rate in a turn")
-    parser.add_argument("--step-ms", type=float, default=200.0)
-    parser.add_argument("--drafts", type=int, default=0)
     arguments = parser.parse_args()
-    rows = finished(measure(arguments.places, arguments.max_wait_s, arguments.turns, arguments.seconds,
-                            Timing(step_s=arguments.step_ms / 1e3), arguments.drafts))
-    write("overload", rows, f"bench-overload: {arguments.places} places, waits of at most {arguments.max_wait_s:g} s")
-    print(verdict(rows, arguments.max_wait_s))
+    rows = finished(measure(arguments.turns, arguments.seconds))
+    write("overload", rows, f"bench-overload: {PLACES} places, waits of at most {MAX_WAIT_S:g} s")
+    print(verdict(rows))
 
 
 if __name__ == "__main__":

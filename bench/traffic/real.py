@@ -125,8 +125,8 @@ def schedules(cast: ReplayedCast, draft_ms: float, rtt_ms: float, seconds: float
             "bound": (STEP_MS + draft_ms) / STEP_MS}
 
 
-def second(cast: ReplayedCast, draft_ms: float, targets: int, price: float, seconds: float) -> Row:
-    """What a second device gives: beside ``targets`` targets, for ``price`` targets' money, at 1 ms. Replicas of a pair
+def second(cast: ReplayedCast, draft_ms: float, targets: int, seconds: float) -> Row:
+    """What a second device gives: beside ``targets`` targets, for ``PRICE`` targets' money, at 1 ms. Replicas of a pair
     on one device give as much by device and by money as one of them does."""
     timing = timing_of(draft_ms)
     deployment = Deployment(timing, targets, cast=cast)
@@ -135,22 +135,21 @@ def second(cast: ReplayedCast, draft_ms: float, targets: int, price: float, seco
     for name in ("serial", "outcomes"):
         found = simulate(of_schedule(name, deployment), seconds)
         row |= {name: found.tokens_per_s, f"{name}_by_device": found.tokens_per_s / (targets + 1) / one,
-                f"{name}_by_money": found.tokens_per_s / (targets + price) / one}
+                f"{name}_by_money": found.tokens_per_s / (targets + PRICE) / one}
     return row
 
 
-def run(prompts: str, count: int, tokens: int, price: float, seconds: float = SECONDS) -> None:
+def run(prompts: str, count: int, tokens: int, seconds: float = SECONDS) -> None:
     """Print both tables."""
     configure(LogSection(level="error"))
-    path = ModelSection().path
-    records = gathered(prompts, count, tokens, path, FOLDER.parent / "records")
+    records = gathered(prompts, count, tokens, FOLDER.parent / "records")
     torch.set_num_threads(1)
     cast = ReplayedCast(Answers(records))
     cells = [(draft_ms, rtt_ms) for draft_ms in DRAFTS_MS for rtt_ms in ROUND_TRIPS_MS]
     rows = [schedules(cast, *cell, seconds) for cell in track(cells, "schedules")]
-    write("network-real", rows, f"{path} and its head, {len(records)} questions, {len(cast.said)} tokens, simulated: "
-                                f"tokens a second at a step of {STEP_MS:g} ms")
+    write("network-real", rows, f"{ModelSection().path} and its head, {len(records)} questions, {len(cast.said)} "
+                                f"tokens, simulated: tokens a second at a step of {STEP_MS:g} ms")
     pairs = [(draft_ms, targets) for draft_ms in SECOND_MS for targets in TARGETS]
-    rows = [second(cast, *pair, price, seconds / 2) for pair in track(pairs, "a second device")]
-    write("second-device", rows, f"one draft for so many targets, 1 ms away, which costs {price:g} of a target; "
+    rows = [second(cast, *pair, seconds / 2) for pair in track(pairs, "a second device")]
+    write("second-device", rows, f"one draft for so many targets, 1 ms away, which costs {PRICE:g} of a target; "
                                  "replicas: as many devices, a pair on each")

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, replace
 
 from bench.completions import Server
 from bench.fleet import LOGS, Process, cpu_s, free_port, resident, running, service
-from bench.report import Row, write
+from bench.report import Row, finished, number, write
 from bench.timed import deployed, text
+from slipstream.cli.process import kept_up
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Request
 from slipstream.simulate.timed import Timing
@@ -33,6 +34,7 @@ from slipstream.wire.client import AsyncClient
 LONG = 60_000  # tokens of an answer that never ends here
 FIRST = 36  # stream of the timed target: from here on the default tokenizer has whole characters for its tokens
 TEXT = " to"  # one token of that stream
+STEP_MS = 25.0  # of the target
 ROUNDS = 4  # parts of each load
 WARM, APART_S = 3, 0.015  # lone requests that are not counted, and the pause after each
 
@@ -50,10 +52,10 @@ class Rig:
 
 
 @asynccontextmanager
-async def routed(timing: Timing, drafts: int = 0, settings: Sequence[str] = ("target.max_sessions=128",),
+async def routed(step_ms: float, settings: Sequence[str] = ("target.max_sessions=128",),
                  bound: bool = False) -> AsyncIterator[Rig]:
     """``settings`` go to all. bound: answers may be. Raises Unavailable."""
-    async with deployed(timing, drafts=drafts, settings=settings, bound=bound) as timed:
+    async with deployed(Timing(step_s=step_ms / 1e3), drafts=0, settings=settings, bound=bound) as timed:
         (target,), (client,), grpc = timed.targets, timed.clients, free_port()
         router = service("router", "routing-router", LOGS, (f"router.grpc_listen=127.0.0.1:{grpc}",
                          f"router.targets=['{target.address}']", *settings))
@@ -96,17 +98,14 @@ async def alone(ways: dict[str, Ask], times: int) -> dict[str, list[float]]:
 
 async def probe(ask: Ask, streams: int, times: int) -> list[float]:
     """Seconds to the first token of ``times`` requests, while ``streams`` others run."""
-    others = [asyncio.create_task(ask(number, LONG, [])) for number in range(streams)]
-    await asyncio.sleep(0.5 + streams / 100)
     firsts = []
-    for _ in range(times):
-        came: list[float] = []
-        began_s = time.perf_counter()
-        await ask(streams, 1, came)
-        firsts.append(came[0] - began_s)
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    async with kept_up(*(ask(stream, LONG, []) for stream in range(streams))):
+        await asyncio.sleep(0.5 + streams / 100)
+        for _ in range(times):
+            came: list[float] = []
+            began_s = time.perf_counter()
+            await ask(streams, 1, came)
+            firsts.append(came[0] - began_s)
     return firsts
 
 
@@ -125,18 +124,14 @@ class Load:
 
 async def load(rig: Rig, way: str, streams: int, seconds: float, seen: Load) -> None:
     """All streams for so long: what each process takes for its tokens."""
-    ask, came = rig.ways[way], [list[float]() for _ in range(streams)]
-    tasks = [asyncio.create_task(ask(number, LONG, came[number])) for number in range(streams)]
-    await asyncio.sleep(0.4 + streams / 100)
-    pids = {"router": rig.router.pid, "target": rig.target.pid}
-    before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
-    await asyncio.sleep(seconds)
-    for name, pid in pids.items():
-        seen.spent_s[name] += cpu_s(pid) - before[name]
-    ended_s = time.perf_counter()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    came, pids = [list[float]() for _ in range(streams)], {"router": rig.router.pid, "target": rig.target.pid}
+    async with kept_up(*(rig.ways[way](stream, LONG, came[stream]) for stream in range(streams))):
+        await asyncio.sleep(0.4 + streams / 100)
+        before, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.perf_counter()
+        await asyncio.sleep(seconds)
+        for name, pid in pids.items():
+            seen.spent_s[name] += cpu_s(pid) - before[name]
+        ended_s = time.perf_counter()
     seen.tokens += sum(began_s <= at_s <= ended_s for each in came for at_s in each)
     seen.seconds += ended_s - began_s
 
@@ -150,16 +145,16 @@ async def loads(rig: Rig, streams: int, seconds: float) -> dict[str, Load]:
     return seen
 
 
-async def measure(streams: int, seconds: float, times: int, timing: Timing) -> list[Row]:
+async def measure(streams: int, seconds: float, times: int) -> list[Row]:
     rows: list[Row] = []
-    async with routed(timing) as rig:
+    async with routed(STEP_MS) as rig:
         lone = await alone(rig.ways, times)
-        loaded = {number: await loads(rig, number, seconds) for number in (1, streams)}
+        loaded = {count: await loads(rig, count, seconds) for count in (1, streams)}
         for name, ask in rig.ways.items():
-            for number in (1, streams):
-                firsts = sorted(lone[name] if number == 1 else await probe(ask, number - 1, times))
-                rows.append({"way": name, "streams": number, "first_ms": 1e3 * statistics.median(firsts),
-                             "first_p99_ms": 1e3 * firsts[int(0.99 * len(firsts))], **loaded[number][name].told()})
+            for count in (1, streams):
+                firsts = sorted(lone[name] if count == 1 else await probe(ask, count - 1, times))
+                rows.append({"way": name, "streams": count, "first_ms": 1e3 * statistics.median(firsts),
+                             "first_p99_ms": 1e3 * firsts[int(0.99 * len(firsts))], **loaded[count][name].told()})
         print(f"memory: router {resident(rig.router.pid):.0f} MiB, target {resident(rig.target.pid):.0f} MiB")
     return rows
 
@@ -170,10 +165,9 @@ def verdict(rows: list[Row]) -> list[str]:
     lines = []
     for row in rows:
         if row["way"] != "direct":
-            added = float(str(row["first_ms"])) - float(str(direct[row["streams"]]["first_ms"]))
-            cost = float(str(row["router_us_a_token"]))
+            added = number(row, "first_ms") - number(direct[row["streams"]], "first_ms")
             lines.append(f"{row['way']}, {row['streams']} streams: {added:+.2f} ms to the first token (goal 1), "
-                         f"{cost:.0f} µs of the router a token (goal 50)")
+                         f"{number(row, 'router_us_a_token'):.0f} µs of the router a token (goal 50)")
     return lines
 
 
@@ -182,11 +176,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
     parser.add_argument("--times", type=int, default=60, help="requests for the time to the first token")
-    parser.add_argument("--step-ms", type=float, default=25.0)
     arguments = parser.parse_args()
-    timing = Timing(step_s=arguments.step_ms / 1e3)
-    rows = asyncio.run(measure(arguments.streams, arguments.seconds, arguments.times, timing))
-    write("router", rows, f"bench-router: a timed target, {arguments.step_ms:g} ms a step")
+    rows = finished(measure(arguments.streams, arguments.seconds, arguments.times))
+    write("router", rows, f"bench-router: a timed target, {STEP_MS:g} ms a step")
     print("\n".join(verdict(rows)))
 
 

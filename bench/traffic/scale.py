@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.fleet import cpu_s
-from bench.report import Row, number, write
+from bench.report import Row, finished, number, write
 from bench.timed import Reader, Timed, deployed
 from slipstream.cli.process import kept_up
 from slipstream.simulate.timed import Timing
@@ -97,11 +97,8 @@ async def sweep(cells: Sequence[tuple[int, int, int]], seconds: float, timing: T
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    arguments = parser.parse_args()
-    timing = Timing(step_s=arguments.step_ms / 1e3)
-    rows = asyncio.run(sweep(CELLS, arguments.seconds, timing))
-    write("scale", rows, f"bench-scale: timed devices, {arguments.step_ms:g} ms a step")
+    rows = finished(sweep(CELLS, parser.parse_args().seconds, Timing()))
+    write("scale", rows, f"bench-scale: timed devices, {1e3 * Timing().step_s:g} ms a step")
     for part, cost in fit(rows).items():
         print(f"{part}: {cost.round_us:.0f} µs a round + {cost.stream_us:.0f} µs a stream in it")
 

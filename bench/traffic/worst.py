@@ -25,6 +25,7 @@ from bench.report import Row, finished, number, write
 from bench.traffic.grammars import asked
 from bench.traffic.routing import LONG, Rig, routed
 from slipstream.base.errors import SlipstreamError
+from slipstream.cli.process import kept_up
 from slipstream.protocol.chat import (
     MAX_BEGUN,
     MAX_BODY_BYTES,
@@ -36,7 +37,6 @@ from slipstream.protocol.chat import (
     Message,
 )
 from slipstream.protocol.requests import MAX_SCORES, MAX_TOP_LOGPROBS
-from slipstream.simulate.timed import Timing
 from slipstream.wire.channel import INFERENCE_SERVICE, open_channel
 from slipstream.wire.inference import encode_chat, encode_complete
 from slipstream.wire.status import translated
@@ -47,6 +47,7 @@ MESSAGES, OPTIONS, BIASES, STOPS = 2, 3, 9, 11  # numbers of fields in inference
 MARK = "<|im_end|>"
 HELLO = '"messages":[{"role":"user","content":"a"}],'
 GOAL_MS, GRAMMAR_MS = 250, 100
+STEP_MS = 10.0  # of the target
 TIMES = ("stream_ms", "live_ms", "answered_ms")
 SETTLE_S = 0.3
 
@@ -227,24 +228,21 @@ async def call(address: str, method: str, body: bytes) -> str:
     return "whole"
 
 
-async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s: float) -> Row:
+async def one(rig: Rig, name: str, path: str, body: bytes, at_once: int) -> Row:
     port, came, waits_s = int(rig.router.address.rpartition(":")[2]), list[float](), list[float]()
-    others = [asyncio.create_task(rig.ways["router, HTTP"](0, LONG, came)), asyncio.create_task(probe(port, waits_s))]
-    await asyncio.sleep(SETTLE_S)
-    probed, began_s = len(waits_s), time.perf_counter()
-    answers = await asyncio.gather(*(call(rig.grpc, path, body) if INFERENCE_SERVICE in path else
-                                     send(port, path, body) for _ in range(at_once)))
-    took_s = time.perf_counter() - began_s
-    await asyncio.sleep(2 * SETTLE_S)
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    async with kept_up(rig.ways["router, HTTP"](0, LONG, came), probe(port, waits_s)):
+        await asyncio.sleep(SETTLE_S)
+        probed, began_s = len(waits_s), time.perf_counter()
+        answers = await asyncio.gather(*(call(rig.grpc, path, body) if INFERENCE_SERVICE in path else
+                                         send(port, path, body) for _ in range(at_once)))
+        took_s = time.perf_counter() - began_s
+        await asyncio.sleep(2 * SETTLE_S)
     gaps_s = [after - before for before, after in itertools.pairwise([*came, time.perf_counter()]) if after > began_s]
-    return {"body": name, "stream_ms": 1e3 * (max(gaps_s) - step_s), "live_ms": 1e3 * max(waits_s[probed:]),
+    return {"body": name, "stream_ms": 1e3 * max(gaps_s) - STEP_MS, "live_ms": 1e3 * max(waits_s[probed:]),
             "answered_ms": 1e3 * took_s, "answers": "; ".join(sorted(set(answers)))}
 
 
-async def grown(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_s: float) -> float:
+async def grown(rig: Rig, name: str, path: str, body: bytes, at_once: int) -> float:
     """MiB that the router and its processes take meanwhile, at most. To look at them takes time."""
     sizes = [memory(rig.router.pid)]
 
@@ -253,9 +251,8 @@ async def grown(rig: Rig, name: str, path: str, body: bytes, at_once: int, step_
             sizes.append(await asyncio.to_thread(memory, rig.router.pid))
             await asyncio.sleep(0.005)
 
-    weighing = asyncio.create_task(weigh())
-    await one(rig, name, path, body, at_once, step_s)
-    weighing.cancel()
+    async with kept_up(weigh()):
+        await one(rig, name, path, body, at_once)
     return max(sizes) - sizes[0]
 
 
@@ -270,14 +267,14 @@ def memory(pid: int) -> float:
     return total
 
 
-async def measure(only: str, together: int, times: int, timing: Timing) -> list[Row]:
+async def measure(only: str, together: int, times: int) -> list[Row]:
     rows: list[Row] = []
     *turns, last = [kinds(only, turn) for turn in range(times + 1)]
-    async with routed(timing, bound=True) as rig:
+    async with routed(STEP_MS, bound=True) as rig:
         for name in turns[0]:
-            tried = [await one(rig, name, *turn[name], together, timing.step_s) for turn in turns]
+            tried = [await one(rig, name, *turn[name], together) for turn in turns]
             rows.append({**tried[0], **{column: min(number(row, column) for row in tried) for column in TIMES},
-                         "grown_mib": await grown(rig, name, *last[name], together, timing.step_s)})
+                         "grown_mib": await grown(rig, name, *last[name], together)})
             print(f"{name}: {waited_ms(rows[-1]):.0f} ms", flush=True)
     return rows
 
@@ -300,10 +297,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kinds with this in their names, as gRPC")
     parser.add_argument("--together", type=int, default=1, help="bodies of a kind at once")
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=10.0)
     arguments = parser.parse_args()
-    timing = Timing(step_s=arguments.step_ms / 1e3)
-    rows = finished(measure(arguments.only, arguments.together, arguments.times, timing))
+    rows = finished(measure(arguments.only, arguments.together, arguments.times))
     write("worst", rows, f"bench.traffic.worst: bodies of one kind, {arguments.together} at once")
     print(f"at worst a stream or /live waited {max(map(waited_ms, rows[1:])):.0f} ms (goal {GOAL_MS})")
     refused = [row for row in rows if str(row["body"]).startswith("grammar") and str(row["answers"]).startswith("400")]
