@@ -40,3 +40,10 @@ async def settled() -> None:
     """All that is ready has been done, and what follows from it, over loopback too."""
     for _ in range(100):
         await asyncio.sleep(0)
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    """Wait on the real clock, on a busy machine too."""
+    async with asyncio.timeout(120):
+        while not holds():
+            await asyncio.sleep(0.005)

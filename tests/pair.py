@@ -45,6 +45,7 @@ from target_service.grammars import Grammars
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
 from target_service.service import LoopDispatch, TargetService
+from tests.loop import eventually
 
 WIRE = WireSection()
 # The policy shall never give up here: what is tested is that speculation changes nothing, not whether it pays.
@@ -193,9 +194,7 @@ async def grpc_link(rig: Rig, peers: PeerEvents) -> AsyncIterator[DraftLink]:
     port = await server.start()
     link = DraftLink(f"127.0.0.1:{port}", rig.hello, rig.worker.following, check_pair)
     running = asyncio.create_task(link.run())
-    async with asyncio.timeout(60):
-        while not link.status().connected:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: link.status().connected)
     try:
         yield link
     finally:

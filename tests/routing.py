@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +53,6 @@ async def routing(folder: Path, *targets: Backend, policy: PolicySection | None 
         await found.openai.close()
         await found.http.aclose()
         await service.drain(0.1)
-
-
-async def until(holds: Callable[[], bool], sleep: Callable[[float], Awaitable[None]]) -> None:
-    """Wait until ``holds``; the test's own time limit ends what never does."""
-    while not holds():
-        await sleep(0.005)
 
 
 def events(text: str) -> list[Any]:

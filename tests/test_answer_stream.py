@@ -36,6 +36,7 @@ from slipstream.wire.answers import (
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.status import Reported
 from slipstream.wire.target import HOLD_AT, TargetClient, TargetServicer
+from tests.loop import eventually
 
 WIRE = WireSection()
 INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
@@ -105,12 +106,6 @@ async def tokens_of(client: TargetClient, request: Request) -> list[int]:
     return [token async for piece in client.submit(request) for token in piece.tokens]
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.005)
-
-
 async def test_each_gets_its_own_and_all_is_freed() -> None:
     steps = Steps()
     steps.go.set()
@@ -176,11 +171,11 @@ async def test_answers_end_with_a_call_that_breaks_and_the_next_one_begins_anoth
     steps = Steps()
     async with served(steps) as (server, client):
         lost = [asyncio.create_task(tokens_of(client, asked(n))) for n in (100, 101)]
-        await until(lambda: len(steps.requests) == 2)
+        await eventually(lambda: len(steps.requests) == 2)
         await server.drain(0)
         assert all(isinstance(error, Unavailable | Draining)
                    for error in await asyncio.gather(*lost, return_exceptions=True))
-        await until(lambda: sorted(steps.closed) == ["r100", "r101"])
+        await eventually(lambda: sorted(steps.closed) == ["r100", "r101"])
         steps.go.set()
         again = GrpcServer(client.address, WIRE, [TargetServicer(steps)])
         await again.start()
@@ -248,7 +243,7 @@ async def test_a_number_used_twice_or_bytes_that_are_no_frame_end_the_call() -> 
                 while await call.read() is not aio.EOF:
                     pass
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    await until(lambda: steps.closed == ["r100"])
+    await eventually(lambda: steps.closed == ["r100"])
     await server.drain(0)
 
 

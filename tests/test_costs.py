@@ -29,7 +29,8 @@ from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget
-from tests.routing import CHAT, COMPLETIONS, HELLO, routing, until
+from tests.loop import eventually
+from tests.routing import CHAT, COMPLETIONS, HELLO, routing
 from tests.test_tokens import byte_fallback, byte_level, write_folder
 
 LONG = "a long text, " * (LONG_TEXT // 4)
@@ -61,7 +62,7 @@ async def test_who_is_refused_for_want_of_room_has_not_been_tokenized(tiny_folde
         place = await gateway.admission.enter(Tenant(), 1)
         waiting = [asyncio.create_task(r.post(CHAT, messages=HELLO)),
                    asyncio.create_task(r.post(COMPLETIONS, prompt="x"))]
-        await until(lambda: gateway.admission.queued == 2, asyncio.sleep)
+        await eventually(lambda: gateway.admission.queued == 2)
         for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "x"})):
             assert (await r.post(path, **asked)).status_code == 429
         assert (await r.post(COMPLETIONS, prompt=["x", "x"])).json()["error"]["param"] == "n"
@@ -193,7 +194,7 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
         return name
 
     first = asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("first")))
-    await until(lambda: begun == ["first"], asyncio.sleep)
+    await eventually(lambda: begun == ["first"])
     first.cancel()  # its client goes away: the thread works on
     waiting = [asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("later"))) for _ in range(MAX_WAITING)]
     assert await lanes.run(LONG_TEXT, lambda: work("short")) == "short", "it does not wait for long ones"
@@ -222,7 +223,7 @@ def test_a_text_may_outlive_its_event_loop(caplog: pytest.LogCaptureFixture) -> 
 
     async def stopped() -> None:
         reading = asyncio.create_task(lanes.run(LONG_TEXT + 1, work))
-        await until(begun.is_set, asyncio.sleep)
+        await eventually(begun.is_set)
         reading.cancel()
         lanes.close()
 

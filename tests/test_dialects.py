@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from router_service.text.tokens import TextDelta
 from slipstream.base.errors import InvalidRequest, Unavailable
 from slipstream.protocol.chat import Usage
 from tests.echo import CONTEXT, EchoTarget
-from tests.routing import HELLO, Routing, routing, until
+from tests.loop import eventually
+from tests.routing import HELLO, Routing, routing
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -217,7 +217,7 @@ async def test_an_answer_that_breaks_off_ends_with_an_error_event(tiny_folder: P
         for path, body in ((MESSAGES, {"messages": HELLO}), (RESPONSES, {"input": "hello"})):
             last = named_events((await r.post(path, stream=True, max_tokens=50, **body)).text)[-1]
             assert last["type"] == "error"
-        await until(lambda: r.service.gateway.admission.in_flight == 0, asyncio.sleep)
+        await eventually(lambda: r.service.gateway.admission.in_flight == 0)
 
 
 def test_a_past_of_theirs_becomes_one_of_a_chat() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ from slipstream.wire.discovery import (
     service_address,
 )
 from tests.api_server import StandIn, endpoint
+from tests.loop import eventually
 
 ADDRESS = "kubernetes:///target.ns:50051"
 QUICK = WatchRules(resync_s=60.0, repeat_s=0.05, backoff_min_s=0.01, backoff_max_s=0.05, hasty_s=0.5)
@@ -56,13 +57,7 @@ class Told:
 
     async def ready(self, *addresses: str) -> None:
         """Wait until it tells exactly these."""
-        await until(lambda: bool(self.told) and set(self.told[-1]) == set(addresses))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.005)
+        await eventually(lambda: bool(self.told) and set(self.told[-1]) == set(addresses))
 
 
 @asynccontextmanager
@@ -81,7 +76,7 @@ async def test_pods_come_become_unready_and_go(tmp_path: Path, versions: tuple[s
     async with telling(tmp_path, *versions) as f:
         await f.ready()
         await f.server.put("s1", endpoint("10.0.0.1", ready=False))
-        await until(lambda: f.directory.listed == 1)
+        await eventually(lambda: f.directory.listed == 1)
         await f.ready()
         await f.server.put("s1", endpoint("10.0.0.1"), endpoint("10.0.0.2", ready=None))
         await f.server.put("s2", endpoint("10.0.0.3"))
@@ -112,7 +107,7 @@ async def test_a_broken_watch_changes_nothing_and_is_taken_up_again(tmp_path: Pa
             await f.server.cut()
             await f.server.put("s1", endpoint(ip))
             await f.ready(expected)
-            await until(lambda watches=watches: f.server.watches > watches)
+            await eventually(lambda watches=watches: f.server.watches > watches)
         assert all(told for told in f.told if told) and {} not in f.told[f.told.index({A: "target.ns.svc"}):]
 
 
@@ -135,7 +130,7 @@ async def test_a_server_that_refuses_or_is_away_empties_nothing(tmp_path: Path, 
         await f.ready(A)
         f.server.refuse = status
         await f.server.cut()
-        await until(lambda: not f.directory.fresh)
+        await eventually(lambda: not f.directory.fresh)
         await f.server.stop()
         told = len(f.told)
         await asyncio.sleep(0.3)
@@ -157,7 +152,7 @@ async def test_nonsense_changes_nothing(tmp_path: Path) -> None:
         for event in bad:
             lists = f.server.lists
             await f.server.send(event)
-            await until(lambda lists=lists: f.server.lists > lists)
+            await eventually(lambda lists=lists: f.server.lists > lists)
         await f.server.put("s1", {"addresses": ["not an address"]})
         await f.server.put("s2", endpoint("10.0.0.2"))
         await f.ready(A, B)
@@ -169,7 +164,7 @@ async def test_a_watch_that_ends_at_once_is_not_hammered(tmp_path: Path, monkeyp
         f.server.watch_ends_at_once = True
         await f.server.cut()
         before = f.server.watches
-        await until(lambda: f.server.watches >= before + 5)
+        await eventually(lambda: f.server.watches >= before + 5)
         gaps_s = [after - at for at, after in pairwise(f.server.watched_s[before:])]
         assert all(gap_s >= 0.01 * 2**attempt for attempt, gap_s in enumerate(gaps_s[:4], start=1)), gaps_s
 
@@ -183,7 +178,7 @@ async def test_lists_come_from_time_to_time(tmp_path: Path) -> None:
         await f.server.put("s1", endpoint("10.0.0.3"))
         await f.ready(C)
         await f.server.put("s1", endpoint("10.0.0.1"))
-        await until(lambda: f.server.lists > lists)
+        await eventually(lambda: f.server.lists > lists)
         await f.ready(A)
 
 

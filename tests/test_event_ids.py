@@ -18,7 +18,8 @@ from router_service.text.tokens import AnswerToken, TextDelta
 from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.identity import Identity
 from tests.echo import EchoTarget, answer_bytes
-from tests.routing import CHAT, COMPLETIONS, HELLO, READS, Event, Reader, Routing, routing, until
+from tests.loop import eventually
+from tests.routing import CHAT, COMPLETIONS, HELLO, READS, Event, Reader, Routing, routing
 from tests.test_picked_up import two
 from tests_chaos.relay import Relay
 
@@ -252,7 +253,7 @@ async def test_the_page_shows_how(tiny_folder: Path) -> None:
         await relay.start()
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 30, "stream": True}
         reading = asyncio.create_task(asyncio.to_thread(shown(), f"http://{relay.address}{COMPLETIONS}", body))
-        await until(lambda: target.stalled == 1, asyncio.sleep)
+        await eventually(lambda: target.stalled == 1)
         target.stall_after = -1
         relay.cut(other.service.http_port)
         assert await reading == bytes(answer_bytes(target.requests[0])[:30]).decode()

@@ -59,8 +59,9 @@ from slipstream.wire.link import DraftLink, Outbox, Pumps, WireCounts
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.servicer import DraftServicer
 from tests.flooding import frame, growth
+from tests.loop import eventually
 from tests.test_draft_worker import Listener, commit
-from tests.test_wire import DRAFT, HELLO, LOOPBACK, RULES, WIRE, Echo, Target, eventually, ints, raw_draft
+from tests.test_wire import DRAFT, HELLO, LOOPBACK, RULES, WIRE, Echo, Target, ints, raw_draft
 
 MANY = 100_000  # of 40 bytes
 

@@ -21,8 +21,9 @@ from slipstream.wire.client import AsyncClient
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.echo import EchoTarget, answer_bytes
+from tests.loop import eventually
 from tests.pair import WIRE, Rig, target
-from tests.routing import COMPLETIONS, HELLO, Routing, routing, until
+from tests.routing import COMPLETIONS, HELLO, Routing, routing
 from tests.test_moving import balanced, echo_request, read
 from tests.tiny import write_tiny_model
 
@@ -102,7 +103,7 @@ async def test_a_rollout_under_load_mixes_no_two_models(tiny_folder: Path, tmp_p
 
         reading = [asyncio.create_task(stream.read(r, prompt, seen))
                    for stream, prompt in zip(streams, prompts, strict=True)]
-        await until(lambda: count >= 3 * len(prompts), asyncio.sleep)
+        await eventually(lambda: count >= 3 * len(prompts))
         assert old.rig.worker.num_running and new.rig.worker.num_running, "nothing is at stake"
         if how == "drained":
             assert not await old.rig.service.drain(0.0), "it has handed its answers back, and has got them again"

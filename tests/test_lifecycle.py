@@ -30,8 +30,9 @@ from slipstream.protocol.requests import Request
 from slipstream.wire.link import DraftLink
 from target_service.__main__ import serve as serve_target
 from tests.api_server import StandIn, endpoint
+from tests.loop import eventually
 from tests.pair import STUBBORN, target
-from tests.test_discovery import kubeconfig, until
+from tests.test_discovery import kubeconfig
 from tests.test_lossless import SAMPLINGS, tokens_of
 from tests.test_wire import HELLO, RULES, Target
 from tests.tiny import write_tiny_model
@@ -66,7 +67,7 @@ async def test_what_is_not_finished_in_time_is_handed_back(tiny_folder: Path) ->
     async with target(tiny_folder, max_sessions=1) as rig:
         long = Request("r", PROMPT, Sampling(), 1500)
         running = [asyncio.create_task(rig.answer(long)) for _ in range(2)]
-        await until(lambda: rig.worker.num_running == 1 and rig.worker.num_waiting == 1)
+        await eventually(lambda: rig.worker.num_running == 1 and rig.worker.num_waiting == 1)
         assert not await rig.service.drain(0.0)
         for task in running:
             with pytest.raises(Draining):
@@ -85,12 +86,12 @@ async def test_a_draft_says_goodbye(tiny_folder: Path) -> None:
     told = Target()
     link = DraftLink(f"127.0.0.1:{port}", HELLO, told, check_pair, rules=RULES)
     linking = asyncio.create_task(link.run())
-    await until(lambda: link.status().connected)
+    await eventually(lambda: link.status().connected)
     link.send([Open(1, np.array([5, 6, 7, 5, 6], np.int32), 5, Sampling(), 4)])
-    await until(lambda: bool(told.items))
+    await eventually(lambda: bool(told.items))
     stop.set()
     await asyncio.wait_for(serving, 60)
-    await until(lambda: bool(told.downs))
+    await eventually(lambda: bool(told.downs))
     assert told.items[-1] == Drop(1, "draining") and len(told.downs) == 1
     linking.cancel()
 
@@ -181,7 +182,7 @@ class Asker:
     async def more(self, holds: Callable[[int], bool] = lambda accepted: True) -> None:
         """Wait for three more answers whose accepted draft tokens are as told."""
         begun = len(self.accepted)
-        await until(lambda: sum(map(holds, self.accepted[begun:])) >= 3)
+        await eventually(lambda: sum(map(holds, self.accepted[begun:])) >= 3)
 
     def stop(self) -> None:
         self._stop = True
@@ -237,7 +238,7 @@ async def test_other_weights_are_rolled_out_in_the_middle_of_answers(tiny_folder
         await c.start_target("new", write_tiny_model(tmp_path / "new", seed=1))
         await until_found(http, c.metrics, 2)
         asking = [asyncio.create_task(ask(number)) for number in range(1, 5)]
-        await until(lambda: len(begun) == 5)
+        await eventually(lambda: len(begun) == 5)
         await c.stop("old")
         answers = await asyncio.gather(*asking)
         of_new = await ask(5)

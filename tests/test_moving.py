@@ -23,7 +23,7 @@ from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from target_service.assembly import Target
 from tests.echo import EchoTarget, answer_bytes
-from tests.routing import until
+from tests.loop import eventually
 from tests.test_fleet import QUICK, timed_target
 from tests.test_timed import text
 
@@ -92,7 +92,7 @@ async def test_a_killed_target_loses_none_of_64_streams(room: int) -> None:
             token = stream * SYMBOLS
             answer = balancer.submit(Request(str(stream), (token, token), Sampling(), TOKENS))
             answers.append(asyncio.create_task(read(answer, seen)))
-        await until(lambda: count >= 320, asyncio.sleep)
+        await eventually(lambda: count >= 320)
         assert both[0].target.worker.num_running >= 24, "nothing is at stake"
         await both[0].kill()
         found = await asyncio.gather(*answers, return_exceptions=True)
@@ -108,11 +108,11 @@ async def test_a_begun_answer_waits_for_room_in_the_targets_that_are_left() -> N
     balancer = await balanced(dying, full)
     full.fail_after, full.error = 0, CapacityError("full")
     reading = asyncio.create_task(read(balancer.submit(echo_request())))
-    await until(lambda: len(full.requests) >= 1, asyncio.sleep)
+    await eventually(lambda: len(full.requests) >= 1)
     await asyncio.sleep(0)
     assert not reading.done()
     await balancer.poll()
-    await until(lambda: len(full.requests) >= 2, asyncio.sleep)
+    await eventually(lambda: len(full.requests) >= 2)
     assert not reading.done(), "asked again, and still full"
     full.fail_after = None
     await balancer.poll()
@@ -129,7 +129,7 @@ async def test_who_waits_for_room_goes_on_when_another_answer_leaves() -> None:
     await balancer.poll()
     full.fail_after, full.error = 0, CapacityError("full")
     reading = asyncio.create_task(read(balancer.submit(echo_request())))
-    await until(lambda: len(full.requests) >= 2, asyncio.sleep)
+    await eventually(lambda: len(full.requests) >= 2)
     full.fail_after, full.stall_after = None, -1
     await holder.aclose()
     assert await reading == answer_bytes(echo_request())[:30]

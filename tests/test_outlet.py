@@ -21,6 +21,7 @@ from router_service.listener import HttpListener
 from slipstream.base.config import RouterSection, WireSection
 from slipstream.observe.metrics import RouterMetrics
 from tests.echo import EchoTarget
+from tests.loop import eventually
 from tests.routing import COMPLETIONS, events, routing
 
 BLOCK = bytes(range(256)) * 256
@@ -165,9 +166,7 @@ async def test_a_connection_that_is_over_leaves_nothing(wish: bytes) -> None:
                 writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n\r\n" % wish)
                 await reader.readuntil(b"\r\n\r\nx")
                 writer.close()
-            async with asyncio.timeout(60):
-                while [connection for connection in kept if connection() is not None]:
-                    await asyncio.sleep(0.005)
+            await eventually(lambda: not any(connection() for connection in kept))
         assert len(kept) == 3
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Limits on waiting: what takes too long ends, and nothing else changes."""
+"""Limits on waiting, on counted time: what takes too long ends, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -8,40 +8,52 @@ import pytest
 
 from router_service.admission import Limit
 from slipstream.base.errors import DeadlineExceeded
+from tests.counted import counted
 
 
 def late() -> Exception:
     return DeadlineExceeded("late")
 
 
-async def test_all_waits_together_end_in_time() -> None:
-    limit = Limit(late, 0.05)
-    with pytest.raises(DeadlineExceeded):
-        while True:
-            with limit:
-                await asyncio.sleep(0.001)
-    with pytest.raises(DeadlineExceeded), limit:
-        raise AssertionError("nothing begins after the end")
-    task = asyncio.current_task()
-    assert task is not None and task.cancelling() == 0
+def test_all_waits_together_end_in_time() -> None:
+    async def waits() -> float:
+        limit = Limit(late, 0.05)
+        with pytest.raises(DeadlineExceeded):
+            while True:
+                with limit:
+                    await asyncio.sleep(0.02)
+        with pytest.raises(DeadlineExceeded), limit:
+            raise AssertionError("nothing begins after the end")
+        task = asyncio.current_task()
+        assert task is not None and task.cancelling() == 0
+        return asyncio.get_running_loop().time()
+
+    assert counted(waits()) == pytest.approx(0.05)
 
 
-async def test_a_single_wait_ends_in_time() -> None:
-    limit = Limit(late, 0.02)
-    with pytest.raises(DeadlineExceeded), limit:
-        await asyncio.Event().wait()
-
-
-async def test_a_limit_that_is_closed_or_has_no_time_ends_when_it_is_told() -> None:
-    closed, untimed = Limit(late, 0.01), Limit(late)
-    closed.close()
-    for limit in (closed, untimed):
-        with limit:
-            await asyncio.sleep(0.05)
-        asyncio.get_running_loop().call_soon(limit.fire)
+def test_a_single_wait_ends_in_time() -> None:
+    async def waits() -> float:
+        limit = Limit(late, 0.02)
         with pytest.raises(DeadlineExceeded), limit:
             await asyncio.Event().wait()
-        limit.close()
+        return asyncio.get_running_loop().time()
+
+    assert counted(waits()) == pytest.approx(0.02)
+
+
+def test_a_limit_that_is_closed_or_has_no_time_ends_when_it_is_told() -> None:
+    async def waits() -> None:
+        closed, untimed = Limit(late, 0.01), Limit(late)
+        closed.close()
+        for limit in (closed, untimed):
+            with limit:
+                await asyncio.sleep(3600.0)
+            asyncio.get_running_loop().call_soon(limit.fire)
+            with pytest.raises(DeadlineExceeded), limit:
+                await asyncio.Event().wait()
+            limit.close()
+
+    counted(waits())
 
 
 async def test_what_is_cancelled_from_outside_stays_cancelled() -> None:

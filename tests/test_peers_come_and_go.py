@@ -31,7 +31,8 @@ from slipstream.wire.tls import TlsFiles, dialling
 from tests.api_server import StandIn, endpoint
 from tests.certificates import authority, issue, needs_openssl
 from tests.echo import EchoTarget
-from tests.test_discovery import kubeconfig, until
+from tests.loop import eventually
+from tests.test_discovery import kubeconfig
 from tests.test_wire import HELLO, Echo, Target
 
 WIRE = WireSection()
@@ -98,7 +99,7 @@ class Routed:
         """So much later, and all are polled again."""
         self.clock.now_s += seconds
         before = self.polls
-        await until(lambda: self.polls >= before + 2)
+        await eventually(lambda: self.polls >= before + 2)
 
     @property
     def known(self) -> set[str]:
@@ -110,7 +111,7 @@ class Routed:
 
     async def settled(self, *addresses: str) -> None:
         """Wait until it has these targets, and all of them are ready."""
-        await until(lambda: self.known == set(addresses) and all(t.ready and not t.left for t in self.targets))
+        await eventually(lambda: self.known == set(addresses) and all(t.ready and not t.left for t in self.targets))
 
 
 @asynccontextmanager
@@ -147,7 +148,7 @@ async def test_requests_follow_the_targets(tmp_path: Path) -> None:
         c = await r.pods.start("c", TargetServicer(echoes[2]))
         await r.settled(a, b, c)
         await r.pods.list("a", ready=False, terminating=True)
-        await until(lambda: any(t.left for t in r.targets))
+        await eventually(lambda: any(t.left for t in r.targets))
         before = len(echoes[0].requests)
         assert await asyncio.gather(*(r.ask() for _ in range(12))) == [8] * 12
         assert len(echoes[0].requests) == before, "who ends gets no new answer"
@@ -164,10 +165,10 @@ async def test_what_runs_on_a_target_that_left_finishes(tmp_path: Path) -> None:
         a = await r.pods.start("a", TargetServicer(slow))
         await r.settled(a)
         running = asyncio.create_task(r.ask(max_tokens=200))
-        await until(lambda: len(slow.running) == 1)
+        await eventually(lambda: len(slow.running) == 1)
         await r.pods.list("a", ready=False)
         b = await r.pods.start("b", TargetServicer(EchoTarget()))
-        await until(lambda: b in r.known and any(t.left for t in r.targets))
+        await eventually(lambda: b in r.known and any(t.left for t in r.targets))
         await r.passes(LEFT_S)
         assert not running.done() and a in r.known, "it is long over, but it works"
         slow.go.set()
@@ -181,7 +182,7 @@ async def test_a_target_that_is_unready_for_a_moment_stays(tmp_path: Path) -> No
         await r.settled(a)
         (before,) = r.targets
         await r.pods.list("a", ready=False)
-        await until(lambda: before.left)
+        await eventually(lambda: before.left)
         assert await r.ask() == 8, "when no other is there, it is used all the same"
         await r.pods.list("a")
         await r.settled(a)
@@ -207,7 +208,7 @@ async def test_without_the_api_server_live_targets_stay_and_dead_ones_go(tmp_pat
         await r.api.delete("a")
         await r.api.delete("b")
         await r.api.start()
-        await until(lambda: c in r.known)
+        await eventually(lambda: c in r.known)
         await r.passes(LEFT_S)
         await r.settled(c)
         assert await r.ask() == 8
@@ -220,7 +221,7 @@ async def test_a_dead_target_that_is_still_listed_gets_nothing(tmp_path: Path) -
         await r.settled(a, b)
         await r.pods.kill("a")
         assert await asyncio.gather(*(r.ask() for _ in range(10))) == [8] * 10
-        await until(lambda: not any(t.ready for t in r.targets if t.name == a))
+        await eventually(lambda: not any(t.ready for t in r.targets if t.name == a))
         await r.passes(SILENT_S)
         assert await r.ask() == 8
 
@@ -265,8 +266,8 @@ async def test_pods_are_known_by_their_services_name(tmp_path: Path) -> None:
         assert await r.ask() == 8
         r.pods.tls = issue(ca, "other", "DNS:other.ns.svc")
         b = await r.pods.start("b", TargetServicer(EchoTarget()))
-        await until(lambda: b in r.known)
-        await asyncio.sleep(0.3)
+        await eventually(lambda: b in r.known)
+        await r.passes(0.0)
         assert [t.name for t in r.targets if t.ready] == [a], "another service's pod is not taken for a target"
 
 
@@ -309,26 +310,26 @@ async def test_links_follow_the_drafts(tmp_path: Path) -> None:
     async with following(ADDRESSES, kubeconfig(tmp_path, api), drafts.seen, QUICK) as directory:
         a = await pods.start("a", DraftServicer(echo))
         b = await pods.start("b", DraftServicer(echo))
-        await until(lambda: up() == {a, b})
+        await eventually(lambda: up() == {a, b})
         assert drafts.num_fixed == 1 and directory.listed == 2
         await pods.list("a", ready=False)
-        await until(lambda: told.leaving == {a: True})
+        await eventually(lambda: told.leaving == {a: True})
         assert up() == {a, b}, "its sessions may end"
         await pods.list("a")
-        await until(lambda: told.leaving == {a: False})
+        await eventually(lambda: told.leaving == {a: False})
         await pods.list("b", ready=False, terminating=True)
-        await until(lambda: told.leaving.get(b) is True)
+        await eventually(lambda: told.leaving.get(b) is True)
         echo.up[-1].send([Drop(1, "draining")])
         await pods.kill("b")
-        await until(lambda: {s.address for s in drafts.statuses()} == {a, "127.0.0.1:9"})
+        await eventually(lambda: {s.address for s in drafts.statuses()} == {a, "127.0.0.1:9"})
         assert directory.listed == 1
         await api.delete("a")
-        await until(lambda: told.leaving[a])
+        await eventually(lambda: told.leaving[a])
         clock.now_s += LEFT_S
-        await until(lambda: {s.address for s in drafts.statuses()} == {"127.0.0.1:9"})
+        await eventually(lambda: {s.address for s in drafts.statuses()} == {"127.0.0.1:9"})
         assert told.downs, "a link that stays too long is closed"
         await api.delete("b")
-        await until(lambda: directory.listed == 0)
+        await eventually(lambda: directory.listed == 0)
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)
     await drafts.aclose()
@@ -357,12 +358,12 @@ async def test_in_vllm_links_find_pods_and_know_them_by_their_services_name(tmp_
     links = await asyncio.to_thread(Links, ADDRESSES, HELLO, session, metrics, check_pair, client,
                                     kubeconfig(tmp_path, api))
     a = await pods.start("a", DraftServicer(Echo()))
-    await until(lambda: [s.address for s in links.statuses() if s.connected] == [a])
+    await eventually(lambda: [s.address for s in links.statuses() if s.connected] == [a])
     await pods.list("a", ready=False, terminating=True)
     await pods.kill("a")
-    await until(lambda: not links.statuses())
+    await eventually(lambda: not links.statuses())
     metrics.over = True
-    await until(lambda: not links.alive)
+    await eventually(lambda: not links.alive)
     await api.stop()
 
 

@@ -50,6 +50,7 @@ from slipstream.wire.codec import (
 from slipstream.wire.link import DraftLink
 from slipstream.wire.local import LocalLink
 from tests.eagle_folder import eagle_config, eagle_tensors, speculators_config, speculators_tensors, write_eagle_folder
+from tests.loop import eventually
 from tests.pair import Rig, drafting, grpc_link, local_link, target
 from tests.sequences import run
 from tests.tiny import VOCAB, write_tiny_model
@@ -314,9 +315,7 @@ async def test_the_target_serves_plain_beside_a_hostile_draft(tiny_folder: Path,
     async with target(tiny_folder) as rig:
         server, link = await hostile_draft(rig, messages, ends)
         running = asyncio.create_task(link.run())
-        async with asyncio.timeout(60):
-            while problem not in link.status().problem:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: problem in link.status().problem)
         assert not link.status().connected
         pieces = await rig.answer(REQUEST)
         assert len(tokens_of(pieces)) == 24 and not any(piece.drafted for piece in pieces)

@@ -17,7 +17,8 @@ from router_service.gateway import Asked
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
 from tests.echo import EchoTarget
-from tests.routing import CHAT, HELLO, events, routing, until
+from tests.loop import eventually
+from tests.routing import CHAT, HELLO, events, routing
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -25,10 +26,10 @@ async def test_a_client_that_goes_away_frees_the_target(tiny_folder: Path, strea
     target = EchoTarget(stall_after=2)
     async with routing(tiny_folder, target) as r:
         reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=stream, n=3))
-        await until(lambda: len(target.running) == 3, asyncio.sleep)
+        await eventually(lambda: len(target.running) == 3)
         reading.cancel()
-        await until(lambda: not target.running, asyncio.sleep)
-        await until(lambda: r.service.gateway.admission.in_flight == 0, asyncio.sleep)
+        await eventually(lambda: not target.running)
+        await eventually(lambda: r.service.gateway.admission.in_flight == 0)
         page = await r.metrics()
         assert 'slipstream_requests_total{code="499",endpoint="chat"' in page
 
@@ -37,9 +38,9 @@ async def test_going_away_before_the_first_token(tiny_folder: Path) -> None:
     target = EchoTarget(hang=True)
     async with routing(tiny_folder, target) as r:
         reading = asyncio.ensure_future(r.post(CHAT, messages=HELLO, stream=True))
-        await until(lambda: len(target.running) == 1, asyncio.sleep)
+        await eventually(lambda: len(target.running) == 1)
         reading.cancel()
-        await until(lambda: not target.running and not r.service.gateway.admission.in_flight, asyncio.sleep)
+        await eventually(lambda: not target.running and not r.service.gateway.admission.in_flight)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -52,7 +53,7 @@ async def test_who_is_cancelled_while_all_is_freed_leaves_nothing_behind(tiny_fo
         gateway = r.service.gateway
         asked = gateway.plan_completion(CompletionBody(prompt="hello", n=n))
         run = await gateway.start(asked, ANYONE)
-        await until(lambda: len(target.running) == n, asyncio.sleep)
+        await eventually(lambda: len(target.running) == n)
         closing = asyncio.ensure_future(run.aclose())
         for _ in range(moments):
             await asyncio.sleep(0)
@@ -67,9 +68,9 @@ async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
     async with routing(tiny_folder, target, max_in_flight=2) as r:
         admission = r.service.gateway.admission
         running = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2)]
-        await until(lambda: len(target.running) == 2, asyncio.sleep)
+        await eventually(lambda: len(target.running) == 2)
         queued = [asyncio.ensure_future(r.post(CHAT, messages=HELLO)) for _ in range(2 * WAITING)]
-        await until(lambda: admission.queued == len(queued), asyncio.sleep)
+        await eventually(lambda: admission.queued == len(queued))
         refused = await r.post(CHAT, messages=HELLO)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "overloaded_error"
@@ -80,7 +81,7 @@ async def test_the_queue_is_bounded(tiny_folder: Path) -> None:
         codes = {answer.status_code for answer in await asyncio.gather(*queued)}
         assert codes == {200}, "who waited is let in when one leaves"
         running[1].cancel()
-        await until(lambda: admission.in_flight == 0 and admission.queued == 0, asyncio.sleep)
+        await eventually(lambda: admission.in_flight == 0 and admission.queued == 0)
 
 
 async def test_a_broken_stream_is_logged_under_the_request_s_id(tiny_folder: Path,
@@ -148,7 +149,7 @@ async def test_drain_finishes_what_runs(tiny_folder: Path) -> None:
     target = EchoTarget(pause_s=0.02)
     async with routing(tiny_folder, target) as r:
         running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
-        await until(lambda: len(target.running) == 1, asyncio.sleep)
+        await eventually(lambda: len(target.running) == 1)
         r.service.gateway.drain()
         assert (await r.http.get("/health")).status_code == 503 and (await r.http.get("/live")).status_code == 200
         refused = await r.post(CHAT, messages=HELLO)
@@ -170,7 +171,7 @@ async def test_a_router_that_leaves_moves_its_clients_and_fails_none(tiny_folder
 
         await late.get(f"{r.base}/live")
         asking = [asyncio.create_task(ask()) for _ in range(3)]
-        await until(lambda: len(codes) > 6, asyncio.sleep)
+        await eventually(lambda: len(codes) > 6)
         draining = asyncio.create_task(r.service.drain(60))
         await asyncio.wait_for(asyncio.gather(*asking), 60)
         answer = await late.post(f"{r.base}{CHAT}", json={"model": "tiny", "messages": HELLO})
@@ -200,16 +201,16 @@ async def test_keys_are_taken_again_when_their_file_changes(tmp_path: Path, caps
     following = asyncio.create_task(keys.follow(look_s=0.01))
     assert keys.tenant("old-key") and not keys.tenant("new-key")
     turn("two")
-    await until(lambda: keys.tenant("new-key"), asyncio.sleep)
+    await eventually(lambda: keys.tenant("new-key"))
     assert keys.tenant("old-key")
     turn("three")
-    await until(lambda: not keys.tenant("old-key"), asyncio.sleep)
+    await eventually(lambda: not keys.tenant("old-key"))
     for mistake in ("bad", "nowhere"):
         turn(mistake)
         await asyncio.sleep(0.05)
         assert keys.tenant("new-key") and not keys.tenant("old-key") and not keys.tenant("")
     turn("one")
-    await until(lambda: keys.tenant("old-key"), asyncio.sleep)
+    await eventually(lambda: keys.tenant("old-key"))
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     said = capsys.readouterr()

@@ -20,8 +20,9 @@ from slipstream.protocol.requests import Request
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.target import TargetClient, TargetServicer
 from tests.echo import EchoTarget
+from tests.loop import eventually
 from tests.pair import WIRE, Rig, target
-from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing, until
+from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, routing
 
 SECRET = "4711"
 LETTER = "The code of the vault, which nobody else may know, is "
@@ -166,14 +167,14 @@ async def test_one_key_s_quota_and_queue_are_its_own_and_refusals_are_counted_by
                                      headers={"authorization": f"Bearer {key}"})
 
         running = [asyncio.ensure_future(ask("key-of-a")) for _ in range(2)]
-        await until(lambda: len(echo.running) == 2, asyncio.sleep)
+        await eventually(lambda: len(echo.running) == 2)
         flood = [asyncio.ensure_future(ask("key-of-a")) for _ in range(5)]
         refused = await next(asyncio.as_completed(flood))
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "overloaded_error"
         beside = asyncio.ensure_future(ask("key-of-b"))
         admission = r.service.gateway.admission
-        await until(lambda: admission.queued == 5, asyncio.sleep)
+        await eventually(lambda: admission.queued == 5)
         echo.stall_after = -1
         running[0].cancel()
         assert (await beside).status_code == 200, "though another's requests fill the places and the queue"
@@ -183,7 +184,7 @@ async def test_one_key_s_quota_and_queue_are_its_own_and_refusals_are_counted_by
         assert used_up.json()["error"]["code"] == "rate_limit_exceeded"
         for task in (running[1], *flood):
             task.cancel()
-        await until(lambda: admission.in_flight == admission.queued == 0, asyncio.sleep)
+        await eventually(lambda: admission.in_flight == admission.queued == 0)
         page = [line for line in (await r.metrics()).splitlines() if line.startswith("slipstream_requests_refused_tot")]
         assert len(page) == 2 and all("key-of" not in line for line in page)
         assert any('reason="queue"' in line and 'tenant="a"' in line for line in page)

@@ -24,7 +24,8 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from slipstream.wire.tls import TlsFiles, dialling, ends_at, export_end, tls_files
 from tests.certificates import authority, issue, laid, needs_openssl, replace_files
 from tests.echo import EchoTarget
-from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit, eventually
+from tests.loop import eventually
+from tests.test_wire import HELLO, LOOPBACK, Echo, Target, commit
 
 pytestmark = needs_openssl
 WIRE = WireSection()

@@ -26,8 +26,9 @@ from slipstream.observe.vitals import SILENT_S, Vitals, until
 from slipstream.protocol.messages import Growth, Open, Sampling, TargetHello
 from slipstream.protocol.requests import Request
 from slipstream.wire.link import DraftLink
+from tests.loop import eventually
 from tests.pair import STUBBORN, target
-from tests.test_wire import HELLO, Target, eventually, ints, raw_draft
+from tests.test_wire import HELLO, Target, ints, raw_draft
 
 
 def dies() -> None:

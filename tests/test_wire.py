@@ -48,6 +48,7 @@ from slipstream.wire.local import LocalLink
 from slipstream.wire.server import GrpcServer, bind_guard
 from slipstream.wire.servicer import DraftServicer
 from slipstream.wire.target import TargetClient, TargetServicer
+from tests.loop import eventually
 
 WIRE = WireSection()
 RULES = ConnectionRules(backoff_max_s=0.2)
@@ -63,12 +64,6 @@ def ints(*values: int) -> np.ndarray:
 
 def commit(base: int = 5, session: int = 1) -> Commit:
     return Commit(session, base, ints(7, 8))
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 @dataclass
