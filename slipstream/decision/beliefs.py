@@ -21,8 +21,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 from weakref import WeakSet
 
 KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
@@ -143,9 +142,10 @@ class Purse:
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
         """A round took so long, beside as many others as ``sessions`` says with it."""
-        most_s = SHARE * KEPT_S * max(1, sessions)
-        if self.left_s < most_s:
-            self.left_s = min(self.left_s + SHARE * seconds, most_s)
+        left_s, most_s = self.left_s, SHARE * KEPT_S * (sessions or 1)
+        if left_s < most_s:
+            left_s += SHARE * seconds
+            self.left_s = left_s if left_s < most_s else most_s
 
     def pay(self, seconds: float) -> None:
         """What was lost, or (below 0) given back."""
@@ -390,7 +390,11 @@ class Acceptance:
 
     def _reached(self, depths: int) -> list[float]:
         # [depths + 1] tokens expected of a chain of so many nodes
-        return [0.0, *accumulate(accumulate(self._chances(depths), mul))]
+        reach, tokens, found = 1.0, 0.0, [0.0]
+        for chance in self._chances(depths):
+            reach *= chance
+            found.append(tokens := tokens + reach)
+        return found
 
 
 @dataclass(slots=True)

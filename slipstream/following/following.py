@@ -258,7 +258,8 @@ class Following:
         for verified in batch:
             try:
                 followed = self.sessions[verified.session]
-                learned.append((followed, verified, *followed.learn(verified, step, now_s)))
+                record, seen = followed.learn(verified, step, now_s)
+                learned.append((followed, verified, record, seen))
             except Exception as error:
                 _fails(failed, verified.session, error)
         decisions = iter(SpeculationPolicy.decide_step([(followed.policy, seen) for followed, _, _, seen in learned

@@ -214,12 +214,13 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
         if asked is None:
             rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right))
             continue
-        most, extra, least = asked.max_tokens, asked.extra_args or NOTHING, prompt + asked.min_tokens - length
+        most, extra, least = asked.max_tokens, asked.extra_args, prompt + asked.min_tokens - length
         rows.append(Row(request, length, tuple(new), drafted, prompt,
                         longest if most is None else min(prompt + most, longest), tokens,
                         able or asked.temperature == 0.0,
                         GREEDY if keyed is None else keyed.known.of(request, asked)[0],
-                        extra.get(SWITCH), None, extra.get(HEADER), least - 1 if least > 0 else None))
+                        extra.get(SWITCH) if extra else None, None, extra.get(HEADER) if extra else None,
+                        least - 1 if least > 0 else None))
     return rows
 
 

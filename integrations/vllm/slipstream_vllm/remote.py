@@ -202,35 +202,33 @@ class Chains:
 
     def _heard(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
         """The session of each, which knows of what the step gave. None: it has none any more, or none is wanted."""
-        goes_on = dict[int, Row]()
+        goes_on = dict[int, tuple[Row, Followed]]()
         opens = set[str]()
         for row in rows:
             if row is None:
                 continue
             one = self._sessions.get(row.request)
             if one is not None and one.side.base + len(row.new) == row.length:
-                goes_on[one.session] = row
+                goes_on[one.session] = row, one
             else:
                 opens.add(row.request)
 
         def failed(session: int, error: Exception) -> None:  # rule 2
             self._tell("no drafts for a request", error)
-            self._lose(goes_on.pop(session).request)
+            self._lose(goes_on.pop(session)[0].request)
 
-        records = self.following.committed([self._verified(row) for row in goes_on.values()], step, failed)
-        for (session, row), record in zip(goes_on.items(), records, strict=True) if self._teller is not None else ():
-            mode = self.following.sessions[session].policy.mode
-            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, mode.value))
+        records = self.following.committed([self._verified(row, one) for row, one in goes_on.values()], step, failed)
+        for (row, one), record in zip(goes_on.values(), records, strict=True) if self._teller is not None else ():
+            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value))
         if opens or self._states is not None:
             return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
         return [self._sessions.get(row.request) if row is not None else None for row in rows]
 
-    def _verified(self, row: Row) -> Verified:
-        one = self._sessions[row.request]
+    def _verified(self, row: Row, one: Followed) -> Verified:
         newest = self._states.newest(row.request) if self._states is not None and one.reads else None
-        accepted = min(row.drafted, len(row.new) - 1)
-        return Verified(one.session, row.new, row.drafted, accepted, row.drafted if row.depth is None else row.depth,
-                        "", newest)
+        drafted, accepted = row.drafted, len(row.new) - 1
+        return Verified(one.session, row.new, drafted, accepted if accepted < drafted else drafted,
+                        drafted if row.depth is None else row.depth, "", newest)
 
     def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
         """Its session, with the states that it lacks."""
