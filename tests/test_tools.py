@@ -186,8 +186,8 @@ async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None
     code = json.dumps({"a": '"{[' * 5_000})
     async with routing(tiny_folder, EchoTarget()) as r:
         for calls, field in (({}, ""), ([call] * (MAX_CALLS + 1), ""), ([{}], "[0].function.name"),
-                             ([{"function": {"name": "a", "arguments": "x"}}], "[0].function.arguments"),
-                             ([{"function": {"name": "a", "arguments": "[]"}}], "[0].function.arguments"),
+                             ([{"function": {"name": "a", "arguments": 1}}], "[0].function.arguments"),
+                             ([{"function": {"name": "a", "arguments": []}}], "[0].function.arguments"),
                              ([{"function": {"name": "a", "arguments": deep}}], "[0].function.arguments")):
             past = [{"role": "assistant", "tool_calls": calls}, *HELLO]
             error = (await r.post(CHAT, messages=past)).json()["error"]
@@ -196,6 +196,25 @@ async def test_a_past_that_is_none_is_refused_by_name(tiny_folder: Path) -> None
             past = [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}, *HELLO]
             error = (await r.post(CHAT, messages=past * 2)).json()["error"]
             assert error["param"] == "messages" and word in error["message"], "those in a text are text"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', '{"city": "Ro"me"}', "", " ", "x", "[]", "null", '"{}"'])
+async def test_a_call_whose_arguments_were_cut_ends_no_conversation(tiny_folder: Path, arguments: str) -> None:
+    """Agents send back what a model wrote, with the error that its function gave."""
+    target = EchoTarget()
+    target.context = 4096
+    async with routing(tiny_folder, target) as r:
+        asked = [[PAST[0], {"role": "assistant", "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": written}}]}, *PAST[2:]]
+            for written in (arguments, "{}")]
+        for messages in asked:
+            answer = await r.post(CHAT, messages=messages)
+            assert answer.status_code == 200, answer.text
+        assert target.requests[0].tokens == target.requests[1].tokens
+        item = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": arguments}
+        answer = await r.post("/v1/responses", input=[{"role": "user", "content": "Hi"}, item, {
+            "type": "function_call_output", "call_id": "c1", "output": "no JSON"}])
+        assert answer.status_code == 200, answer.text
 
 
 async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 Rules:
 1. Only functions are known. Their schemas are bounded with the body that brings them, their number here.
-2. Arguments in history are objects written as JSON, as the API gives them; templates are given the objects.
+2. Arguments in history are objects written as JSON, as the API gives them; templates are given the objects. Text that
+   is none was cut, or a model wrote it: refused, it would end the conversation that holds it. It is given as {}.
 3. A template that takes no tools is told of them in the system's message, and of calls and results in the words of
    ``<tool_call>`` and ``<tool_response>``.
 4. A call that has to be made binds the answer to a grammar: the arguments of the one that is named, else a list of
@@ -159,12 +160,22 @@ def _call(at: str, call: Any) -> Json:
         raise InvalidRequest(f"{at}.function.name", "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = read_json(f"{at}.function.arguments", _bytes(arguments or "{}"))
+        arguments = _read(f"{at}.function.arguments", arguments)
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{at}.function.arguments", "must be an object written as JSON")
     id_ = call.get("id")
     return {**({"id": id_} if isinstance(id_, str) else {}), "type": "function",
             "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _read(at: str, arguments: str) -> Json:
+    try:
+        found = read_json(at, _bytes(arguments))
+    except InvalidRequest as error:
+        if error.code != "invalid_json":
+            raise
+        found = {}
+    return found if isinstance(found, dict) else {}
 
 
 def told(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[Json]:
