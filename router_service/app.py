@@ -11,8 +11,9 @@ Rules:
    ``{"error": …}`` followed by ``[DONE]``.
 6. Who reads server-sent events by the book says so (``accept: text/event-stream``), and gets events with ids. Who shows
    the last of them with the same body gets what came after it. Nobody else pays for them.
-7. A page of another origin may read answers where keys are set, as it has to show one; else only a page of this
-   machine: what is open to all who reach it is not for every page that they visit. No cookies are ever known.
+7. A page of another origin may ask and read where keys are set, as it has to show one; else only a page of this
+   machine: what is open to all who reach it is not for every page that they visit. No cookies are ever known. What such
+   a page posts is refused, as a browser sends it unasked, and to any address that the page's own name stands for.
 
 It knows nothing about targets or how a request is answered.
 """
@@ -67,6 +68,7 @@ ADVICE = {
 MAX_TOLD = 256  # unknown fields that the log names once
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
 POSTED = (*ENDPOINTS, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
+PAGE = re.compile(rb"null|https?://.*")  # origins of pages, not of programs that show pages of their own
 HERE = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?")  # origins of this machine
 EXPOSED = b"x-request-id, x-slipstream-mode, x-slipstream-ignored, retry-after"
 ASKED_HEADERS = b"access-control-request-headers"
@@ -462,6 +464,11 @@ class Gate:
             refusal = http_problem(401, "send a valid API key as 'Authorization: Bearer <key>'")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
+        origin = headers.get(b"origin", b"")
+        if scope["method"] == "POST" and PAGE.fullmatch(origin) and not self._reads(origin):
+            refusal = http_problem(403, "pages of other machines may ask a router with API keys alone")
+            await problem_response(refusal, scope["path"])(scope, receive, answer)
+            return
         try:
             await self._app(scope, receive, answer)
         except Exception as error:
@@ -470,10 +477,14 @@ class Gate:
             if not started:
                 await problem_response(problem_of(error), scope["path"])(scope, receive, answer)
 
+    def _reads(self, origin: bytes) -> bool:
+        """Whether a page of it may."""
+        return self._keys is not None or HERE.fullmatch(origin) is not None
+
     def _readers(self, headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """What says to a browser that the page which asks may read the answer."""
         origin = headers.get(b"origin")
-        if origin is None or (self._keys is None and not HERE.fullmatch(origin)):
+        if origin is None or not self._reads(origin):
             return []
         asked = headers.get(ASKED_HEADERS, b"")
         allowed = [(b"access-control-allow-headers", asked)] if DECENT_HEADERS.fullmatch(asked) else []

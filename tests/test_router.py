@@ -479,7 +479,7 @@ async def test_what_is_measured_is_a_page_of_the_api_where_both_have_one_port(ti
         assert (await r.http.get("/metrics")).status_code == 404 and "vllm:" not in await r.metrics()
 
 
-async def test_pages_of_other_origins_read_answers_where_a_key_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
+async def test_pages_of_other_origins_ask_and_read_where_a_key_is_asked_for(tiny_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-mine\n")
     theirs, ours = {"origin": "https://app.example"}, {"origin": "http://localhost:3000"}
@@ -492,11 +492,21 @@ async def test_pages_of_other_origins_read_answers_where_a_key_is_asked_for(tiny
         assert before.headers["access-control-allow-headers"] == asks["access-control-request-headers"]
         refused = await r.http.post(CHAT, json={}, headers=theirs)
         assert refused.status_code == 401 and refused.headers[allowed] == theirs["origin"], "its page may read why"
-    async with routing(tiny_folder, EchoTarget()) as r:
+        shown = {"authorization": "Bearer a-key-of-mine"}
+        assert (await r.http.post(CHAT, json={"messages": HELLO}, headers=theirs | shown)).status_code == 200
+    target = EchoTarget()
+    async with routing(tiny_folder, target) as r:
         for origin in (theirs["origin"], "http://localhost.evil.example", "http://127.0.0.1:3000.example", "null"):
             for answer in (await r.http.options(CHAT, headers=asks | {"origin": origin}),
                            await r.http.get("/v1/models", headers={"origin": origin})):
                 assert answer.is_success and allowed not in answer.headers, origin
+            for kind in ("application/json", "text/plain"):  # a browser asks nobody before it sends the second
+                sent = await r.http.post(CHAT, content=json.dumps({"messages": HELLO}), headers={
+                    "origin": origin, "content-type": kind})
+                assert sent.status_code == 403 and "API keys" in sent.json()["error"]["message"], origin
+        assert not target.requests
+        for origin in (ours["origin"], "vscode-webview://editor"):
+            assert (await r.http.post(CHAT, json={"messages": HELLO}, headers={"origin": origin})).status_code == 200
         assert (await r.http.get("/v1/models", headers=ours)).headers[allowed] == ours["origin"]
         assert (await r.http.options("/v1/models")).headers["allow"] == "GET, HEAD, OPTIONS"
         for page in ("/v1/models", "/health", "/openapi.json", "/load", "/version"):

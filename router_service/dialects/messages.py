@@ -30,9 +30,9 @@ STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 EVENTS = {"begin": "start", "add": "delta", "end": "stop"}
 DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
           "call": ("input_json_delta", "partial_json")}
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-         405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
-         504: "timeout_error"}
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+         404: "not_found_error", 405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
+         503: "overloaded_error", 504: "timeout_error"}
 
 
 def chat_of(raw: Any) -> Json:
