@@ -153,7 +153,8 @@ class VllmAnswer:
         known, self._known = self._known, ""
         self._rounds.forget(known)
         if known:
-            await self._engine.abort(known, internal=True)
+            with suppress(Exception):  # an engine that has ended; its reader is told so
+                await self._engine.abort(known, internal=True)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:

@@ -274,8 +274,9 @@ def test_without_a_seed_one_follows_from_the_request() -> None:
 
 def test_what_a_request_may_hold_is_never_refused() -> None:
     wild = Params(temperature=1e9, repetition_penalty=1e9, top_k=-1, all_stop_token_ids=frozenset(range(500)),
-                  ignore_eos=False)
+                  ignore_eos=False, min_tokens=1 << 40)
     assert math.isclose(sampling_of(wild, "a", None).temperature, 100.0)
+    assert sampling_of(replace(wild, top_k=1 << 31), "a", None).top_k > 1 << 29, "as good as none"
 
 
 def test_drafts_rank_with_what_is_known_of_the_request_and_only_where_they_help() -> None:

@@ -130,6 +130,8 @@ class FakeEngine:
 
     async def abort(self, request_id: str, internal: bool = False) -> None:
         assert internal
+        if self.errored:
+            raise RuntimeError("it has ended")
         self.aborted.append(request_id)
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:

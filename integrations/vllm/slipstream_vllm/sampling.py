@@ -27,6 +27,7 @@ from slipstream.protocol.messages import Sampling
 
 SEEDS = 1 << 64
 HOTTEST = 100.0  # temperature, and repetition penalty, that ``Sampling`` holds; vLLM knows no bound
+MOST = 1 << 30  # likewise of top_k and min_tokens
 STOPS = 64
 
 
@@ -46,9 +47,9 @@ def sampling_of(params: Any, request: str, engine_seed: int | None) -> Sampling:
         seed = int.from_bytes(hashlib.blake2b(f"{engine_seed} {request}".encode(), digest_size=8).digest(), "little")
     stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
     return Sampling(
-        temperature=min(float(params.temperature), HOTTEST), top_k=max(0, params.top_k), top_p=params.top_p,
+        temperature=min(float(params.temperature), HOTTEST), top_k=min(max(0, params.top_k), MOST), top_p=params.top_p,
         min_p=params.min_p, presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
-        repetition_penalty=min(params.repetition_penalty, HOTTEST), min_tokens=params.min_tokens,
+        repetition_penalty=min(params.repetition_penalty, HOTTEST), min_tokens=min(params.min_tokens, MOST),
         stop_token_ids=tuple(sorted(stops or ())[:STOPS]), seed=seed % SEEDS)
 
 
