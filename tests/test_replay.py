@@ -7,14 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.drafters.records import Place, Record, Recorder, load, save
+from bench.drafters.records import load, recorder_of, save
 from bench.report import number
-from bench.traffic.real import Answers, ReplayedCast, schedules, second
+from bench.traffic.real import schedules, second
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
+from slipstream.drafting.records import Place, Record
 from slipstream.drafting.rounds import Rounds, Tally
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
+from slipstream.simulate.replay import Answers, ReplayedCast
 from slipstream.simulate.simulation import Deployment, of_schedule, simulate
 from slipstream.simulate.timed import Timing
 from tests.eagle_folder import eagle_config, write_eagle_folder
@@ -62,7 +64,7 @@ def test_records_are_what_the_drafter_that_serves_would_say(tmp_path: Path) -> N
     folder = write_tiny_model(tmp_path / "target")
     head = write_eagle_folder(tmp_path / "head", eagle_config(eagle_config={
         "use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}))
-    records = Recorder(folder, head, 24, "float64").record(PROMPTS)
+    records = recorder_of(folder, head, 24, "float64").record(PROMPTS)
     save(records[0], tmp_path / "one.npz")
     again = load(tmp_path / "one.npz")
     assert again.answer == records[0].answer and len(again.places) == len(again.answer)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import HealthServicer
 from typer.testing import CliRunner
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.commands import app
 from slipstream.cli.tuning import numbers, prompts_of, with_pair
 from slipstream.drafting import create
@@ -17,6 +23,9 @@ from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
+from slipstream.simulate import apart
+from slipstream.simulate.apart import Compared, Devices, knee
+from slipstream.simulate.simulation import AHEAD, Predicted
 from tests.eagle_folder import eagle_config, write_eagle_folder
 
 PROMPTS = [list(b"the cat sat on the mat and"), list(b"one two three one two")]
@@ -102,6 +111,57 @@ def test_the_command_writes_a_configuration(tiny_folder: Path, tiny_draft_folder
     assert config.target.policy.max_nodes == config.draft.growth.num_draft_tokens
     assert (config.model.path, config.draft.model, config.draft.drafter, config.draft.dtype) == (
         str(tiny_folder), str(tiny_draft_folder), "standalone", "float32")
+
+
+def test_the_command_says_whether_a_device_more_pays(tiny_folder: Path, tiny_draft_folder: Path, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "STEPS", 60)
+    monkeypatch.setattr(apart, "WARM_UP", 20)
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "tuned.yaml"
+    questions.write_text(json.dumps({"prompt": "hello"}))
+    called = ["tune", "--target", str(tiny_folder), "--head", str(tiny_draft_folder), "--drafter", "standalone",
+              "--tokens", "16", "--steps", "3", "--topk", "2", "--nodes", "6", "--out", str(out), "--apart",
+              "--prompts", str(questions), "--set", "model.dtype=float32", "--set", "draft.dtype=float32"]
+    with health_server() as address:
+        result = CliRunner().invoke(app, [*called, "--link", address])
+    assert result.exit_code == 0, result.exception
+    assert f"a message to {address} and back takes" in result.output and "÷ one device" in result.output
+    assert load(out).draft.run_ahead in (0, *AHEAD.values())
+    assert ("run_ahead=" in result.output) == (load(out).draft.run_ahead > 0)
+    result = CliRunner().invoke(app, [*called, "--link", address])
+    assert isinstance(result.exception, Unavailable) and f"--link: nobody answers over gRPC at {address}" in str(
+        result.exception)
+
+
+@contextmanager
+def health_server() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield address
+    finally:
+        server.stop(0).wait()
+
+
+def test_a_device_more_has_to_pay_by_more_than_a_simulation_is_wrong() -> None:
+    def given(**rates: float) -> Compared:
+        return Compared({name: Predicted(rate, 0.5, 2.0, 0.1, 2.5, 0.2) for name, rate in rates.items()}, 1.2)
+
+    rates = {"plain": 50.0, "colocated": 100.0, "serial": 90.0, "outcomes": 95.0}
+    little, much = given(**rates, **{"run-ahead": 102.0}), given(**rates, **{"run-ahead": 110.0})
+    assert little.best == "colocated" and little.run_ahead == 0 and "keep both on one device" in little.why()[0]
+    assert much.best == "run-ahead" and much.run_ahead == 239 and "1.10 times" in much.why()[0]
+    assert given(**rates | {"plain": 120.0}, **{"run-ahead": 110.0}).best == "plain"
+
+
+def test_simulated_devices_take_what_was_measured() -> None:
+    growth = GrowthSection(num_steps=3, topk=4, num_draft_tokens=8)
+    timing = Devices(growth, 0.014, 0.023, 0.006, 0.001, 0.003, 32).timing()
+    assert [timing.step_of(rows) for rows in (1, 9)] == pytest.approx([0.014, 0.023], rel=0.05)
+    assert [timing.level_of(rows) for rows in (1, 32)] == pytest.approx([0.002, 0.006], rel=0.05)
+    assert knee(9, 1.0) == knee(9, 0.7) == 1 << 30
 
 
 @pytest.mark.parametrize(("wrong", "named"), [

@@ -201,6 +201,12 @@ def tune(
         metavar="LIST", help="Nodes of a tree to try; a chain has as many as steps.")] = "8,16,32",
     exchange_ms: Annotated[float, typer.Option(
         min=0.0, help="What a round spends between the services: about 1 on one machine; more over a network.")] = 1.0,
+    apart: Annotated[bool, typer.Option(
+        "--apart", help="Say, too, whether the draft is better off on a device of its own.")] = False,
+    link: Annotated[str, typer.Option(
+        metavar="HOST:PORT", help="A draft that runs: the way to it is measured, in place of --exchange-ms.")] = "",
+    draft_ms: Annotated[float, typer.Option(
+        min=0.0, help="A tree on the draft's own device, as `tune` says there; 0: as long as here.")] = 0.0,
     config: ConfigFile = None, overrides: Overrides = None,
 ) -> None:
     """Find the tree shape that pays for a target and its draft on this device, and write it as a configuration.
@@ -217,12 +223,14 @@ def tune(
     `slipstream run --config my.yaml`
 
     `slipstream tune --drafter standalone --target big-model --head small-model --prompts questions.jsonl`
+
+    `slipstream tune --head my-head --apart --link draft.example:50052`
     """
-    from slipstream.cli.tuning import run, with_pair
+    from slipstream.cli.tuning import Way, run, with_pair
 
     settings = with_pair(load(config, tuple(overrides or ())), target, head, drafter)
-    run(settings, {"--steps": steps, "--topk": topk, "--nodes": nodes}, prompts, tokens, exchange_ms / 1e3, out,
-        Console())
+    run(settings, {"--steps": steps, "--topk": topk, "--nodes": nodes}, prompts, tokens,
+        Way(exchange_ms / 1e3, link, draft_ms / 1e3), apart, out, Console())
 
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
 Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % talking, 35 % training. 0: no "

@@ -1,13 +1,17 @@
-"""``slipstream tune`` at work: a pair from settings, prompts as tokens, a sweep with a bar, a table, a file.
+"""``slipstream tune`` at work: a pair from settings, prompts as tokens, a sweep with a bar, tables, a file; and what
+the pair would give apart.
 
-It knows nothing about how shapes are measured.
+It knows nothing about how shapes are measured or schedules are played.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import yaml
@@ -16,21 +20,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from router_service.text.tokens import TextCodec
-from slipstream.base.config import Config, GrowthSection
-from slipstream.base.errors import ConfigError, InvalidRequest
+from slipstream.base.config import Config, GrowthSection, LogSection
+from slipstream.base.errors import ConfigError, InvalidRequest, Unavailable
 from slipstream.cli.host import QUESTIONS
 from slipstream.cli.terminal import plain_table
 from slipstream.drafting import create
+from slipstream.drafting.network import run_network
 from slipstream.drafting.neural import NeuralDrafter
+from slipstream.drafting.records import ROWS, Record, Recorder, slots_for
 from slipstream.drafting.rounds import Measured, Sweep, largest, shapes, slots_needed, sweep
 from slipstream.engine.loading import load_model
 from slipstream.engine.native.decoder import NativeDecoder
 from slipstream.engine.runner import ModelRunner
 from slipstream.models.folder import resolve
+from slipstream.observe.log import configure
+from slipstream.simulate.apart import Compared, Devices, compared
+from slipstream.simulate.simulation import SCHEDULES
 from slipstream.train.dialogue import read_prompts
+from slipstream.wire.channel import round_trip_s
+from slipstream.wire.tls import tls_files
 
 MOST = {"--steps": 16, "--topk": 16, "--nodes": 63}
 MOST_PROMPT = 1024  # tokens; longer ones say nothing more about shapes
+LEVELS = 8  # forwards that are timed
 
 
 def numbers(option: str, text: str, most: int) -> list[int]:
@@ -66,30 +78,58 @@ def prompts_of(file: Path | None, codec: TextCodec) -> list[list[int]]:
     return [prompt[-MOST_PROMPT:] for prompt in tokens]
 
 
-def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, exchange_s: float, out: Path,
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Between the services: seconds that a round spends there, or the address of a service at its end ("": none), to
+    which it is measured. ``draft_s``: what a tree takes on the draft's own device; 0: as long as here."""
+
+    exchange_s: float
+    link: str = ""
+    draft_s: float = 0.0
+
+
+def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens: int, way: Way, apart: bool, out: Path,
         console: Console) -> None:
-    """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``.
-    Raises ModelError or ConfigError."""
+    """Measure the shapes of ``lists`` (--steps, --topk, --nodes), show them, and write the best one to ``out``;
+    ``apart``: say, too, whether the draft is better off on a device of its own. Raises ModelError, ConfigError or
+    Unavailable."""
     wanted = shapes(*(numbers(option, text, MOST[option]) for option, text in lists.items()))
     if not wanted:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
-    result = _measured(config, wanted, prompts_of(file, TextCodec(resolve(config.model.path))), max_tokens)
+    exchange_s = way.exchange_s
+    if way.link:
+        try:
+            exchange_s = round_trip_s(way.link, tls_files(config.wire.tls))
+        except Unavailable as error:
+            raise Unavailable(f"--link: {error}; give the address of a draft that runs, as target.drafts has "
+                              "it") from error
+        console.print(f"a message to {way.link} and back takes {1e3 * exchange_s:.2f} ms")
+    prompts = prompts_of(file, TextCodec(resolve(config.model.path)))
+    runner, drafter = _pair(config, wanted, prompts, max_tokens)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
+        result = sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task))
+        best = result.best(exchange_s)
+        found = _compared(runner, drafter, result, best, exchange_s, way, prompts, max_tokens, bar) if apart else None
     console.print(_table(result, exchange_s))
-    best = result.best(exchange_s)
     gain, shape = result.gain(best, exchange_s), best.growth
     console.print(f"best: {shape.num_steps} steps, topk {shape.topk}, {shape.num_draft_tokens} nodes, about {gain:.2f} "
                   "times plain decoding" + ("" if gain > 1 else "; speculation does not pay with this pair here"))
+    if found is not None:
+        console.print(_schedules(found))
+        console.print("\n".join(found.why()), soft_wrap=True)
     try:
-        out.write_text(_as_yaml(config, best, gain), encoding="utf-8")
+        out.write_text(_as_yaml(config, best, gain, found), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out: cannot write {out}: {error}") from error
     console.print(f"written to {out}; use it with: slipstream run --config {out}", soft_wrap=True)
 
 
-def _measured(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
-              max_tokens: int) -> Sweep:
-    """Load both models and measure, with a progress bar on standard error."""
+def _pair(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence[Sequence[int]],
+          max_tokens: int) -> tuple[ModelRunner, NeuralDrafter]:
+    """Both models, with room for one prompt. Raises ModelError, ConfigError."""
     section = config.model
     torch.set_num_threads(section.threads or max(1, os.cpu_count() or 1))
     slots = max(slots_needed([prompt], max_tokens) for prompt in prompts)
@@ -97,13 +137,42 @@ def _measured(config: Config, wanted: Sequence[GrowthSection], prompts: Sequence
     runner = ModelRunner(load_model(resolve(section.path), section), slots)
     if isinstance(runner.model, NativeDecoder):
         torch.set_num_threads(1)  # as in a target: it has threads of its own, and torch's would take their cores
-    drafter = create(draft, section, 2 * slots)
+    drafter = create(draft, section, 2 * slots + slots_for(0, 0))
     if not isinstance(drafter, NeuralDrafter):
         raise ConfigError(f"draft.drafter: {drafter.name} has no tree shape to tune; choose a head or a draft model")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"{len(wanted)} shapes, {len(prompts)} prompts", total=(len(wanted) + 1) * len(prompts))
-        return sweep(runner, drafter, wanted, prompts, max_tokens, lambda: bar.advance(task))
+    return runner, drafter
+
+
+def _compared(runner: ModelRunner, drafter: NeuralDrafter, result: Sweep, best: Measured, exchange_s: float, way: Way,
+              prompts: Sequence[Sequence[int]], max_tokens: int, bar: Progress) -> Compared:
+    """The best shape under each schedule."""
+    configure(LogSection(level="error"))  # services begin in simulated time
+    task = bar.add_task("together or apart", total=len(prompts) + len(SCHEDULES))
+    recorder, records = Recorder(runner, drafter.network, max_tokens), list[Record]()
+    for prompt in prompts:
+        records += recorder.record([prompt])
+        bar.advance(task)
+    few_s, many_s = (_least_s(partial(run_network, drafter.network, rows)) for rows in (best.growth.topk, ROWS))
+    devices = Devices(best.growth, result.plain_s, best.verify_s, best.draft_s, few_s, many_s, ROWS)
+    return compared(devices, exchange_s, records, way.draft_s or best.draft_s, lambda: bar.advance(task))
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    times = list[float]()
+    for _ in range(LEVELS + 1):
+        began_s = perf_counter()
+        work()
+        times.append(perf_counter() - began_s)
+    return min(times[1:])
+
+
+def _schedules(found: Compared) -> Table:
+    """What each gives."""
+    names = {"plain": "plain", "colocated": "one device", "serial": "apart", "run-ahead": "apart, ahead",
+             "outcomes": "apart, far ahead"}
+    rows = [(names[name], f"{one.tokens_per_s:.1f}", f"{found.ratio(name):.2f}", f"{one.acceptance_length:.2f}",
+             f"{one.hit_rate:.0%}") for name, one in found.found.items()]
+    return plain_table(("where (simulated)", "tokens/s", "÷ one device", "tokens a round", "tree was there"), rows)
 
 
 def _table(result: Sweep, exchange_s: float) -> Table:
@@ -117,17 +186,18 @@ def _table(result: Sweep, exchange_s: float) -> Table:
     return plain_table(columns, rows)
 
 
-def _as_yaml(config: Config, best: Measured, gain: float) -> str:
-    """A configuration with the best shape, for ``--config``."""
+def _as_yaml(config: Config, best: Measured, gain: float, found: Compared | None) -> str:
+    """A configuration with the best shape, for ``--config``, and how far ahead to draft."""
     wanted = {
         "model": config.model.model_dump(mode="json", include={"path", "dtype", "device", "engine", "quantize"}),
         "draft": config.draft.model_dump(mode="json", include={"drafter", "model", "dtype", "device", "token_map",
                                                                  "quantize"})
-        | {"growth": best.growth.model_dump(mode="json")},
+        | {"growth": best.growth.model_dump(mode="json")} | ({} if found is None else {"run_ahead": found.run_ahead}),
         "target": {"policy": {"max_nodes": best.growth.num_draft_tokens}},
     }
+    told = "".join(f"# {line}.\n" for line in (found.why() if found is not None else ()))
     return (f"# Written by slipstream tune: acceptance length {best.acceptance_length:.2f}, about {gain:.2f} times "
-            "plain decoding\n# on the device where it ran.\n" + yaml.safe_dump(wanted, sort_keys=False))
+            f"plain decoding\n# on the device where it ran.\n{told}" + yaml.safe_dump(wanted, sort_keys=False))
 
 
 def _ms(seconds: float) -> str:

@@ -185,7 +185,7 @@ class NeuralDrafter:
         self.hidden_size = network.hidden_size
         self.max_context = window
         self.max_sessions = max_sessions
-        self._network = network
+        self.network = network
         self.slots = network.slots  # all of them are free when no session is open
         self._levels = levels
         self.reshape(growth)
@@ -215,7 +215,7 @@ class NeuralDrafter:
             tree = GrowingTree(len(tokens), next_id=1 if known is None else known.tree.next_id)
             self._contexts[message.session] = DraftContext(
                 message.session, message.sampling, message.prompt_len, tokens, tree, history, self.max_context,
-                self._network.lag)
+                self.network.lag)
         return refused
 
     def absorb(self, features: Sequence[Features]) -> None:
@@ -226,7 +226,7 @@ class NeuralDrafter:
         known = [f for f in features if f.session in self._contexts and _readable(f, spec)]
         if not known:
             return
-        for message, rows in zip(known, self._network.read(known), strict=True):
+        for message, rows in zip(known, self.network.read(known), strict=True):
             freed = self._contexts[message.session].take(message.start, rows)
             if len(freed):
                 self.slots.free(freed)
@@ -361,7 +361,7 @@ class NeuralDrafter:
             self._begin_blocks(output, output.block, [(context, rows.start) for context, rows, _ in taken])
             return
         choices = [_choice_rows(context, rows) for context, rows, _ in taken]
-        found = ranked(output.logits, choices, self._growth.topk, self._network.vocabulary, self._network.race)
+        found = ranked(output.logits, choices, self._growth.topk, self.network.vocabulary, self.network.race)
         for context, rows, slots in taken:
             tree, children, found = context.tree, found[: len(rows)], found[len(rows) :]
             if output.states is not None:
@@ -374,7 +374,7 @@ class NeuralDrafter:
         reach, rows = block.reach, [row for _, row in taken]
         choices = [_slot_rows(context, range(row * reach, (row + 1) * reach)) for context, row in taken]
         most = self._growth.topk if block.conditional is None else min(CANDIDATES, output.logits.shape[1])
-        found = ranked(output.logits, choices, most, self._network.vocabulary, self._network.race)
+        found = ranked(output.logits, choices, most, self.network.vocabulary, self.network.race)
         states = None if block.states is None else block.states[rows]
         heat = [0.0 if context.sampling.greedy else context.sampling.temperature for context, _ in taken]
         made = BlockPass(replace(block, states=states), found, heat, [context.tokens[-1] for context, _ in taken])
@@ -401,9 +401,9 @@ class NeuralDrafter:
 
     def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor], taken: Sequence[Indices]) -> Output:
         """taken: slots of the rows, which are nobody's yet. Raises DeviceFull; they are free again then."""
-        device = self._network.device
+        device = self.network.device
         try:
-            return self._network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
+            return self.network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
         except torch.OutOfMemoryError as error:
             for slots in taken:
                 self.slots.free(slots)

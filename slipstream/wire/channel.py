@@ -15,6 +15,7 @@ It knows nothing about what is sent.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ from dataclasses import dataclass
 import grpc
 import structlog
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slipstream.base.errors import ConfigError
+from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.tls import TlsFiles, channel_credentials
 
 DRAFT_SERVICE = "slipstream.v1.DraftService"
@@ -31,6 +33,7 @@ TARGET_SERVICE = "slipstream.v1.TargetService"
 INFERENCE_SERVICE = "slipstream.v1.InferenceService"
 
 LOOK_S = 1.0
+PINGS, PING_S = 50, 5.0  # messages that time a way, and how long each may take
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -98,6 +101,22 @@ def open_sync_channel(address: str, tls: TlsFiles | None, rules: ConnectionRules
     if tls is None:
         return grpc.insecure_channel(address, options=client_options(rules))
     return grpc.secure_channel(address, channel_credentials(tls), options=(*client_options(rules), *_name(tls)))
+
+
+def round_trip_s(address: str, tls: TlsFiles | None) -> float:
+    """Seconds of a small message to a service at ``address`` and back, the median of PINGS. Raises Unavailable,
+    ConfigError."""
+    times = list[float]()
+    with open_sync_channel(address, tls) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            for _ in range(PINGS + 1):  # the first one connects
+                began_s = time.perf_counter()
+                stub.Check(health_pb2.HealthCheckRequest(), timeout=PING_S)
+                times.append(time.perf_counter() - began_s)
+        except grpc.RpcError as error:
+            raise Unavailable(f"nobody answers over gRPC at {address}") from error
+    return statistics.median(times[1:])
 
 
 def _name(tls: TlsFiles) -> Options:

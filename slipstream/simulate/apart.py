@@ -1,0 +1,114 @@
+"""Together or apart: what a pair whose devices were measured would give under each schedule, in simulated time.
+
+Rules:
+1. The answers and what the drafter says at each place of them are records of the real pair (``replay``); times are
+   what was measured. Prompts take no time.
+2. A schedule is compared with both on one device. It pays where it gives more than ``LEAST`` times as much: what is
+   simulated is no nearer to the truth than that, and a device more is to be run.
+3. ``bound``: what a draft apart would give if it took no time, and its way none.
+
+It knows nothing about how devices are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from slipstream.base.config import GrowthSection, PolicySection
+from slipstream.drafting.records import Record
+from slipstream.simulate.replay import Answers, ReplayedCast
+from slipstream.simulate.simulation import AHEAD, SCHEDULES, Deployment, Predicted, of_schedule, simulate
+from slipstream.simulate.timed import Timing
+
+LEAST = 1.03
+STEPS, WARM_UP = 1000, 200  # plain ones: so long each schedule is played, and so long before
+AT_ONCE_S = 1e-6
+TOGETHER = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What was measured, in seconds, of one answer at a time: a plain step, one that verifies a tree of ``growth``, and
+    drafting such a tree; and a level of ``growth.topk`` rows and one of ``many`` rows."""
+
+    growth: GrowthSection
+    plain_s: float
+    verify_s: float
+    draft_s: float
+    level_s: float
+    wide_s: float
+    many: int
+
+    def timing(self) -> Timing:
+        """For simulated devices."""
+        growth = self.growth
+        return Timing(self.plain_s, knee(growth.num_draft_tokens + 1, self.verify_s / self.plain_s),
+                      knee(self.many, self.wide_s / self.level_s), self.draft_s, growth.num_steps, growth.topk)
+
+
+def knee(rows: int, ratio: float) -> int:
+    """Rows at which arithmetic takes as long as reading the weights, where a forward of ``rows`` takes ``ratio`` times
+    one of few (see ``Timing.step_of``)."""
+    return 1 << 30 if ratio <= 1.001 else max(1, round(rows / (ratio**3 - 1) ** (1 / 3)))
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The schedules, and what each gave."""
+
+    found: dict[str, Predicted]
+    bound: float  # by what one device gives
+
+    def ratio(self, schedule: str) -> float:
+        """Tokens a second by those of both on one device."""
+        return self.found[schedule].tokens_per_s / self.found[TOGETHER].tokens_per_s
+
+    @property
+    def best(self) -> str:
+        """The schedule to take."""
+        apart = max((name for name in SCHEDULES if name not in ("plain", TOGETHER)), key=self.ratio)
+        chosen = apart if self.ratio(apart) >= LEAST else TOGETHER
+        return "plain" if self.ratio("plain") > max(1.0, self.ratio(chosen)) else chosen
+
+    @property
+    def run_ahead(self) -> int:
+        """The setting for it."""
+        return AHEAD.get(self.best, 0)
+
+    def why(self) -> list[str]:
+        """The verdict, one sentence a line."""
+        apart = max((name for name in SCHEDULES if name not in ("plain", TOGETHER)), key=self.ratio)
+        ahead = self.found["outcomes"]
+        told = {"plain": "decode plain: this drafter pays nowhere",
+                TOGETHER: f"keep both on one device: apart they would give {self.ratio(apart):.2f} of that"}
+        lines = [told.get(self.best, f"take them apart, with draft.run_ahead={self.run_ahead}: "
+                                     f"{self.ratio(self.best):.2f} times what one device gives")]
+        if ahead.hit_length:
+            lines.append(f"grown far ahead, a tree was there in {ahead.hit_rate:.0%} of rounds and gave "
+                         f"{ahead.hit_length:.1f} tokens; one that is waited for gives "
+                         f"{self.found['serial'].acceptance_length:.1f}")
+        lines.append(f"with drafts that take no time, and no way to them, it would be {self.bound:.2f} times; a second "
+                     "pair on the second device gives 2.00 times, to two answers at once")
+        return lines
+
+
+def compared(devices: Devices, exchange_s: float, records: Sequence[Record], apart_s: float,
+             report: Callable[[], None] = lambda: None) -> Compared:
+    """Play every schedule. ``exchange_s``: what a round spends between the services; ``apart_s``: what a tree takes on
+    the draft's own device. ``report`` is called after each of SCHEDULES."""
+    cast, timing = ReplayedCast(Answers(records)), devices.timing()
+    deployment = Deployment(timing, rtt_s=exchange_s, hop_s=0.0, cast=cast,
+                            policy=PolicySection(max_nodes=devices.growth.num_draft_tokens))
+
+    def played(name: str, where: Deployment) -> Predicted:
+        return simulate(of_schedule(name, where), STEPS * devices.plain_s, WARM_UP * devices.plain_s)
+
+    found = dict[str, Predicted]()
+    for name in SCHEDULES:
+        there = timing if name == TOGETHER else replace(timing, draft_s=apart_s)
+        found[name] = played(name, replace(deployment, timing=there))
+        report()
+    at_hand = replace(deployment, rtt_s=0.0, timing=replace(timing, draft_s=AT_ONCE_S))
+    bound = played("serial", at_hand).tokens_per_s
+    return Compared(found, bound / found[TOGETHER].tokens_per_s)
