@@ -35,6 +35,27 @@ def test_matches_equal_a_naive_search(seed: int) -> None:
             assert longest is not None and longest.length == max(newest), (seed, len(text))
 
 
+class Looked(int):
+    """A token that counts how often it is looked at."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        Looked.times += 1
+        return int.__hash__(self)
+
+
+def test_of_a_long_text_what_would_be_forgotten_is_not_looked_at() -> None:
+    whole, parts = (SuffixIndex([2, 4], longest=6, keep=55) for _ in range(2))
+    text = [n % 40 for n in range(5000)]
+    whole.extend([Looked(token) for token in text])
+    assert Looked.times <= 55 * (2 + 4)
+    parts.extend(text[:-55])
+    parts.extend(text[-55:])
+    assert whole.tokens == text[-55:] and parts.tokens[-55:] == whole.tokens
+    assert [match.length for match in whole.matches()] == [6]
+
+
 def test_capacity_forgets_the_oldest() -> None:
     index = SuffixIndex([2, 4, 8, 16], longest=18, keep=55)
     index.extend([1, 2, 3])

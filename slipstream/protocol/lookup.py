@@ -53,11 +53,10 @@ class SuffixIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens. Once there are twice as many as are kept, the older half is forgotten."""
-        self._append(tokens)
-        if len(self.tokens) > 2 * self._keep:
-            kept = self.tokens[-self._keep:]
+        if len(self.tokens) + len(tokens) > 2 * self._keep:  # a long prompt is not looked at whole: others wait for it
+            tokens = [*self.tokens, *tokens][-self._keep:]
             self._clear()
-            self._append(kept)
+        self._append(tokens)
 
     def _append(self, tokens: Sequence[int]) -> None:
         text, chains = self.tokens, [*zip(self._orders, self._newest, self._before, strict=True)]
