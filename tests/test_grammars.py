@@ -48,12 +48,16 @@ WRONG = {
     "nested": Grammar("json_schema", '{"items":' * 2000 + "{}" + "}" * 2000),
     "no rule": Grammar("ebnf", "root ::= other"), "no end": Grammar("ebnf", 'root ::= "a'),
     "deep ebnf": Grammar("ebnf", f"root ::= {'(' * 9000}'a'{')' * 9000}"),
+    "rounded bounds": Grammar("json_schema", f'{{"type": "integer", "minimum": {2**62 + 1}, "maximum": {2**62 + 9}}}'),
+    "no 64 bits": Grammar("json_schema", '{"type": "integer", "minimum": 1e30, "maximum": 1e31}'),
     "no lark": Grammar("lark", "start: other"), "no token": Grammar("lark", "start: <|none|>"),
 }
 FINE = {
     "recursive": Grammar("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
     "exponential elsewhere": Grammar("regex", "(a|b)*a(a|b){1000}"), "nested stars": Grammar("regex", "((a+)+)+b"),
     "special token": Grammar("lark", 'start: "a" <|im_start|>'),
+    "64 bits": Grammar("json_schema", f'{{"type": "integer", "minimum": 0, "maximum": {2**64 - 1}}}'),
+    "millions": Grammar("json_schema", '{"type": "number", "exclusiveMinimum": -1e9, "maximum": 1.5e9}'),
     "200 properties": Grammar("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"}
                                                                          for i in range(200)}})),
 }

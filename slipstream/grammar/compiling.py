@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -26,6 +27,8 @@ from slipstream.protocol.grammar import Grammar
 # ambiguous without end takes 15 ms for the mask that breaks the limit.
 LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_lexer_fuel=50_000, step_max_items=3000,
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
+BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
 END = "<|end of what a grammar allows|>"
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
 MAX_WORDS = 300  # characters of a refusal
@@ -83,7 +86,7 @@ def _written(grammar: Grammar) -> str:
             words = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
     try:
-        content = json.loads(grammar.source)
+        content = json.loads(grammar.source, object_hook=_bounded)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_WORDS]}") from error
     if grammar.kind == "choice":
@@ -93,6 +96,18 @@ def _written(grammar: Grammar) -> str:
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
     return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE}))
+
+
+def _bounded(part: dict[str, Any]) -> dict[str, Any]:
+    """Raises InvalidRequest for a bound that llguidance rounds to one which lets more through."""
+    for name, sign in BOUNDS.items():
+        bound = part.get(name)
+        if type(bound) not in (int, float) or abs(bound) <= EXACT:
+            continue
+        kept = max(LEAST, min(int(float(bound)), MOST)) if abs(bound) <= MOST else MOST if bound > 0 else LEAST
+        if sign * kept > sign * bound:
+            raise InvalidRequest("grammar", f"{name} {bound} cannot be kept to; nearer to 0 than 2^53 any can")
+    return part
 
 
 def _refused(problem: str) -> InvalidRequest:
