@@ -63,6 +63,7 @@ CHUNKED = b"transfer-encoding: chunked\r\n\r\n"  # how uvicorn ends the head of 
 STALL_S = 60.0
 DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n"  # a line that says nothing: no end of an event, which some clients take for an event without data
+LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")  # JSON writes others so anyway
 HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
            (b"x-accel-buffering", b"no"))
 SPARE = 256  # requests beside those that run and wait, as refusals and lists; connections beside requests
@@ -400,6 +401,14 @@ def framed(data: bytes, number: str = "") -> bytes:
     return b"id: %b\ndata: %b\n\n" % (number.encode(), data) if number else b"data: " + data + b"\n\n"
 
 
+def _in_lines(events: bytes) -> bytes:
+    """``events`` for those, too, who end a line wherever Unicode does, as ``iter_lines`` of httpx: these stand in texts
+    alone."""
+    for end, written in LINE_ENDS:
+        events = events.replace(end, written)
+    return events
+
+
 class Presence(Limit):
     """The client of one request: ``with presence: await …`` raises ClientDisconnect when it goes away. Make it when the
     body has been read, and ``close`` it."""
@@ -447,7 +456,8 @@ class EventStream(Response):
 
     async def _pump(self, outlet: Connection | None, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._events:
+        async for events in self._events:
+            chunk = _in_lines(events)
             if outlet is None:
                 async with asyncio.timeout(self._stall_s):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})

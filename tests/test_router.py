@@ -343,6 +343,21 @@ async def test_usage_in_every_chunk(tiny_folder: Path) -> None:
         assert counts == sorted(counts) and counts[-1] == 30 and len(counts) > 4
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/messages", "/v1/responses"])
+async def test_a_stream_is_lines_also_to_those_who_end_them_where_unicode_does(tiny_folder: Path, path: str) -> None:
+    target = EchoTarget()
+    target.says = "a\u2028b\u2029c\x85d\u2019"
+    asked = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": PROMPT}, "/v1/messages": {"messages": HELLO},
+             "/v1/responses": {"input": "Hi"}}[path]
+    most = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    async with routing(tiny_folder, target) as r:
+        answer = await r.post(path, **asked, stream=True, **{most: 40})
+        lines = [line for line in answer.text.splitlines() if line and not line.startswith("event: ")]
+        assert lines and all(line.startswith("data: ") for line in lines)
+        told = json.dumps([json.loads(line[6:]) for line in lines if line != "data: [DONE]"])
+        assert "\\u2028" in told and "\\u2029" in told and "\\u0085" in told and "\\u2019" in told
+
+
 async def test_prompts_are_cut_at_their_beginning(tiny_folder: Path) -> None:
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:
