@@ -102,7 +102,7 @@ def _bounded(part: dict[str, Any]) -> dict[str, Any]:
     """Raises InvalidRequest for a bound that llguidance rounds to one which lets more through."""
     for name, sign in BOUNDS.items():
         bound = part.get(name)
-        if type(bound) not in (int, float) or abs(bound) <= EXACT:
+        if not isinstance(bound, int | float) or abs(bound) <= EXACT:
             continue
         kept = max(LEAST, min(int(float(bound)), MOST)) if abs(bound) <= MOST else MOST if bound > 0 else LEAST
         if sign * kept > sign * bound:
