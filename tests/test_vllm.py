@@ -17,6 +17,7 @@ from slipstream_vllm.adapter_0_32 import rows_of
 from slipstream_vllm.options import Options
 from slipstream_vllm.remote import Chains
 from slipstream_vllm.versions import ADAPTERS, adapter_of
+from structlog.testing import capture_logs
 
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
@@ -248,6 +249,18 @@ def test_a_request_that_wants_no_drafts_gets_none() -> None:
         with drafted(chains):
             accepted = play(runner, chains, 20)
         assert (accepted > 0) is drafts is bool(chains.following.sessions)
+
+
+def test_what_many_users_say_of_drafts_is_told_once_and_silences_nothing() -> None:
+    runner = Runner([str(number) for number in range(100)], 400)
+    for request, known in runner.requests.items():
+        known.sampling_params = SimpleNamespace(max_tokens=400, temperature=0.0, min_tokens=0,
+                                                extra_args={"slipstream": ["no", request], "traceparent": ["x"] * 9})
+    with capture_logs() as lines:
+        chains = fresh(0.01)
+        play(runner, chains, 2)
+        chains.after(lambda: [][0], 100, (), 100)
+    assert [line["log_level"] for line in lines if line["log_level"] != "debug"] == ["warning", "error"]
 
 
 def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:

@@ -16,6 +16,7 @@ It knows no vLLM: an adapter turns the engine's batch into ``Row`` values.
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -273,9 +274,10 @@ class Chains:
         if row.asked is None:
             return True
         wanted = allowed(row.asked)
-        if wanted is None and (problem := repr(row.asked)[:80]) not in self._problems:
-            self._problems.add(problem)
-            self._log.warning("not known in vllm_xargs and left out: write true or false", name=SWITCH, found=problem)
+        if wanted is None and (kind := type(row.asked).__name__) not in self._problems:  # users may say much
+            self._problems.add(kind)
+            self._log.warning("not known in vllm_xargs and left out: write true or false", name=SWITCH,
+                              found=reprlib.repr(row.asked)[:80])
         return wanted is not False
 
     def _open(self, row: Row) -> Followed:
@@ -283,7 +285,7 @@ class Chains:
         self._opened += 1
         one = self._sessions[row.request] = self.following.open(
             self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.request not in self._forbidden,
-            well_formed(str(row.trace)))
+            well_formed(row.trace) if isinstance(row.trace, str) else "")
         return one
 
     def _end(self, requests: Iterable[str]) -> None:
