@@ -562,18 +562,39 @@ def test_random_bytes_give_a_value_or_a_typed_error(name: str, data: bytes) -> N
     assert outcome(name, data) in {"value", "RemoteProtocolError", "PairingError", "InvalidRequest"}
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=24), st.binary(max_size=24), st.binary(max_size=24), st.binary(max_size=24),
-       st.integers(0, 2**32 - 1))
-def test_random_growth_keeps_the_rules_or_is_a_fault(ids: bytes, parents: bytes, tokens: bytes, scores: bytes,
-                                                     base: int) -> None:
-    wire = draft_pb2.DraftItem(growth=draft_pb2.GrowthItem(session=3, base=base, ids=ids, parents=parents,
-                                                           tokens=tokens, scores=scores))
-    frame = draft_pb2.DraftFrame(incarnation=INCARNATION, items=[wire])
-    data = draft_pb2.ExchangeResponse(frame=frame).SerializeToString()
-    items, faults = decode_draft_frame(data, INCARNATION, LIMITS)
-    assert len(items) + len(faults) == 1
-    for item in items:
-        assert 1 <= item.base <= CONTEXT and len(item.ids) == len(item.parents) == len(item.tokens) == len(item.scores)
-        assert (item.ids > 0).all() and ((item.tokens >= 0) & (item.tokens < VOCAB)).all()
-        assert np.isfinite(item.scores).all() and (item.scores <= 0).all()
+@st.composite
+def nearly_right(draw: st.DrawFn) -> tuple[bytes, ...]:
+    """A growth's ids, parents, tokens and scores: as many of each, but for one in ten; few are out of their range."""
+    count = draw(st.integers(0, 4))
+
+    def part(values: st.SearchStrategy[int] | st.SearchStrategy[float], kind: str) -> bytes:
+        size = count + (draw(st.integers(0, 9)) == 9)
+        return np.array(draw(st.lists(values, min_size=size, max_size=size)), kind).tobytes()
+
+    return (part(st.integers(0, 99), "<i4"), part(st.integers(-9, -1), "<i4"), part(st.integers(0, VOCAB), "<i4"),
+            part(st.floats(-9, 0.125, width=32), "<f4"))
+
+
+def test_random_growth_keeps_the_rules_or_is_a_fault() -> None:
+    kept = 0
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.one_of(st.tuples(*[st.binary(max_size=24)] * 4), nearly_right()),
+           st.one_of(st.integers(0, 2**32 - 1), st.integers(0, CONTEXT + 1)))
+    def tried(parts: tuple[bytes, ...], base: int) -> None:
+        nonlocal kept
+        wire = draft_pb2.DraftItem(growth=draft_pb2.GrowthItem(
+            session=3, base=base, **dict(zip(("ids", "parents", "tokens", "scores"), parts, strict=True))))
+        frame = draft_pb2.DraftFrame(incarnation=INCARNATION, items=[wire])
+        data = draft_pb2.ExchangeResponse(frame=frame).SerializeToString()
+        items, faults = decode_draft_frame(data, INCARNATION, LIMITS)
+        assert len(items) + len(faults) == 1
+        for item in items:
+            kept += len(item.ids) > 0
+            assert 1 <= item.base <= CONTEXT
+            assert len(item.ids) == len(item.parents) == len(item.tokens) == len(item.scores)
+            assert (item.ids > 0).all() and ((item.tokens >= 0) & (item.tokens < VOCAB)).all()
+            assert np.isfinite(item.scores).all() and (item.scores <= 0).all()
+
+    tried()
+    assert kept, "all were faults"
