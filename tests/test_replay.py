@@ -12,8 +12,9 @@ from bench.report import number
 from bench.traffic.real import schedules, second
 from slipstream.base.config import DraftSection, GrowthSection, ModelSection
 from slipstream.drafting import create
-from slipstream.drafting.records import Place, Record
+from slipstream.drafting.records import Place, Record, place_of
 from slipstream.drafting.rounds import Rounds, Tally
+from slipstream.drafting.tree import GrowingTree
 from slipstream.engine.loading import load_model
 from slipstream.engine.runner import ModelRunner
 from slipstream.simulate.replay import Answers, ReplayedCast
@@ -38,6 +39,11 @@ def written() -> Record:
     """Every second token is foretold, as second best."""
     answer = [10 + number % 7 for number in range(40)]
     return Record(answer, [place((99, -0.2), (answer[(at + 1) % 40] if at % 2 else 98, -1.5)) for at in range(40)])
+
+
+def test_a_place_of_which_nothing_is_said_is_a_root_alone() -> None:
+    said = place_of(7, GrowingTree(4))
+    assert said.tokens.tolist() == [7] and list(said.children(0)) == []
 
 
 def test_plain_decoding_says_the_text_and_drafts_follow_the_head() -> None:

@@ -85,7 +85,7 @@ def place_of(root: int, tree: GrowingTree) -> Place:
     kept = np.flatnonzero(scores >= LEAST)  # parents of what is kept are kept, too
     numbers = np.zeros(1 + len(scores), np.int64)
     numbers[1 + kept] = 1 + np.arange(len(kept))
-    above, totals = numbers[1 + np.array(tree.parents)[kept]], np.concatenate(([0.0], scores[kept]))
+    above, totals = numbers[1 + np.array(tree.parents, np.int64)[kept]], np.concatenate(([0.0], scores[kept]))
     first = np.full(len(totals), -1, np.int32)
     parents, begins = np.unique(above, return_index=True)
     first[parents] = 1 + begins
