@@ -118,6 +118,7 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     console.print(f"best: {shape.num_steps} steps, topk {shape.topk}, {shape.num_draft_tokens} nodes, about {gain:.2f} "
                   "times plain decoding" + ("" if gain > 1 else "; speculation does not pay with this pair here"))
     if found is not None:
+        console.print("trees above are verified whole; below, in simulated time, the policy verifies as much as pays:")
         console.print(_schedules(found))
         console.print("\n".join(found.why()), soft_wrap=True)
     try:
