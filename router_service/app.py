@@ -466,7 +466,8 @@ class Gate:
             return
         origin = headers.get(b"origin", b"")
         if scope["method"] == "POST" and PAGE.fullmatch(origin) and not self._reads(origin):
-            refusal = http_problem(403, "pages of other machines may ask a router with API keys alone")
+            refusal = http_problem(403, "a router without API keys takes posts of its own machine's pages alone; set "
+                                        "router.api_keys_file to serve this one")
             await problem_response(refusal, scope["path"])(scope, receive, answer)
             return
         try:
