@@ -127,7 +127,8 @@ def test_the_command_says_whether_a_device_more_pays(tiny_folder: Path, tiny_dra
     assert result.exit_code == 0, result.exception
     assert f"a message to {address} and back takes" in result.output and "÷ one device" in result.output
     assert load(out).draft.run_ahead in (0, *AHEAD.values())
-    assert ("run_ahead=" in result.output) == (load(out).draft.run_ahead > 0)
+    if "take them apart" in result.output or load(out).draft.run_ahead:
+        assert f"draft.run_ahead={load(out).draft.run_ahead}:" in result.output
     result = CliRunner().invoke(app, [*called, "--link", address])
     assert isinstance(result.exception, Unavailable) and f"--link: nobody answers over gRPC at {address}" in str(
         result.exception)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import grpc
 import structlog
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.wire.tls import TlsFiles, channel_credentials
@@ -106,6 +105,8 @@ def open_sync_channel(address: str, tls: TlsFiles | None, rules: ConnectionRules
 def round_trip_s(address: str, tls: TlsFiles | None) -> float:
     """Seconds of a small message to a service at ``address`` and back, the median of PINGS. Raises Unavailable,
     ConfigError."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # what follows drafts in another engine does without it
+
     times = list[float]()
     with open_sync_channel(address, tls) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
