@@ -12,12 +12,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import HealthServicer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from slipstream.base.config import Config, DraftSection, GrowthSection, ModelSection, load
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.commands import app
-from slipstream.cli.tuning import numbers, prompts_of, with_pair
+from slipstream.cli.tuning import Way, numbers, prompts_of, with_pair
+from slipstream.cli.tuning import run as tune
 from slipstream.drafting import create
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.rounds import Acceptance, Measured, Rounds, Sweep, Tally, largest, shapes, slots_needed, sweep
@@ -169,6 +171,8 @@ def test_simulated_devices_take_what_was_measured() -> None:
     (lambda: numbers("--steps", "1;2", 16), "--steps"), (lambda: numbers("--topk", "0,4", 16), "between 1 and 16"),
     (lambda: with_pair(Config(), "", "", "eagle2"), "--head"),
     (lambda: with_pair(Config(), "", "x", "eagle9"), "eagle9"),
+    (lambda: tune(Config(), {"--steps": "2", "--topk": "1", "--nodes": "2"}, None, 8, Way(0.001, draft_s=0.001), False,
+                  Path("x"), Console()), "--draft-ms.*--apart"),
 ])
 def test_what_cannot_be_tuned_is_named(wrong: object, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

@@ -97,6 +97,8 @@ def run(config: Config, lists: Mapping[str, str], file: Path | None, max_tokens:
     if not wanted:
         raise ConfigError("no tree has these shapes: --nodes must be at least --steps, and a tree of topk t has "
                           "at most t + (steps - 1) * t * t nodes")
+    if way.draft_s and not apart:
+        raise ConfigError("--draft-ms: it says what a draft on a device of its own takes; add --apart, or leave it out")
     exchange_s = way.exchange_s
     if way.link:
         try:

@@ -65,11 +65,15 @@ class Compared:
         return self.found[schedule].tokens_per_s / self.found[TOGETHER].tokens_per_s
 
     @property
+    def apart(self) -> str:
+        """The best one of two devices."""
+        return max((name for name in self.found if name not in ("plain", TOGETHER)), key=self.ratio)
+
+    @property
     def best(self) -> str:
         """The schedule to take."""
-        apart = max((name for name in SCHEDULES if name not in ("plain", TOGETHER)), key=self.ratio)
-        chosen = apart if self.ratio(apart) >= LEAST else TOGETHER
-        return "plain" if self.ratio("plain") > max(1.0, self.ratio(chosen)) else chosen
+        chosen = self.apart if self.ratio(self.apart) >= LEAST else TOGETHER
+        return "plain" if self.ratio("plain") > self.ratio(chosen) else chosen
 
     @property
     def run_ahead(self) -> int:
@@ -78,10 +82,9 @@ class Compared:
 
     def why(self) -> list[str]:
         """The verdict, one sentence a line."""
-        apart = max((name for name in SCHEDULES if name not in ("plain", TOGETHER)), key=self.ratio)
-        ahead = self.found["outcomes"]
-        told = {"plain": "decode plain: this drafter pays nowhere",
-                TOGETHER: f"keep both on one device: apart they would give {self.ratio(apart):.2f} of that"}
+        ahead, apart = self.found["outcomes"], self.ratio(self.apart)
+        told = {"plain": f"decode plain: that gives {self.ratio('plain'):.2f} times what drafts on one device do",
+                TOGETHER: f"keep both on one device: apart they would give {apart:.2f} of that"}
         lines = [told.get(self.best, f"take them apart, with draft.run_ahead={self.run_ahead}: "
                                      f"{self.ratio(self.best):.2f} times what one device gives")]
         if ahead.hit_length:

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int TILE = 64;  // `noise.BLOCK`
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, STRIDE = 0xD1342543DE82EF95, TILE_STRIDE = 0xA0761D6478BD642F;
-constexpr double UNKNOWN = 2e-5;    // share by which masses of either side may be wrong: 64 float32 sums, some roundings
+constexpr double UNKNOWN = 2e-5;    // share by which masses of either side may be wrong: at most 256 float32 sums, some roundings
                                     // of arguments that are 13 on average at most
 constexpr double NEAR = 1e-9;       // logits that float64 may merge when they are shifted and divided
 constexpr double ROUGH = 0.93;      // chords are at most 1.0615 of what they span, and float32 sums of 50,000 are not exact
