@@ -42,7 +42,7 @@ from router_service.dialects import messages, responses
 from router_service.dialects.blocks import Told
 from router_service.dialects.fields import Unknown, read_json
 from router_service.dialects.openai import Body, ChatBody, CompletionBody, parse
-from router_service.dialects.problems import Problem, http_problem, problem_of
+from router_service.dialects.problems import Problem, http_problem, problem_of, written_as
 from router_service.dialects.replies import ChatReply, Chunks, Reply, TextReply
 from router_service.event_id import HEADER as LAST_EVENT_ID
 from router_service.event_id import EventIds, Origin, Reached, check_of, read
@@ -155,10 +155,10 @@ class Surface:
         return await self._answer(request, asked, self._text_reply, body, unknown)
 
     async def messages(self, request: Request) -> Response:
-        return await self._translated(request, messages.chat_of, messages.MessagesReply)
+        return await self._translated(request, messages.chat_of, messages.NAMES, messages.MessagesReply)
 
     async def responses(self, request: Request) -> Response:
-        return await self._translated(request, responses.chat_of, responses.ResponsesReply)
+        return await self._translated(request, responses.chat_of, responses.NAMES, responses.ResponsesReply)
 
     async def count_tokens(self, request: Request) -> Response:
         body = parse(ChatBody, messages.chat_of(await self._json(request)), Unknown(self._gateway.strict))
@@ -292,13 +292,14 @@ class Surface:
             client.close()
             raise
 
-    async def _translated(self, request: Request, chat_of: Callable[[Any], dict[str, Any]],
+    async def _translated(self, request: Request, chat_of: Callable[[Any], dict[str, Any]], names: Mapping[str, str],
                           reply_to: Callable[[Told], Narrative]) -> Response:
         """An answer of a dialect that is a translation onto chat."""
         unknown = Unknown(self._gateway.strict)
         raw = await self._json(request)
-        body = parse(ChatBody, chat_of(raw), unknown)
-        asked = self._gateway.plan_chat(body)
+        with written_as(names):
+            body = parse(ChatBody, chat_of(raw), unknown)
+            asked = self._gateway.plan_chat(body)
         if asked.num_answers > 1:
             raise InvalidRequest("n", "must be 1")
         options = asked.options
@@ -308,7 +309,8 @@ class Surface:
                 raise InvalidRequest(name, f"is told by {CHAT} and {COMPLETIONS} alone", "unsupported_parameter")
         if request.headers.get(LAST_EVENT_ID):
             raise InvalidRequest(LAST_EVENT_ID, f"is for {CHAT} and {COMPLETIONS}; answers here begin anew")
-        client, run = await self._begun(request, asked)
+        with written_as(names):
+            client, run = await self._begun(request, asked)
         prompt = run.job.prompts[0]
         markups = run.job.markups(self._gateway.codec)
         reply = reply_to(Told(run.id, run.created, asked.model, len(prompt), markups[0] if markups else None, raw))

@@ -287,6 +287,25 @@ async def test_what_their_answers_do_not_tell_is_refused(tiny_folder: Path, path
         assert (await r.post(path, **body, **quiet)).status_code == 200
 
 
+BAD = {"type": "json_schema", "name": "bad", "schema": {"type": "array", "uniqueItems": True}}
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), [
+    (MESSAGES, {"stop_sequences": 1}, "stop_sequences"),
+    (MESSAGES, {"output_config": {"format": BAD | {"schema": 1}}}, "output_config.format.schema"),
+    (RESPONSES, {"max_output_tokens": "x"}, "max_output_tokens"),
+    (RESPONSES, {"text": {"format": BAD | {"schema": 1}}}, "text.format.schema"),
+    (RESPONSES, {"text": {"format": BAD}}, "text.format"),
+    (RESPONSES, {"reasoning": {"effort": 7}}, "reasoning.effort"),
+])
+async def test_refusals_name_the_dialects_own_fields(tiny_folder: Path, path: str, fields: Any, named: str) -> None:
+    body: Any = {"messages": HELLO, "max_tokens": 4} if path == MESSAGES else {"input": "hello"}
+    async with routing(tiny_folder, EchoTarget()) as r:
+        refused = await r.post(path, **body, **fields)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(f"{named}: "), refused.text
+
+
 async def test_tools_that_nobody_here_runs_are_left_out_by_name(tiny_folder: Path) -> None:
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:

@@ -50,6 +50,9 @@ WRONG = {
     "deep ebnf": Grammar("ebnf", f"root ::= {'(' * 9000}'a'{')' * 9000}"),
     "rounded bounds": Grammar("json_schema", f'{{"type": "integer", "minimum": {2**62 + 1}, "maximum": {2**62 + 9}}}'),
     "no 64 bits": Grammar("json_schema", '{"type": "integer", "minimum": 1e30, "maximum": 1e31}'),
+    "a rounded constant": Grammar("json_schema", f'{{"enum": [1, {2**53 + 1}]}}'),
+    "no number": Grammar("json_schema", '{"const": NaN}'),
+    "half a character": Grammar("json_schema", r'{"const": "\ud800"}'),
     "no lark": Grammar("lark", "start: other"), "no token": Grammar("lark", "start: <|none|>"),
 }
 FINE = {
@@ -57,6 +60,8 @@ FINE = {
     "exponential elsewhere": Grammar("regex", "(a|b)*a(a|b){1000}"), "nested stars": Grammar("regex", "((a+)+)+b"),
     "special token": Grammar("lark", 'start: "a" <|im_start|>'),
     "64 bits": Grammar("json_schema", f'{{"type": "integer", "minimum": 0, "maximum": {2**64 - 1}}}'),
+    "a schema's words as names": Grammar("json_schema", '{"properties": {"const": {"enum": [{"minimum": 2}]}}, '
+                                         f'"default": {{"minimum": {2**62 + 1}}}}}'),
     "millions": Grammar("json_schema", '{"type": "number", "exclusiveMinimum": -1e9, "maximum": 1.5e9}'),
     "200 properties": Grammar("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"}
                                                                          for i in range(200)}})),

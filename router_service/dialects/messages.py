@@ -1,7 +1,8 @@
 """Anthropic's Messages API as a translation onto chat: requests in, whole answers and events out.
 
 Rules:
-1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
+1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
+   and tools may have the chat's names.
 2. Content comes in blocks: thinking, text, calls, in the order in which the model wrote them.
 3. An answer continues the last message where that is the assistant's.
 4. Tools are functions; of blocks only text, calls, their results and thinking are known.
@@ -12,6 +13,7 @@ It knows nothing about models, routes or the network.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -33,6 +35,9 @@ DELTAS = {"reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "t
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
          404: "not_found_error", 405: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error",
          503: "overloaded_error", 504: "timeout_error"}
+# The chat's fields that are called otherwise here.
+NAMES = MappingProxyType({"response_format.json_schema": "output_config.format",
+                          "response_format": "output_config.format", "stop": "stop_sequences"})
 
 
 def chat_of(raw: Any) -> Json:

@@ -10,6 +10,8 @@ Format: the OpenAI API's. It knows nothing about requests or the network.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,3 +70,16 @@ def http_problem(status: int, message: str) -> Problem:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
     return Problem(status, message, kind, None, CODES.get(status), headers)
+
+
+@contextmanager
+def written_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals of what is done within name fields as their dialect does. ``names``: ours and theirs, the first that
+    fits counts."""
+    try:
+        yield
+    except InvalidRequest as error:
+        for ours, theirs in names.items():
+            if error.field == ours or error.field.startswith((f"{ours}.", f"{ours}[")):
+                raise InvalidRequest(theirs + error.field.removeprefix(ours), error.message, error.code) from None
+        raise

@@ -1,7 +1,8 @@
 """OpenAI's Responses API as a translation onto chat: requests in, whole answers and events out.
 
 Rules:
-1. A request becomes a body of a chat, and is checked as one: refusals name the chat's fields where the names are alike.
+1. A request becomes a body of a chat, and is checked as one. Refusals name this API's fields; those within messages
+   and tools may have the chat's names.
 2. Nothing is kept: a conversation comes whole with every request (``store: false``).
 3. Tools are functions; others are left out and named. Of input items messages, calls, their results and reasoning are
    known.
@@ -38,6 +39,9 @@ REFUSED: Mapping[str, Refused] = MappingProxyType({
 INERT = ("store", "include", "user", "service_tier", "prompt_cache_key", "prompt_cache_retention",
          "safety_identifier", "stream_options", "client_metadata")
 MAX_METADATA, MAX_METADATUM = 16, 576  # entries, and characters of each
+# The chat's fields that are called otherwise here.
+NAMES = MappingProxyType({"response_format.json_schema": "text.format", "response_format": "text.format",
+                          "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"})
 
 
 def chat_of(raw: Any) -> Json:

@@ -29,6 +29,8 @@ LIMITS = LLParserLimits(max_items_in_row=1500, initial_lexer_fuel=100_000, step_
                         max_lexer_states=20_000, max_grammar_size=50_000, verbose_errors=False)
 BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 EXACT, LEAST, MOST = 1 << 53, -(1 << 63), (1 << 63) - 1  # bounds are doubles, then 64 bits of an integer
+SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # each a schema by name
+VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 END = "<|end of what a grammar allows|>"
 SPACE = r" |\n {0,32}"  # between the parts of JSON: with any amount allowed, a small model writes nothing else
 MAX_WORDS = 300  # characters of a refusal
@@ -86,20 +88,43 @@ def _written(grammar: Grammar) -> str:
             words = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest("grammar", f"is no EBNF: {words[:MAX_WORDS]}") from error
     try:
-        content = json.loads(grammar.source, object_hook=_bounded)
+        content = json.loads(grammar.source)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_WORDS]}") from error
+        raise _no_json(error) from error
     if grammar.kind == "choice":
         if not (isinstance(content, list) and content and all(isinstance(text, str) and text for text in content)):
             raise InvalidRequest("grammar", "must be a list of texts")
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, content))}"))
     if not isinstance(content, dict):
         raise InvalidRequest("grammar", "must be a JSON object")
-    return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE}))
+    _check_numbers(content)
+    try:
+        return str(LLMatcher.grammar_from_json_schema(grammar.source, overrides={"whitespace_pattern": SPACE}))
+    except ValueError as error:  # Python's reader takes NaN and halves of characters
+        raise _no_json(error) from error
 
 
-def _bounded(part: dict[str, Any]) -> dict[str, Any]:
-    """Raises InvalidRequest for a bound that llguidance rounds to one which lets more through."""
+def _no_json(error: Exception) -> InvalidRequest:
+    return InvalidRequest("grammar", f"is not JSON: {str(error)[:MAX_WORDS]}")
+
+
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Raises InvalidRequest for a number that llguidance rounds to one which lets other answers through."""
+    left: list[tuple[Any, bool]] = [(schema, False)]  # and whether its names are the client's own
+    while left:
+        part, named = left.pop()
+        if isinstance(part, list):
+            left += [(each, False) for each in part]
+        if not isinstance(part, dict):
+            continue
+        if not named:
+            _check_bounds(part)
+            for constant in (part.get("const"), part.get("enum")):
+                _check_constant(constant)
+        left += [(each, not named and name in SCHEMAS) for name, each in part.items() if named or name not in VALUES]
+
+
+def _check_bounds(part: dict[str, Any]) -> None:
     for name, sign in BOUNDS.items():
         bound = part.get(name)
         if not isinstance(bound, int | float) or abs(bound) <= EXACT:
@@ -107,7 +132,17 @@ def _bounded(part: dict[str, Any]) -> dict[str, Any]:
         kept = max(LEAST, min(int(float(bound)), MOST)) if abs(bound) <= MOST else MOST if bound > 0 else LEAST
         if sign * kept > sign * bound:
             raise InvalidRequest("grammar", f"{name} {bound} cannot be kept to; nearer to 0 than 2^53 any can")
-    return part
+
+
+def _check_constant(constant: Any) -> None:
+    # It is written as a double, by the shortest digits that give the same double: another integer.
+    left = [constant]
+    while left:
+        part = left.pop()
+        if isinstance(part, int | float) and abs(part) > EXACT:
+            raise InvalidRequest("grammar", f"the constant {part!s:.40} would be rounded; write it as a text, or "
+                                 "nearer to 0 than 2^53")
+        left += part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
 
 
 def _refused(problem: str) -> InvalidRequest:
