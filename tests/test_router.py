@@ -210,6 +210,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"response_format": "json"}, 400, "response_format", "invalid_value"),
     (CHAT, {"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "guided_regex", "invalid_value"),
     (CHAT, {"structured_outputs": {"json": {}, "regex": "a"}}, 400, "structured_outputs", "invalid_value"),
+    (CHAT, {"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, 400,
+     "structured_outputs.whitespace_pattern", "unsupported_parameter"),
     (CHAT, {"structured_outputs": {"structural_tag": {}}}, 400, "structured_outputs.structural_tag",
      "unsupported_parameter"),
     (CHAT, {"guided_json": 1}, 400, "guided_json", "invalid_value"),

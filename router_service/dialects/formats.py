@@ -62,12 +62,13 @@ def _structured_outputs(name: str, value: Any) -> Grammar | None:
     wanted = {key: part for key, part in asked.items() if part not in ASKED_FOR_NOTHING.get(key, ())}
     if not wanted:
         return None
+    for key in wanted:
+        if key not in PARTS:
+            raise InvalidRequest(f"{name}.{key[:64]}", "is not supported by this server; leave it out",
+                                 "unsupported_parameter")
     if len(wanted) > 1:
         raise InvalidRequest(name, f"must have one of {', '.join(PARTS)}")
     key, part = next(iter(wanted.items()))
-    if key not in PARTS:
-        raise InvalidRequest(f"{name}.{key[:64]}", "is not supported by this server; leave it out",
-                             "unsupported_parameter")
     return PARTS[key](f"{name}.{key}", part)
 
 
