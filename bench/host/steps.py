@@ -22,6 +22,7 @@ from rich.progress import track
 
 from bench.gpu.shapes import read_bytes
 from bench.inputs import chains
+from bench.memory import Memory, rate
 from bench.report import Row, write
 from slipstream.base.config import ModelSection
 from slipstream.engine.attention import TorchAttention
@@ -36,7 +37,6 @@ from slipstream.models.folder import resolve
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256
 ANSWERS, CONTEXTS = (1, 4, 16), (256, 1024)  # of several answers
-SUMMED = 1 << 26  # float32 numbers: more than caches hold
 
 Part = Callable[[], object]
 
@@ -110,11 +110,11 @@ def run(threads: list[int], kinds: list[str], repeats: int) -> tuple[list[Row], 
     """Steps by rows, and the parts of a plain one, for each number of threads and both kernels."""
     by_rows: list[Row] = []
     split: list[Row] = []
-    memory = torch.zeros(SUMMED)
+    memory = Memory()
     for count in track(threads, description="threads"):
         torch.set_num_threads(count)  # the kernels of our own have as many as torch when they are loaded
         runners = {kind: loaded(kind, CONTEXT + max(ROWS)) for kind in kinds}
-        parts: dict[str, Part] = {"sum": memory.sum}
+        parts: dict[str, Part] = {"sum": memory.read}
         for kind, runner in runners.items():
             parts |= {f"{kind} {rows}": partial(step, runner, rows) for rows in ROWS}
             parts |= {f"{kind} {name}": part for name, part in parts_of_a_plain_step(runner).items()}
@@ -150,10 +150,10 @@ def side_by_side(threads: int, kinds: list[str], repeats: int) -> list[Row]:
 
 def consists_of(kind: str, threads: int, found: dict[str, tuple[float, float]], read: float) -> Row:
     median = {name.removeprefix(f"{kind} "): taken[0] for name, taken in found.items() if name.startswith(f"{kind} ")}
-    rate = 4 * SUMMED / found["sum"][1]
+    gb_s = rate(found["sum"][1])
     known = sum(median[name] for name in ("products", "head", "attention"))
-    return {"kernels": kind, "threads": threads, "step_ms": 1e3 * median["1"], "floor_ms": 1e3 * read / rate,
-            "memory_gb_s": rate / 1e9, "products_ms": 1e3 * median["products"], "head_ms": 1e3 * median["head"],
+    return {"kernels": kind, "threads": threads, "step_ms": 1e3 * median["1"], "floor_ms": read / gb_s / 1e6,
+            "memory_gb_s": gb_s, "products_ms": 1e3 * median["products"], "head_ms": 1e3 * median["head"],
             "attention_ms": 1e3 * median["attention"], "rest_ms": 1e3 * (median["1"] - known)}
 
 

@@ -12,7 +12,9 @@ What is measured, and how:
    time is the slowest answer's, and what makes others faster does not count.
 5. Sets: mt_bench of the folder, and ours of ``bench/sets``: copy, in which answers repeat their prompts; extraction
    and record, in which Slipstream's are bound to a schema of JSON, of several people and of one.
-6. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
+6. Between questions, while nobody works, a sum over memory is timed. The table's title tells its rates, as a machine
+   has fast and slow hours, and ratios to others differ between them.
+7. Rows are in ``build/bench/peers.json`` after each question; table, a verdict for each goal, and memory come last.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from rich.progress import Progress
 
 from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
+from bench.memory import Memory
 from bench.peers.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
 from bench.report import FOLDER, Row, finished, save, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
-from slipstream.base.errors import SlipstreamError
+from slipstream.base.errors import ConfigError, SlipstreamError
 from slipstream.models.folder import KNOWN, packaged_file, resolve
 
 LOGS = Path("build/bench/logs/peers")
@@ -121,6 +124,8 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
         return Slipstream("default" if colocated else kind, LOGS, MODEL, DTYPE, colocated)
     if family == "transformers":
         return Transformers(kind, LOGS, resolve(MODEL), DTYPE)
+    if arguments.peers is None:
+        raise ConfigError("--peers: give the folder that `make bench-peers` installed")
     binary, file = llama_server(arguments.peers), FOLDER / f"{MODEL}-bf16.gguf"
     return LlamaCpp(kind, LOGS, binary, write_bfloat16(packaged_file(KNOWN[MODEL]), file))
 
@@ -239,6 +244,8 @@ async def run(arguments: argparse.Namespace) -> None:
     sets = {set_: [codec.chat([{"role": "user", "content": q.text}]) for q in all_] for set_, all_ in questions.items()}
     few = {set_: prompts[::max(1, len(prompts) // arguments.count)][:arguments.count] for set_, prompts in sets.items()}
     results: Results = defaultdict(list)
+    reading = Memory()
+    gb_s = [reading.gb_s()]
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(Progress())
         systems = await started(arguments.systems, arguments, stack, progress)
@@ -247,17 +254,22 @@ async def run(arguments: argparse.Namespace) -> None:
         task = progress.add_task("one by one", total=len(systems) * sum(map(len, free.values())))
         async for _ in one_by_one(systems, free, arguments.max_tokens, results):
             progress.advance(task)
+            gb_s.append(reading.gb_s())
             save(name, rows_of(results))
         async for _ in otherwise(systems, few, arguments.max_tokens, results):
+            gb_s.append(reading.gb_s())
             save(name, rows_of(results))
         free = {set_: prompts for set_, prompts in sets.items() if set_ not in BOUND}
         task = progress.add_task("in batches", total=len(many) * len(free) * len(BATCHES) * arguments.runs)
         async for _ in in_batches(many, free, arguments, results):
             progress.advance(task)
+            gb_s.append(reading.gb_s())
             save(name, rows_of(results))
         memory = {system.name: system.memory() for system in systems}
     rows = rows_of(results)
-    write(name, rows, f"bench: {MODEL}, {DTYPE}, at most {arguments.max_tokens} tokens")
+    least, median, most = min(gb_s), statistics.median(gb_s), max(gb_s)
+    write(name, rows, f"bench: {MODEL}, {DTYPE}, at most {arguments.max_tokens} tokens; memory reads {median:.0f} GB/s "
+          f"({least:.0f} to {most:.0f})")
     print("\n".join(verdicts(results) if arguments.prompts else ()))
     for name, parts in memory.items():
         print(f"{name}: {', '.join(f'{part} {mib:.0f} MiB' for part, mib in parts.items())}")
@@ -271,7 +283,7 @@ def main() -> None:
     parser.add_argument("--waves", type=int, default=3, help="questions of each stream of a batch; 1: all at once")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--systems", nargs="*", default=NAMES, choices=NAMES)
-    parser.add_argument("--peers", type=Path, required=True, help="what `make bench-peers` installed")
+    parser.add_argument("--peers", type=Path, help="what `make bench-peers` installed; for systems of llama.cpp")
     finished(run(parser.parse_args()))
 
 
