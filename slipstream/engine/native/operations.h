@@ -21,7 +21,8 @@ namespace {
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
 constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
-constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by
+constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
+                                 // second cache: what is asked for "once" (NTA) an Intel loses before it is read
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
 
 enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8, RACE = 9 };
@@ -142,7 +143,7 @@ void product_block(const Op& op, int64_t group, int64_t row) {
     const bf16* x = (const bf16*)op.in + row * op.in_stride;
     Floats low[R] = {}, high[R] = {};
     for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += Weights::BYTES) {
-        for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(weight + AHEAD + line, 0, 0);
+        for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(weight + AHEAD + line, 0, 1);
         Words first, second;
         Weights::read(weight, first, second);
         for (int r = 0; r < R; r++) {
