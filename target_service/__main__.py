@@ -104,11 +104,13 @@ async def _serve_vllm(config: Config, stop: asyncio.Event, ready: Callable[[], N
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
     try:
         await server.start()
-        metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set)
+        vitals = target.service.vitals
+        metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, vitals)
         metrics.start()
         try:
-            async with kept_up(export_end(tls, target.metrics.registry.certificate_ends)):
-                await _serve_until(target.until(stop), config, target, server, up, ready)
+            async with kept_up(target.service.watch(), export_end(tls, target.metrics.registry.certificate_ends),
+                               vitals=vitals):
+                await _serve_until(until(stop, vitals, show=server.set_ready), config, target, server, up, ready)
         finally:
             await asyncio.to_thread(metrics.close)
     finally:

@@ -9,7 +9,9 @@ Rules:
    noise is keyed. Another is refused.
 4. Whether an answer is drafted for is decided beside vLLM's model, in its workers; here is told who may not. What the
    workers tell of a step (``Rounds``) goes with its pieces; a piece does not wait for it.
-5. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
+5. The engine is asked again and again, between two steps, whether answers run or not: vLLM itself waits for ever for
+   a machine that is gone. One that does not answer ends all answers with Unavailable, and the service with them.
+6. An answer that its reader leaves is aborted. While draining, new requests are refused and running ones finish, or are
    handed back (Draining) when time is up: those that could go on elsewhere. Begun ones are taken all the same.
 
 It imports no vLLM (``vllm_start`` does), and knows nothing about gRPC or drafts.
@@ -30,6 +32,7 @@ from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Slip
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
+from slipstream.observe.vitals import Vitals
 from slipstream.protocol.requests import (
     MAX_WAITING,
     DraftStatus,
@@ -47,10 +50,14 @@ from target_service.rounds import Rounds
 from target_service.vllm_asked import TAKES, Bounds, field_of, parameters, prompt, resumes
 from target_service.vllm_told import chosen, scores
 
-LOOK_S = 1.0  # between two looks at the drafts and at the engine's health
+LOOK_S = 1.0  # between two looks at the gauges and at the engine's health
+BUSY_LOOKS = 10  # from one question to the engine to the next, while answers run: all its workers wait for each other
+IDLE_LOOKS = 60  # without an answer from an engine that has nothing to do
+ENDED = "vLLM's engine has ended; the service has to be restarted"
 FINISHES: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
 # What ``slipstream_vllm.worker.Drafted`` adds to vLLM's workers.
 DRAFTS, ALLOW = "slipstream_drafts", "slipstream_allow"
+HEALTH = "check_health"  # what vLLM's own workers answer
 
 
 class Collected(Protocol):
@@ -100,6 +107,7 @@ class Running:
     rounds: Rounds
     trials: Trials | None = None  # of grammars; None: vLLM's tokenizer is of no use for them
     bounds: Bounds = field(default_factory=Bounds)
+    step_s: float = 300.0  # what vLLM gives a step
 
 
 class VllmAnswer:
@@ -143,6 +151,9 @@ class VllmAnswer:
         self._gone(self)  # whether its reader is quick or slow
         self._outputs.put_nowait(Draining("the target is shutting down; another one will go on"))
 
+    def fail(self, error: Unavailable) -> None:
+        self._outputs.put_nowait(error)
+
     async def aclose(self) -> None:
         if self._over:
             return
@@ -179,7 +190,7 @@ class VllmAnswer:
             if self._outcome == "cancelled":
                 self._outcome = "failed"
             if self._engine.errored:
-                raise Unavailable("vLLM's engine has ended; the service has to be restarted") from error
+                raise Unavailable(ENDED) from error
             raise
         finally:
             await self.aclose()
@@ -285,13 +296,17 @@ class VllmService:
         self._drafts = tuple(DraftStatus(address, False, problem="not connected yet") for address in config.drafts
                              if running.drafted)
         self._draining = False
+        self.vitals = Vitals("target", clock)
+        self._lost: Unavailable | None = None
+        self._ran = True  # an answer ran since the engine was asked
+        self._idle = False  # none has run since it was asked what it answered
 
     def submit(self, request: Request) -> VllmAnswer:
         """Begin an answer. Raises InvalidRequest, CapacityError, Draining or Unavailable."""
         if self._draining and not request.answered:
             raise Draining("the target is shutting down; another one will take the request")
-        if self._running.engine.errored:
-            raise Unavailable("vLLM's engine has ended; the service has to be restarted")
+        if self._lost is not None or self._running.engine.errored:
+            raise self._lost or Unavailable(ENDED)
         if request.grammar is not None and self._running.trials is None:  # and ``info`` says so
             raise InvalidRequest("grammar", "this model's tokenizer is of no use for one", "unsupported_parameter")
         served = self._running.served
@@ -301,6 +316,7 @@ class VllmService:
         name = f"{request.request_id or 'request'}-{next(self._numbers)}"
         answer = VllmAnswer(self._running, name, request, self._metrics, self._spans, self._answers.discard)
         self._answers.add(answer)
+        self._ran, self._idle = True, False
         return answer
 
     async def info(self) -> TargetInfo:
@@ -330,31 +346,66 @@ class VllmService:
         for answer in list(self._answers):
             answer.hand_back()
 
-    async def until(self, stop: asyncio.Event) -> None:
-        """Look after the engine until ``stop`` is set. Raises Unavailable when it has ended before."""
-        with self._running.rounds.heard():
-            while not stop.is_set():
-                if self._running.engine.errored:
-                    raise Unavailable("vLLM's engine has ended")
-                await self.look()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), LOOK_S)
+    async def watch(self) -> None:
+        """Look after the engine until cancelled. Raises Unavailable when it has ended or is stuck; its answers hear it
+        first."""
+        pulse = self.vitals.pulse("vLLM")
+        try:
+            with self._running.rounds.heard():
+                for looks in itertools.count():
+                    pulse.beat()
+                    self._look()
+                    if not self._answers or looks % BUSY_LOOKS == 0:
+                        await self.ask()
+                    await asyncio.sleep(LOOK_S)
+        except Unavailable as error:
+            self._lost = error
+            for answer in list(self._answers):
+                answer.fail(error)
+            raise
 
-    async def look(self) -> None:
-        """Ask the workers for their drafts, and tell the gauges."""
+    async def ask(self) -> None:
+        """Ask the workers for their drafts, which they tell between two steps. Raises Unavailable when the engine has
+        ended, or no answer comes in the time that what it does may take."""
+        self._ran = bool(self._answers)
+        drafted = self._running.drafted
+        asked = asyncio.ensure_future(self._running.engine.collective_rpc(DRAFTS if drafted else HEALTH))
+        try:
+            await self._answered(asked)
+        finally:
+            asked.cancel()
+        self._idle = not self._ran
+        if drafted and not asked.exception():
+            self._drafts = statuses(asked.result()) or self._drafts
+            self._metrics.drafts_expected(len(self._drafts))
+            self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
+
+    async def _answered(self, asked: asyncio.Future[Any]) -> None:
+        """Looks are counted, not seconds: those in which this process was stopped say nothing about the engine."""
+        await asyncio.sleep(0)  # it is asked behind what was submitted before
+        idle = self._idle
+        looks = IDLE_LOOKS if idle else round(2 * self._running.step_s / LOOK_S)  # one step runs, another is queued
+        for _ in range(looks):
+            await asyncio.wait({asked}, timeout=LOOK_S)
+            if asked.done():
+                return
+            self._look()
+        does = "with nothing to do" if idle else "while answers ran"
+        more = "" if idle else ". Where a step may take so long, raise VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+        raise Unavailable(f"vLLM's engine is stuck: no sign for {looks * LOOK_S:.0f} s {does}. A process or a machine "
+                          f"of it may be gone; the service has to be restarted, on all its machines{more}")
+
+    def _look(self) -> None:
+        if self._running.engine.errored:
+            raise Unavailable(ENDED)
         running, total = len(self._answers), self._running.served.num_slots
         self._metrics.sessions(min(running, self._config.max_sessions), max(0, running - self._config.max_sessions))
         self._metrics.slots(total, self._free, 0)  # vLLM counts what it keeps as free
-        if not self._running.drafted:
-            return
-        with suppress(Exception):  # an engine that has ended is seen by ``until``
-            self._drafts = statuses(await self._running.engine.collective_rpc(DRAFTS)) or self._drafts
-        self._metrics.drafts_expected(len(self._drafts))
-        self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))
 
     def end(self) -> None:
         self._running.engine.shutdown()
         self._running.rounds.close()
+        self.vitals.end()
 
 
 def statuses(told: Sequence[Any]) -> tuple[DraftStatus, ...]:

@@ -12,10 +12,12 @@ It knows nothing about answers.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import socket
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,6 +44,9 @@ ROOM = ("gpu_memory_utilization", "max_model_len", "max_num_batched_tokens", "ma
         "master_port", "node_rank")
 RAW = "raw_logprobs"
 V2_SCORES = 1024  # rows of a prompt that vLLM's second model runner scores at once; the first one scores all of a step
+MEET_S = 30.0
+# A machine that is gone without a word is missed after a minute.
+SILENT = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 OURS_ALONE = {  # settings that vLLM has no use for -> what to do instead
     "model.engine": "vLLM has its own", "model.kernels": "vLLM has its own",
     "model.threads": "set OMP_NUM_THREADS and VLLM_CPU_OMP_THREADS_BIND", "target.slots":
@@ -136,6 +141,7 @@ def start(config: Config) -> Running:
     """Load the model into vLLM. Takes minutes for a large one; raises ConfigError or ModelError."""
     version = _installed()
     from slipstream_vllm.sampling import refusal
+    from vllm import envs
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -170,7 +176,7 @@ def start(config: Config) -> Running:
     keyed = drafts(config) and options.get("keyed", True) and not refusal(engine.vllm_config)
 
     return Running(engine, version, params_of(), (VLLMClientError, ValueError), served, drafts(config), keyed, fill,
-                   rounds, trials_of(folder), _bounds(engine.vllm_config))
+                   rounds, trials_of(folder), _bounds(engine.vllm_config), envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
 
 
 def params_of() -> Callable[..., Any]:
@@ -253,9 +259,29 @@ class Node:
         except Exception as error:
             raise ModelError(f"vLLM {self._version} did not start: {error}") from error
         begun()
+        first = shape.parallel_config.master_addr, shape.parallel_config.master_port
+        threading.Thread(target=self._follow, args=(first,), name="vllm-first", daemon=True).start()
         self._executor.start_worker_monitor(inline=True)
         if not self._ended:
             raise Unavailable("a process of vLLM on this machine has ended, or another machine has")
+
+    def _follow(self, first: tuple[str, int]) -> None:
+        """End with ``first``, where the machines met: vLLM's processes here would wait for it for ever, and it could
+        not begin anew."""
+        try:
+            met = socket.create_connection(first, timeout=MEET_S)
+        except OSError as error:
+            logger("target").warning("the first machine cannot be followed", address=first, problem=str(error))
+            return
+        with met, suppress(OSError):  # it is silent
+            met.settimeout(None)
+            met.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in SILENT.items():
+                met.setsockopt(socket.IPPROTO_TCP, option, value)
+            while met.recv(1):
+                pass
+        if not self._ended:
+            self._executor.shutdown()
 
     def end(self) -> None:
         self._ended = True
@@ -283,10 +309,6 @@ class VllmTarget:
 
     service: VllmService
     metrics: TargetMetrics
-
-    async def until(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set. Raises Unavailable when the engine has ended."""
-        await self.service.until(stop)
 
     def end(self) -> None:
         self.service.end()

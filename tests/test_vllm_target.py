@@ -6,7 +6,7 @@ import asyncio
 import math
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,8 +34,9 @@ from slipstream.wire.target import TargetClient, TargetServicer
 from target_service import vllm_told
 from target_service.grammars import Trials
 from target_service.rounds import Rounds
-from target_service.vllm import ALLOW, DRAFTS, Fill, Running, VllmService
+from target_service.vllm import ALLOW, DRAFTS, HEALTH, Fill, Running, VllmService
 from target_service.vllm_start import arguments, trials_of
+from tests.loop import hurried, still
 from tests.test_following import PROMPT as SAID
 from tests.test_following import chosen, plain
 from tests.test_vllm import OPTIONS, Runner, play
@@ -82,6 +83,7 @@ class FakeEngine:
     tells: bool = False  # its workers tell of their steps
     rounds: Rounds | None = None
     errored: bool = False
+    stuck: bool = False  # nothing comes from it any more
     asked: list[dict[str, Any]] = field(default_factory=list)
     salts: list[str | None] = field(default_factory=list)  # of their prompts
     aborted: list[str] = field(default_factory=list)
@@ -103,6 +105,7 @@ class FakeEngine:
     async def _speak(self, collected: Collected, prompt: list[int], params: dict[str, Any]) -> None:
         left, drafted, kept, text = params["max_tokens"], list[int](), list[int](), list(prompt)
         for step in range(left):
+            await self._goes_on()
             count = min(left, self.steps[step] if step < len(self.steps) else 1)
             new = list[int]()
             for _ in range(count):
@@ -136,7 +139,12 @@ class FakeEngine:
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any:
         self.said.append((method, args))
+        await self._goes_on()
         return [[], [DRAFT]] if method == DRAFTS else [None, None]
+
+    async def _goes_on(self) -> None:
+        while self.stuck:
+            await asyncio.sleep(0.5)
 
     def shutdown(self) -> None:
         for task in self.tasks:
@@ -187,8 +195,9 @@ async def served(engine: FakeEngine, drafted: bool = True, keyed: bool = False, 
     served = Served("function", 260, 512, "", 1024, IDENTITY)
     running = Running(engine, "0.32.0", params, (Refused,), served, drafted, keyed,
                       Fill(0.25), engine.rounds, Trials(Tried()) if tries else None)
-    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"),
-                          spans or NoSpans())
+    loop = asyncio.get_running_loop()
+    service = VllmService(running, TargetSection(**settings), TargetMetrics("function"), spans or NoSpans(),
+                          lambda: loop.time())
     with engine.rounds.heard():
         yield service
     service.end()
@@ -200,6 +209,13 @@ def request(max_tokens: int = 12, **sampling: Any) -> Request:
 
 async def taken(answer: Any) -> list[Piece]:
     return [piece async for piece in answer]
+
+
+async def pass_by(passes: Callable[[float], None], seconds: float) -> None:
+    for _ in range(round(2 * seconds)):
+        passes(0.5)
+        for _ in range(10):  # what is ready, and what follows from it
+            await asyncio.sleep(0)
 
 
 def tokens_of(pieces: Sequence[Piece]) -> list[int]:
@@ -495,7 +511,7 @@ async def test_what_it_says_of_itself() -> None:
     async with served(FakeEngine(), drafts=["127.0.0.1:8052"], max_sessions=1) as service:
         info = await service.info()
         assert info.drafts == (DraftStatus("127.0.0.1:8052", False, problem="not connected yet"),)
-        await service.look()
+        await service.ask()
         service.submit(request())
         service.submit(request())
         info = await service.info()
@@ -553,8 +569,75 @@ async def test_an_engine_that_ends_is_told_to_answers_and_to_whoever_serves() ->
             await anext(pieces)
         with pytest.raises(Unavailable):
             service.submit(request())
+        with pytest.raises(Unavailable, match="restarted"):
+            await service.watch()
+
+
+async def test_an_engine_that_ends_while_it_is_asked_is_seen() -> None:
+    engine = FakeEngine(stuck=True)
+    async with served(engine) as service:
+        asyncio.get_running_loop().call_later(5.0, setattr, engine, "errored", True)
+        with pytest.raises(Unavailable, match="ended"):
+            await hurried(service.watch())
+    assert [method for method, _ in engine.said] == [DRAFTS]
+
+
+@pytest.mark.parametrize(("drafted", "question"), [(True, DRAFTS), (False, HEALTH)])
+async def test_an_engine_that_is_stuck_with_nothing_to_do_ends_the_service(drafted: bool, question: str) -> None:
+    """As vLLM's, which waits for ever for a machine that is gone."""
+    engine = FakeEngine()
+    async with served(engine, drafted) as service:
+        watch = asyncio.create_task(service.watch())
+        with still() as passes:
+            await pass_by(passes, 3.0)
+            assert {asked for asked, _ in engine.said} == {question} and len(engine.said) > 2, "once a second"
+            engine.stuck = True
+            await pass_by(passes, 55.0)
+            assert not watch.done()
+            answer = asyncio.create_task(taken(service.submit(request())))
+            await pass_by(passes, 10.0)
+        for ended in (watch, answer):
+            with pytest.raises(Unavailable, match=r"no sign for 60 s with nothing to do.* restarted, on all its mach"):
+                await ended
+        with pytest.raises(Unavailable, match="no sign"):
+            service.submit(request())
+
+
+async def test_an_engine_whose_step_does_not_end_has_the_time_of_two() -> None:
+    """A first step may compile, and a step may wait for another."""
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        watch = asyncio.create_task(service.watch())
+        with still() as passes:
+            await pass_by(passes, 3.0)
+            answer = aiter(service.submit(request()))
+            await anext(answer)
+            engine.stuck = True
+            await pass_by(passes, 600.0)
+            assert not watch.done() and not service.vitals.ready
+            await pass_by(passes, 15.0)
+        with pytest.raises(Unavailable, match=r"no sign for 600 s while answers ran.* raise VLLM_EXECUTE_MODEL_TIME"):
+            await anext(answer)
         with pytest.raises(Unavailable):
-            await service.until(asyncio.Event())
+            await watch
+
+
+async def test_an_aborted_answers_step_may_take_its_time() -> None:
+    engine = FakeEngine(hold=True)
+    async with served(engine) as service:
+        watch = asyncio.create_task(service.watch())
+        with still() as passes:
+            await pass_by(passes, 3.0)
+            answer = service.submit(request())
+            await anext(aiter(answer))
+            engine.stuck = True
+            await answer.aclose()
+            await pass_by(passes, 200.0)
+            assert not watch.done() and not service.vitals.ready
+            engine.stuck = False
+            await pass_by(passes, 3.0)
+            assert service.vitals.ready, "it went on"
+        watch.cancel()
 
 
 async def test_it_is_served_over_the_wire_like_any_target() -> None:

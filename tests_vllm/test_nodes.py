@@ -1,8 +1,9 @@
 """vLLM on two machines that compute one model together, here two services of one: the first serves and speaks with
-drafts, and an answer in which the other one ends is an error."""
+drafts. Where one ends, be it while nothing runs, answers are errors, and the other one ends too: so both begin anew."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import free_port
-from slipstream.base.errors import SlipstreamError
+from slipstream.base.errors import Unavailable
 from slipstream.models.folder import resolve
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
@@ -20,7 +21,7 @@ from tests_vllm.test_parallel import SHARED
 from tests_vllm.test_target import settings
 
 PROMPT = tuple(range(100, 120)) * 3
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.timeout(1800)
 
 
 @dataclass
@@ -31,9 +32,9 @@ class Nodes:
     draft_port: int
 
 
-@pytest.fixture(scope="module")
-def nodes(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    folder, drafts = tmp_path_factory.mktemp("nodes"), free_port()
+@pytest.fixture
+def nodes(vllm_python: Path, tmp_path: Path) -> Iterator[Nodes]:
+    folder, drafts = tmp_path, free_port()
     shared = {name: value for name, value in SHARED.items() if name != "tensor_parallel_size"}
     meeting = {**shared, "enforce_eager": True, "max_model_len": 1024, "nnodes": 2, "master_addr": "127.0.0.1",
                "master_port": free_port()}
@@ -58,15 +59,20 @@ def nodes(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         other.end()
 
 
-async def asked(client: TargetClient) -> list[Piece]:
-    return [piece async for piece in client.submit(Request("r", PROMPT, Sampling(), 64))]
+async def asked(client: TargetClient, tokens: int = 64, begun: asyncio.Event | None = None) -> list[Piece]:
+    pieces = list[Piece]()
+    async for piece in client.submit(Request("r", PROMPT, Sampling(), tokens)):
+        pieces.append(piece)
+        if begun is not None:
+            begun.set()
+    return pieces
 
 
 def tokens(pieces: list[Piece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 
-async def test_both_compute_and_drafts_change_nothing(nodes: Nodes) -> None:
+async def test_both_compute_and_drafts_change_nothing_until_one_ends_in_mid_answer(nodes: Nodes) -> None:
     client = TargetClient(nodes.listen)
     plain = await asked(client)
     service = draft(nodes.draft_port)
@@ -78,12 +84,28 @@ async def test_both_compute_and_drafts_change_nothing(nodes: Nodes) -> None:
         service.kill()
         service.wait()
     assert tokens(drafted) == tokens(plain)
-    await client.aclose()
-
-
-async def test_an_answer_in_which_the_other_one_ends_is_an_error(nodes: Nodes) -> None:
-    client = TargetClient(nodes.listen)
+    begun = asyncio.Event()
+    answer = asyncio.create_task(asked(client, 900, begun))
+    await begun.wait()
     nodes.other.end()
-    with pytest.raises(SlipstreamError):
-        await asked(client)
+    with pytest.raises(Unavailable):
+        await answer
+    assert await asyncio.to_thread(nodes.serving.process.wait) == 1
     await client.aclose()
+
+
+async def test_one_that_ends_while_nothing_runs_is_missed(nodes: Nodes) -> None:
+    client = TargetClient(nodes.listen)
+    await asked(client)
+    await asyncio.sleep(5.0)  # the first one learns that nothing runs; else it waits longer
+    nodes.other.end()
+    await asyncio.sleep(5.0)
+    with pytest.raises(Unavailable):
+        await asked(client)
+    assert await asyncio.to_thread(nodes.serving.process.wait) == 1
+    await client.aclose()
+
+
+async def test_the_first_one_does_not_end_alone(nodes: Nodes) -> None:
+    nodes.serving.end()
+    assert await asyncio.to_thread(nodes.other.process.wait) == 1

@@ -5,9 +5,9 @@ Rules:
    (``until``) gets the reason: half a service looks well and answers nobody.
 2. Others may wait for ever for what is gone (a device for a rank), so ``GRACE_S`` after a death that somebody waits for
    the process ends with code 1, whatever it does, unless it has come to its end by then.
-3. A thread beats, with nothing to do as well. One that is silent for ``SILENT_S`` takes readiness away until it beats
-   again, and nothing else happens: it may be compiling, and would only begin anew. A step of 512 rows of 8 billion
-   weights takes 80 s where 100 GFLOP/s are computed.
+3. A thread beats, with nothing to do as well; so does another's engine, as it answers. One that is silent for
+   ``SILENT_S`` takes readiness away until it beats again, and nothing else happens here: it may be compiling, and would
+   only begin anew. A step of 512 rows of 8 billion weights takes 80 s where 100 GFLOP/s are computed.
 4. In a process that is not ours nobody waits: a death is told and ends nothing.
 
 It knows nothing about what they do.
@@ -32,17 +32,31 @@ GRACE_S = 20.0
 LOOK_S = 0.5
 
 
+class Pulse:
+    """Made by ``Vitals.pulse``."""
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self.name, self._clock = name, clock
+        self.beaten_s: float | None = None  # None: it does not beat, or has ended
+
+    def beat(self) -> None:
+        """It goes on."""
+        self.beaten_s = self._clock()
+
+    def end(self) -> None:
+        self.beaten_s = None
+
+
 class Supervised(threading.Thread):
     """Made by ``Vitals.thread``. That ``work`` returns is an end that was asked for; that it raises is none."""
 
     def __init__(self, name: str, work: Callable[[], None], vitals: Vitals) -> None:
         super().__init__(name=name, daemon=True)
         self._work, self._vitals = work, vitals
-        self.beaten_s: float | None = None  # None: it does not beat, or has ended
+        self._pulse = vitals.pulse(name)
 
     def beat(self) -> None:
-        """It goes on."""
-        self.beaten_s = self._vitals.clock()
+        self._pulse.beat()
 
     def run(self) -> None:
         try:
@@ -50,7 +64,7 @@ class Supervised(threading.Thread):
         except BaseException as error:
             self._vitals.lost(self.name, error)
         finally:
-            self.beaten_s = None
+            self._pulse.end()
 
 
 class Vitals:
@@ -62,7 +76,7 @@ class Vitals:
         self._log = logger(part)
         self._exits = exits
         self._lock = threading.Lock()
-        self._threads: list[Supervised] = []
+        self._pulses: list[Pulse] = []
         self._error: SlipstreamError | None = None
         self._awaited = False
         self._silent: str | None = None  # as it was told
@@ -70,8 +84,12 @@ class Vitals:
 
     def thread(self, name: str, work: Callable[[], None]) -> Supervised:
         """One that is to be started."""
-        one = Supervised(name, work, self)
-        self._threads.append(one)
+        return Supervised(name, work, self)
+
+    def pulse(self, name: str) -> Pulse:
+        """Of what may not be silent from its first beat on."""
+        one = Pulse(name, self.clock)
+        self._pulses.append(one)
         return one
 
     def follow(self, task: asyncio.Task[None]) -> None:
@@ -123,9 +141,9 @@ class Vitals:
             self._last.start()
 
     def _silence(self) -> str | None:
-        """The name of a thread that is silent."""
+        """The name of what is silent."""
         now_s = self.clock()
-        return next((one.name for one in self._threads
+        return next((one.name for one in self._pulses
                      if (beaten_s := one.beaten_s) is not None and now_s - beaten_s > SILENT_S), None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
