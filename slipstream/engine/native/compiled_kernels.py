@@ -30,8 +30,9 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off")
 COMPILE_S = 300  # of one build at most
 
-# What a processor must say of itself, and the flags for it; the first that fits is taken.
-X86 = (({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
+# What a processor must say of itself, and the flags for it; the first that fits is taken. AMD's alone multiply pairs of
+# bfloat16 as such: an Intel's core (family 6, model 207) does so at 85 GFLOPS, and float32 at 175.
+X86 = (({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),
        ({"avx2", "fma", "bmi2"}, ("-march=x86-64-v3",)))
@@ -124,7 +125,8 @@ def _processor() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    return set(" ".join(next((line.partition(":")[2] for line in lines if line.startswith(name)), "")
+                        for name in ("vendor_id", "flags")).split())
 
 
 def _cache() -> Path:

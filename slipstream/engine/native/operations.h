@@ -20,6 +20,7 @@ namespace {
 
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
 constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
+constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are widened together: they stay in the second cache
 constexpr int BUNDLE = 4;        // query heads that are computed together, at most
 constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
                                  // second cache: what is asked for "once" (NTA) an Intel loses before it is read
@@ -126,48 +127,99 @@ void finish(const Op& op, int64_t row, int64_t group, Floats low, Floats high) {
 struct Halves {  // weights in bfloat16
     static constexpr int BYTES = 2 * LINE;
     static constexpr bool SCALED = false;
-    static void read(const uint8_t* weight, Words& first, Words& second) {
-        first = words_at(weight), second = words_at(weight + LINE);
+    static void read(const uint8_t* weight, Pairs& first, Pairs& second) {
+        first = pairs_of(words_at(weight)), second = pairs_of(words_at(weight + LINE));
     }
 };
 
 struct Whole {  // weights as whole numbers
     static constexpr int BYTES = LINE;
     static constexpr bool SCALED = true;
-    static void read(const uint8_t* weight, Words& first, Words& second) { widen_line(weight, first, second); }
+    static void read(const uint8_t* weight, Pairs& first, Pairs& second) { widen_line(weight, first, second); }
 };
 
+// What some rows bring to a product: pairs of bfloat16 where these are multiplied as such, else each widened, once for many
+// groups.
+struct Inputs {
+    const bf16* halves;
+    int64_t stride;
+    std::vector<float>& wide;  // [rows, inner]
+    int64_t inner;
+
+    Inputs(const Op& op, int64_t row, int64_t rows, std::vector<float>& scratch)
+        : halves((const bf16*)op.in + row * op.in_stride), stride(op.in_stride), wide(scratch), inner(op.inner) {
+        if (PAIRED) return;
+        if (int64_t(wide.size()) < rows * inner) wide.resize(rows * inner);
+        for (int64_t r = 0; r < rows; r++) {
+            const bf16* x = halves + r * stride;
+            float* to = &wide[r * inner];
+            int64_t i = 0;
+            for (; i + LANES <= inner; i += LANES) store(to + i, widen(x + i));
+            for (; i < inner; i++) to[i] = std::bit_cast<float>(uint32_t(x[i]) << 16);
+        }
+    }
+};
+
+// Sums of R rows from `row` on, for the outputs of a group: the products of a pair of inputs come to them.
+template <int R>
+inline void add_pair(Floats (&low)[R], Floats (&high)[R], const Pairs& first, const Pairs& second, const Inputs& x,
+                     int64_t row, int64_t pair) {
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    for (int r = 0; r < R; r++) {
+        Words both = both_at(x.halves + (row + r) * x.stride + 2 * pair);
+        low[r] = pairs(low[r], first, both);
+        high[r] = pairs(high[r], second, both);
+    }
+#else
+    const float* wide = &x.wide[row * x.inner + 2 * pair];
+    auto add = [&](Floats one, Floats other, int half) {
+        for (int r = 0; r < R; r++) {
+            Floats input = all(wide[r * x.inner + half]);
+            low[r] = fma(one, input, low[r]);
+            high[r] = fma(other, input, high[r]);
+        }
+    };
+    add(first.one, second.one, 0), add(first.other, second.other, 1);
+#endif
+}
+
 template <class Weights, int R>
-void product_block(const Op& op, int64_t group, int64_t row) {
+void product_block(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t row) {
     const uint8_t* weight = (const uint8_t*)op.weight + group * Weights::BYTES * (op.inner / 2);
-    const bf16* x = (const bf16*)op.in + row * op.in_stride;
     Floats low[R] = {}, high[R] = {};
     for (int64_t pair = 0; pair < op.inner / 2; pair++, weight += Weights::BYTES) {
         for (int line = 0; line < Weights::BYTES; line += 64) __builtin_prefetch(weight + AHEAD + line, 0, 1);
-        Words first, second;
+        Pairs first, second;
         Weights::read(weight, first, second);
-        for (int r = 0; r < R; r++) {
-            Words both = both_at(x + r * op.in_stride + 2 * pair);
-            low[r] = pairs(low[r], first, both);
-            high[r] = pairs(high[r], second, both);
-        }
+        add_pair<R>(low, high, first, second, x, row, pair);
     }
     for (int r = 0; r < R; r++) {
         if (Weights::SCALED) low[r] *= load(op.scales + group * GROUP), high[r] *= load(op.scales + group * GROUP + LANES);
-        finish(op, row + r, group, low[r], high[r]);
+        finish(op, begin + row + r, group, low[r], high[r]);
     }
 }
 
+// Of `rows` rows from `begin` on, which `x` holds.
 template <class Weights>
-void product_group(const Op& op, int64_t group, int64_t rows) {
-    constexpr void (*blocks[])(const Op&, int64_t, int64_t) = {
+void product_group(const Op& op, const Inputs& x, int64_t group, int64_t begin, int64_t rows) {
+    constexpr void (*blocks[])(const Op&, const Inputs&, int64_t, int64_t, int64_t) = {
         nullptr, product_block<Weights, 1>, product_block<Weights, 2>, product_block<Weights, 3>, product_block<Weights, 4>,
         product_block<Weights, 5>, product_block<Weights, 6>, product_block<Weights, 7>, product_block<Weights, 8>,
         product_block<Weights, 9>, product_block<Weights, 10>, product_block<Weights, 11>, product_block<Weights, 12>};
     int64_t parts = (rows + BLOCK - 1) / BLOCK;  // about equally long: one row alone waits for its own sums
     for (int64_t part = 0; part < parts; part++) {
         int64_t row = rows * part / parts;
-        blocks[rows * (part + 1) / parts - row](op, group, row);
+        blocks[rows * (part + 1) / parts - row](op, x, group, begin, row);
+    }
+}
+
+template <class Weights>
+void product(const Op& op, int64_t first, int64_t last, int64_t rows, std::vector<float>& scratch) {
+    int64_t slabs = (rows + SLAB - 1) / SLAB;
+    for (int64_t slab = 0; slab < slabs; slab++) {
+        int64_t begin = rows * slab / slabs, count = rows * (slab + 1) / slabs - begin;
+        Inputs x(op, begin, count, scratch);
+        for (int64_t group = first; group < last; group++) product_group<Weights>(op, x, group, begin, count);
     }
 }
 
@@ -377,8 +429,8 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
         case ATTEND: return attend_bundle(op, frame, part, scores);
         case PRODUCT: {
             int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
-            auto product = op.scales ? product_group<Whole> : product_group<Halves>;
-            for (int64_t g = groups * part / parts; g < groups * (part + 1) / parts; g++) product(op, g, rows_of(op, frame));
+            auto some = op.scales ? product<Whole> : product<Halves>;
+            return some(op, groups * part / parts, groups * (part + 1) / parts, rows_of(op, frame), scores);
         }
     }
 }

@@ -85,29 +85,36 @@ inline void narrow(bf16* p, Floats v) {
 inline Words both_at(const bf16* p) {
     uint32_t two;
     memcpy(&two, p, sizeof two);
-    Words v = Words{} + two;
-    // Else GCC takes the two apart as whole numbers and brings each to a vector by itself, which is slow.
-#if defined(__ARM_NEON)
-    asm("" : "+w"(v));
-#elif defined(__AVX2__) && !defined(__AVX512BF16__)
-    asm("" : "+v"(v));
-#endif
-    return v;
+    return Words{} + two;
 }
+
+// The two of each pair of bfloat16.
+inline Floats lower(Words pairs) { return (Floats)(pairs << 16); }
+inline Floats upper(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+
+// What a product makes of weights: pairs of bfloat16 where one instruction multiplies and adds such, else the two of each.
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+constexpr bool PAIRED = true;
+typedef Words Pairs;
+inline Pairs pairs_of(Words v) { return v; }
+#else
+constexpr bool PAIRED = false;
+struct Pairs { Floats one, other; };
+inline Pairs pairs_of(Words v) { return {lower(v), upper(v)}; }
+#endif
 
 // sums + the products of pairs of bfloat16
 inline Floats pairs(Floats sums, Words a, Words b) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
 #else
-    sums = fma((Floats)(a << 16), (Floats)(b << 16), sums);
-    return fma((Floats)(a & 0xffff0000u), (Floats)(b & 0xffff0000u), sums);
+    return fma(upper(a), upper(b), fma(lower(a), lower(b), sums));
 #endif
 }
 
-// A line of 4 LANES whole numbers from -127 to 127, as two vectors of pairs of bfloat16, which hold them exactly: number
-// `line_place(i, half)` of the line is the half of pair i, of 2 LANES. How a byte holds its number is `line_byte`'s to say.
-#if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+// A line of 4 LANES whole numbers from -127 to 127, as two vectors of pairs: number `line_place(i, half)` of the line is the
+// half of pair i, of 2 LANES. How a byte holds its number is `line_byte`'s to say.
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)  // bfloat16 holds such numbers exactly
 constexpr int line_place(int i, int half) { return 16 * (i % 16 / 4) + 8 * (i / 16) + 2 * (i % 4) + half; }
 inline uint8_t line_byte(int8_t number) { return number < 0 ? 0x80 | -number : number; }
 
@@ -118,7 +125,7 @@ constexpr std::array<uint8_t, 128> bytes_of_sizes() {
     return bytes;
 }
 
-inline void widen_line(const uint8_t* line, Words& first, Words& second) {
+inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
     static constexpr auto lower = bytes_of_sizes<16>(), upper = bytes_of_sizes<24>();
     __m512i v = _mm512_loadu_si512(line);  // a look-up reads seven bits: the size without its sign
     __m512i low = _mm512_permutex2var_epi8(_mm512_loadu_si512(&lower), v, _mm512_loadu_si512(&lower[64]));
@@ -130,11 +137,11 @@ inline void widen_line(const uint8_t* line, Words& first, Words& second) {
 constexpr int line_place(int i, int half) { return 4 * (i % LANES) + 2 * (i / LANES) + half; }
 inline uint8_t line_byte(int8_t number) { return uint8_t(number); }
 
-inline void widen_line(const uint8_t* line, Words& first, Words& second) {
+inline void widen_line(const uint8_t* line, Pairs& first, Pairs& second) {
     Ints v = (Ints)words_at(line);
-    auto wide = [](Ints number) { return (Words)__builtin_convertvector(number, Floats); };
-    first = wide(v << 24 >> 24) >> 16 | wide(v << 16 >> 24);
-    second = wide(v << 8 >> 24) >> 16 | wide(v >> 24);
+    auto wide = [](Ints number) { return __builtin_convertvector(number, Floats); };
+    first = {wide(v << 24 >> 24), wide(v << 16 >> 24)};
+    second = {wide(v << 8 >> 24), wide(v >> 24)};
 }
 #endif
 
