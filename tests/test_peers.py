@@ -29,7 +29,7 @@ from bench.peers.__main__ import (
     row_of,
     verdicts,
 )
-from bench.peers.systems import llama_server, write_bfloat16
+from bench.peers.systems import llama_server, vllm, write_bfloat16
 from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.models.gguf import GgufFile
 from tests.small_gguf import small_metadata, small_tensors, write_gguf
@@ -180,6 +180,8 @@ async def test_a_refusal_is_an_error_with_its_words() -> None:
 def test_a_peer_that_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make bench-peers"):
         llama_server(tmp_path)
+    with pytest.raises(ConfigError, match="make vllm"):
+        vllm("plain", tmp_path, tmp_path, tmp_path, "bfloat16")
 
 
 def test_the_copied_model_has_the_same_weights_rounded_once(tmp_path: Path) -> None:
@@ -216,4 +218,4 @@ def test_the_work_of_a_process_is_told_and_of_none_is_zero() -> None:
 
 
 def test_names_are_families_that_can_be_built() -> None:
-    assert {name.split("-")[0] for name in NAMES} == {"slipstream", "transformers", "llamacpp"}
+    assert {name.split("-")[0] for name in NAMES} == {"slipstream", "transformers", "llamacpp", "vllm"}

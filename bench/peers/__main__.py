@@ -35,7 +35,7 @@ from rich.progress import Progress
 from bench.asking import SETS, Question, own, read
 from bench.completions import Answered
 from bench.memory import Memory
-from bench.peers.systems import LlamaCpp, Slipstream, System, Transformers, llama_server, write_bfloat16
+from bench.peers.systems import Slipstream, System, Transformers, llama_server, llamacpp, vllm, write_bfloat16
 from bench.report import FOLDER, Row, finished, save, write
 from router_service.text.tokens import TextCodec
 from slipstream.base.config import ModelSection
@@ -48,7 +48,7 @@ WARM_UP = "Name three rivers."
 BATCHES = (4, 16)
 NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream-standalone", "slipstream-default",
          "slipstream-colocated", "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain",
-         "llamacpp-speculative")
+         "llamacpp-speculative", "vllm-plain")
 TOGETHER = ("slipstream-plain", "slipstream-alone", "slipstream-default")
 PAIR = ("slipstream-plain", "slipstream-default")
 SAMPLED: Mapping[str, Mapping[str, Any]] = {"mt_bench, T = 1": {"temperature": 1.0, "seed": 7},
@@ -124,10 +124,14 @@ def system_of(name: str, arguments: argparse.Namespace) -> System:
         return Slipstream("default" if colocated else kind, LOGS, MODEL, DTYPE, colocated)
     if family == "transformers":
         return Transformers(kind, LOGS, resolve(MODEL), DTYPE)
+    if family == "vllm":
+        if arguments.vllm is None:
+            raise ConfigError("--vllm: give the environment that `make vllm` made")
+        return vllm(kind, LOGS, arguments.vllm, resolve(MODEL), DTYPE)
     if arguments.peers is None:
         raise ConfigError("--peers: give the folder that `make bench-peers` installed")
     binary, file = llama_server(arguments.peers), FOLDER / f"{MODEL}-bf16.gguf"
-    return LlamaCpp(kind, LOGS, binary, write_bfloat16(packaged_file(KNOWN[MODEL]), file))
+    return llamacpp(kind, LOGS, binary, write_bfloat16(packaged_file(KNOWN[MODEL]), file))
 
 
 async def started(names: Sequence[str], arguments: argparse.Namespace, stack: AsyncExitStack,
@@ -284,6 +288,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--systems", nargs="*", default=NAMES, choices=NAMES)
     parser.add_argument("--peers", type=Path, help="what `make bench-peers` installed; for systems of llama.cpp")
+    parser.add_argument("--vllm", type=Path, help="the environment that `make vllm` made; for vLLM")
     finished(run(parser.parse_args()))
 
 

@@ -30,7 +30,8 @@ from slipstream.base.errors import ConfigError, Unavailable
 from slipstream.cli.process import answers
 from slipstream.models.gguf import GgufFile
 
-START_S = 180.0
+START_S, PEER_START_S = 180.0, 600.0  # vLLM compiles its model
+PEER_MODEL = "model"
 PIPE_LIMIT = 1 << 20
 SHARED = "target.shared_cores=true"  # as `slipstream run` says
 SLIPSTREAM: Mapping[str, tuple[str, ...]] = {
@@ -45,6 +46,7 @@ LLAMACPP: Mapping[str, tuple[str, ...]] = {
     "speculative": ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
                     "--spec-ngram-simple-size-m", "10"),
 }
+VLLM: Mapping[str, tuple[str, ...]] = {"plain": ()}
 
 
 class System(Protocol):
@@ -113,25 +115,23 @@ class Slipstream:
 
 
 @dataclass(slots=True)
-class LlamaCpp:
-    """llama.cpp's own server, with a model file of the same weights."""
+class PeerServer:
+    """A server of OpenAI's completions that is none of ours. ``command``: without its port, which follows; ``how``:
+    fields of each request."""
 
-    kind: str
+    name: str
     folder: Path
-    binary: Path
-    file: Path
-    name: str = field(init=False)
-    port: int = field(init=False)
+    command: Sequence[str]
+    how: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
-
-    def __post_init__(self) -> None:
-        self.name, self.port = f"llamacpp-{self.kind}", free_port()
 
     async def start(self) -> None:
         """Raises Unavailable with the end of its log."""
         log = self.folder / f"{self.name}.log"
         process = self.process = self._spawned(log)
-        for _ in range(int(START_S / 0.2)):
+        for _ in range(int(PEER_START_S / 0.2)):
             if await asyncio.to_thread(answers, f"127.0.0.1:{self.port}", "/health"):
                 return
             if process.poll() is not None:
@@ -140,23 +140,39 @@ class LlamaCpp:
         raise Unavailable(f"{self.name} did not start; {log} ends with:\n{log.read_text(errors='replace')[-1500:]}")
 
     def _spawned(self, log: Path) -> subprocess.Popen[bytes]:
-        threads = str(os.cpu_count() or 1)
-        command = [str(self.binary), "-m", str(self.file), "--host", "127.0.0.1", "--port", str(self.port),
-                   "-t", threads, "-tb", threads, "-np", "1", "-c", "4096", *LLAMACPP[self.kind]]
         self.folder.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
-            return subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+            return subprocess.Popen([*self.command, "--host", "127.0.0.1", "--port", str(self.port)], stdout=out,
+                                    stderr=out, stdin=subprocess.DEVNULL, env=dict(self.environment))
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
-        return await Server(self.port, "model").ask(list(prompt), max_tokens, {"cache_prompt": False})
+        return await Server(self.port, PEER_MODEL).ask(list(prompt), max_tokens, self.how)
 
     def memory(self) -> dict[str, float]:
-        return {"server": resident(self.process.pid)} if self.process is not None else {}
+        return {"server": resident(self.process.pid, children=True)} if self.process is not None else {}
 
     async def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(10)
+            self.process.wait(30)
+
+
+def llamacpp(kind: str, folder: Path, binary: Path, file: Path) -> PeerServer:
+    """llama.cpp's own server, with a model file of the same weights."""
+    threads = str(os.cpu_count() or 1)
+    command = [str(binary), "-m", str(file), "-t", threads, "-tb", threads, "-np", "1", "-c", "4096", *LLAMACPP[kind]]
+    return PeerServer(f"llamacpp-{kind}", folder, command, {"cache_prompt": False})
+
+
+def vllm(kind: str, folder: Path, environment: Path, model: Path, dtype: str) -> PeerServer:
+    """vLLM's own server. environment: what ``make vllm`` has made. Raises ConfigError."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        raise ConfigError(f"no vLLM in {environment}; `make vllm` installs it there (minutes, once)")
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
+               PEER_MODEL, "--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "16", *VLLM[kind]]
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return PeerServer(f"vllm-{kind}", folder, command, {}, own | {"VLLM_CPU_KVCACHE_SPACE": "1"})
 
 
 @dataclass(slots=True)
