@@ -123,7 +123,6 @@ class PeerServer:
     folder: Path
     command: Sequence[str]
     how: Mapping[str, Any]
-    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -143,7 +142,7 @@ class PeerServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             return subprocess.Popen([*self.command, "--host", "127.0.0.1", "--port", str(self.port)], stdout=out,
-                                    stderr=out, stdin=subprocess.DEVNULL, env=dict(self.environment))
+                                    stderr=out, stdin=subprocess.DEVNULL)
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answered:
         return await Server(self.port, PEER_MODEL).ask(list(prompt), max_tokens, self.how)
@@ -169,10 +168,10 @@ def vllm(kind: str, folder: Path, environment: Path, model: Path, dtype: str) ->
     python = environment / "bin" / "python"
     if not python.exists():
         raise ConfigError(f"no vLLM in {environment}; `make vllm` installs it there (minutes, once)")
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name",
-               PEER_MODEL, "--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "16", *VLLM[kind]]
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return PeerServer(f"vllm-{kind}", folder, command, {}, own | {"VLLM_CPU_KVCACHE_SPACE": "1"})
+    command = ["env", "-u", "PYTHONPATH", "VLLM_CPU_KVCACHE_SPACE=1", str(python), "-m",
+               "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", PEER_MODEL,
+               "--dtype", dtype, "--max-model-len", "4096", "--max-num-seqs", "16", *VLLM[kind]]
+    return PeerServer(f"vllm-{kind}", folder, command, {})
 
 
 @dataclass(slots=True)
