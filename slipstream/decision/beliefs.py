@@ -17,11 +17,12 @@ It knows nothing about modes.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from weakref import WeakSet
 
 KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
@@ -190,7 +191,7 @@ class StepCosts:
     guess, so it says of which row counts a step is ``due``.
     """
 
-    __slots__ = ("_ages", "_costs", "_factors", "_profile", "_rows", "_seen", "_steps")
+    __slots__ = ("_costs", "_factors", "_near", "_observed", "_profile", "_rows", "_seen", "_steps", "_tried")
 
     def __init__(self, profile: Mapping[int, float], guessed: bool = False) -> None:
         """``profile``: {rows: seconds}, at least one entry, all positive."""
@@ -199,7 +200,9 @@ class StepCosts:
         self._profile = [profile[rows] for rows in self._rows]
         self._factors = [0.0] * len(self._rows)  # logarithms
         self._seen = [0] * len(self._rows) if guessed else None  # steps to which each was nearest
-        self._ages = [0] * len(self._rows)  # steps since one was near each
+        self._tried: list[int] = []  # that any step was nearest to, in order
+        self._near = [0] * len(self._rows)  # the newest step that was nearest to each, of all that were observed
+        self._observed = 0
         self._costs: list[float] = []
         self._steps: dict[tuple[int, int, int], Sequence[float]] = {}  # sessions of one step ask for the same
         self._update()
@@ -214,7 +217,7 @@ class StepCosts:
         if self._seen is None:
             return False
         point = self._nearest(rows)
-        age = self._ages[point]
+        age = self._observed - self._near[point]
         return (age >= every or self._seen[point] < SURE) and age % every < FEW
 
     def known(self, rows: int) -> bool:
@@ -248,13 +251,15 @@ class StepCosts:
         points, costs = self._rows, self._costs
         if len(points) == 1:
             return costs * (most + 1)
-        low, last, found = max(0, bisect_right(points, rows) - 1), len(points) - 2, []
+        last, found = len(points) - 2, []
+        low = min(max(0, bisect_right(points, rows) - 1), last)
         for count in range(rows, rows + most * each + 1, each):
             while low < last and count >= points[low + 1]:
                 low += 1
-            low = min(low, last)
-            share = max(0.0, (count - points[low]) / (points[low + 1] - points[low]))
-            found.append(costs[low] + share * (costs[low + 1] - costs[low]))
+            above, cost = count - points[low], costs[low]
+            if above > 0:
+                cost += above / (points[low + 1] - points[low]) * (costs[low + 1] - cost)
+            found.append(cost)
         return found
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -262,7 +267,7 @@ class StepCosts:
         if rows < 1 or not 0.0 < seconds < math.inf:
             return
         surprise = math.log(seconds / self.cost(rows))
-        if self._seen is None or any(self._seen):  # else nothing is known that it could be odd against
+        if self._seen is None or self._tried:  # else nothing is known that it could be odd against
             surprise = max(-SURPRISE, min(SURPRISE, surprise))
         if self._seen is not None:
             self._learn(rows, surprise, self._seen)
@@ -276,44 +281,47 @@ class StepCosts:
 
     def _learn(self, rows: int, surprise: float, seen: list[int]) -> None:
         # Of a guess: the first surprise moves the whole profile, those of the first steps near a point that point.
-        nearest, first = self._nearest(rows), not any(seen)
-        for point in range(len(self._rows)):
-            pull = FAR if point != nearest else max(FAR + NEAR, 1.0 / (1 + seen[point]))
-            self._factors[point] += surprise * (1.0 if first else pull)
+        nearest = self._nearest(rows)
+        far, near = (FAR, max(FAR + NEAR, 1.0 / (1 + seen[nearest]))) if self._tried else (1.0, 1.0)
+        moved, own = surprise * far, self._factors[nearest] + surprise * near
+        self._factors = [factor + moved for factor in self._factors]
+        self._factors[nearest] = own
+        if not seen[nearest]:
+            insort(self._tried, nearest)
         seen[nearest] += 1
         self.passes()
-        self._ages[nearest] = 0
+        self._near[nearest] = self._observed
 
     def passes(self) -> None:
         """A step that says nothing about row counts: it computed prompts."""
-        self._ages = [age + 1 for age in self._ages]
+        self._observed += 1
 
     def _place(self, rows: int) -> tuple[int, float]:
         # The profiled point below and how far towards the next; beyond the last the share exceeds 1.
-        low = max(0, min(bisect_right(self._rows, rows) - 1, len(self._rows) - 2))
-        if len(self._rows) == 1:
+        points = self._rows
+        if len(points) == 1:
             return 0, 0.0
-        return low, max(0.0, (rows - self._rows[low]) / (self._rows[low + 1] - self._rows[low]))
+        low = max(0, min(bisect_right(points, rows) - 1, len(points) - 2))
+        return low, max(0.0, (rows - points[low]) / (points[low + 1] - points[low]))
 
     def _nearest(self, rows: int) -> int:
         low, share = self._place(rows)
         return low + (share >= 0.5 and low + 1 < len(self._rows))
 
     def _update(self) -> None:
-        highest = 0.0
         self._steps.clear()
-        self._costs = [highest := max(highest, seconds * math.exp(factor))
-                       for seconds, factor in zip(self._profile, self._factors, strict=True)]
-        if self._seen is not None:
-            self._bridge([point for point, steps in enumerate(self._seen) if steps])
+        self._costs = list(accumulate(map(mul, self._profile, map(math.exp, self._factors)), max))
+        if len(self._tried) > 1:
+            self._bridge(self._tried)
 
     def _bridge(self, seen: Sequence[int]) -> None:
         # What nobody measured stands on the line through what was: a guess there would be a bargain, or a bogey.
         rows, costs = self._rows, self._costs
         for low, high in pairwise(seen):
-            slope = (costs[high] - costs[low]) / (rows[high] - rows[low])
+            begin, begin_s = rows[low], costs[low]
+            slope = (costs[high] - begin_s) / (rows[high] - begin)
             for point in range(low + 1, high if high < seen[-1] else len(rows)):
-                costs[point] = costs[low] + slope * (rows[point] - rows[low])
+                costs[point] = begin_s + slope * (rows[point] - begin)
 
 
 class Acceptance:
@@ -341,7 +349,7 @@ class Acceptance:
 
     def heir(self) -> Acceptance:
         """A belief that begins where this one stands."""
-        return Acceptance(self._per_level, self._chances(DEPTHS))
+        return Acceptance(self._per_level, self._levels(DEPTHS)[0])
 
     def observe(self, drafted: int, accepted: int, depth: int) -> None:
         """Of ``drafted`` nodes, ``depth`` deep at most, ``accepted`` were; nothing drafted says nothing."""
@@ -364,9 +372,9 @@ class Acceptance:
         if len(self._expected) != most + 1:
             per_level = self._per_level
             if per_level == 1.0 and most < DEPTHS:  # chains
-                self._expected = self._reached(most)
+                self._expected = self._levels(most)[1]
                 return self._expected
-            reach, self._expected = self._reached(min(DEPTHS, int(most / per_level) + 1)), []
+            reach, self._expected = self._levels(min(DEPTHS, int(most / per_level) + 1))[1], []
             for nodes in range(most + 1):
                 levels = nodes / per_level
                 whole = int(levels)
@@ -379,22 +387,20 @@ class Acceptance:
         """Of the best ``nodes`` nodes."""
         return self.expected(nodes)[nodes]
 
-    def _chances(self, depths: int) -> list[float]:
-        # A depth that was seldom reached is believed to be as others say, or like the one above it.
-        if self._told:
-            return [(hits + TOLD_TRIALS * before) / (trials + TOLD_TRIALS)
-                    for hits, trials, before in zip(self._hits[:depths], self._trials, self._told, strict=False)]
-        chance = PRIOR
-        return [chance := (hits + PRIOR_TRIALS * chance) / (trials + PRIOR_TRIALS)
-                for hits, trials in zip(self._hits[:depths], self._trials, strict=False)]
-
-    def _reached(self, depths: int) -> list[float]:
-        # [depths + 1] tokens expected of a chain of so many nodes
-        reach, tokens, found = 1.0, 0.0, [0.0]
-        for chance in self._chances(depths):
+    def _levels(self, depths: int) -> tuple[list[float], list[float]]:
+        """The chance of each depth, and [depths + 1] tokens expected of a chain of so many nodes."""
+        hits, trials, told = self._hits, self._trials, self._told
+        weight, chance = TOLD_TRIALS if told else PRIOR_TRIALS, PRIOR
+        reach, tokens, chances, expected = 1.0, 0.0, list[float](), [0.0]
+        for level in range(depths):
+            if told:  # a depth that was seldom reached is believed to be as others say, or like the one above it
+                chance = told[level]
+            chance = (hits[level] + weight * chance) / (trials[level] + weight)
+            chances.append(chance)
             reach *= chance
-            found.append(tokens := tokens + reach)
-        return found
+            tokens += reach
+            expected.append(tokens)
+        return chances, expected
 
 
 @dataclass(slots=True)
@@ -409,9 +415,10 @@ class Ledger:
     drafted: int = 0  # rounds in which something was drafted
 
     def add(self, earned_s: float, spent_s: float, waited_s: float, drafted: bool) -> None:
-        self.earned_s = self.earned_s * self.keep + earned_s
-        self.spent_s = self.spent_s * self.keep + spent_s
-        self.waited_s = self.waited_s * self.keep + waited_s
+        keep = self.keep
+        self.earned_s = self.earned_s * keep + earned_s
+        self.spent_s = self.spent_s * keep + spent_s
+        self.waited_s = self.waited_s * keep + waited_s
         self.rounds += 1
         self.drafted += drafted
 
