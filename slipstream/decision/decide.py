@@ -77,6 +77,9 @@ class Mode(StrEnum):
     PLAIN = "plain"
 
 
+SPECULATE, PLAIN = Mode.SPECULATE, Mode.PLAIN  # an enum looks its members up slowly, and each round asks often
+
+
 class Seen(NamedTuple):
     """What is there when a session decides. Like ``Decision`` a named tuple, as each session makes one a round."""
 
@@ -154,12 +157,14 @@ class Standing:
     @property
     def wants(self) -> bool:
         """Whether growth is asked for."""
-        return self.mode is Mode.SPECULATE or self.probe_left_s is not None
+        return self.mode is SPECULATE or self.probe_left_s is not None
 
     @property
     def recent_wait_s(self) -> float:
         recent = self.recent
-        return recent.waited_s / max(1, min(RECENT, recent.rounds)) if recent.waited_s else 0.0
+        if not recent.waited_s:
+            return 0.0
+        return recent.waited_s / (recent.rounds if recent.rounds < RECENT else RECENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +361,7 @@ def _measures(turn: Turn, beliefs: Beliefs, rules: Rules, due: bool) -> Turn:
             return turn
         loses_s = _plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows)
         return turn._replace(lookup=0, stands=False, plain=True, loses_s=loses_s)
-    if standing.mode is not Mode.SPECULATE or standing.since_plain < rules.plain_every or turn.lookup:
+    if standing.mode is not SPECULATE or standing.since_plain < rules.plain_every or turn.lookup:
         return turn
     loses_s = _plain_loses_s(turn.prices, standing)
     return turn if beliefs.purse.left_s < loses_s else turn._replace(stands=False, plain=True, loses_s=loses_s)
@@ -457,7 +462,7 @@ def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules
     if not seen.followed:
         return asks
     idle = beliefs.latency.shared and seen.unasked > rules.idle_tokens
-    return not idle and (standing.mode is not Mode.PLAIN or standing.wants)
+    return not idle and (standing.mode is not PLAIN or standing.wants)
 
 
 def _why(turn: Turn, wait: Wait) -> Why:

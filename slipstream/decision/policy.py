@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs, Ledger
 from slipstream.decision.decide import (
+    PLAIN,
+    SPECULATE,
     Case,
     Decision,
     Mode,
@@ -91,7 +93,7 @@ class SpeculationPolicy:
         self._rules = rules = rules or Rules.of(config)
         self._plain_s = beliefs.costs.cost(1)  # of the latest round
         acceptance, share = beliefs.begin(sampled, rules.patience * self._plain_s)
-        self._at = Standing(Mode.SPECULATE if self._able else Mode.PLAIN, acceptance, config.max_nodes, self._able,
+        self._at = Standing(SPECULATE if self._able else PLAIN, acceptance, config.max_nodes, self._able,
                             share=share)
         self._known = beliefs.acceptance(sampled)
         self._others: int | None = None  # as the newest decision has seen them
@@ -176,63 +178,63 @@ class SpeculationPolicy:
 
     def observe(self, now_s: float, round_: Round) -> Transition | None:
         """A round is over. Every commit is reported, plain ones too."""
+        at, stands, self._stands = self._at, self._stands, None
         earned_s, spent_s = self._account(round_)
-        at, stands, lookup = self._at, self._stands, round_.lookup
-        self._stands = None
-        answered = not lookup and self._count(round_, stands)
-        if lookup or not at.wants:
+        answered = not round_.lookup and self._count(round_, stands)
+        if round_.lookup or not at.wants:
             return self.tick(now_s)
         at.recent.add(earned_s, spent_s, round_.wait_s, round_.drafted > 0)
         if self._probe is not None:
             self._probe.add(now_s, earned_s, spent_s, round_, answered)
             return self._judge(now_s, self._probe)
         self._won_s += earned_s - spent_s
-        self._risk_s = max(0.0, self._risk_s + self._rules.leave_gain * spent_s - earned_s)
+        risk_s = self._risk_s + self._rules.leave_gain * spent_s - earned_s
+        self._risk_s = risk_s if risk_s > 0.0 else 0.0
         return self._consider_leaving(now_s) if now_s - self._since_s >= self._rules.min_dwell_s else None
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        beliefs, at, told, drafted, wait_s = self._beliefs, self._at, self._others, round_.drafted, round_.wait_s
+        drafted, accepted, depth, verify_s, wait_s, rows, late, plain_s, exchange_s, first, lookup = round_
+        beliefs, at, told = self._beliefs, self._at, self._others
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
-        beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
+        beside = told or 0 if beliefs.together else max(told or 0, rows - 1 - drafted, 0)
         others = beside if told is None else told
-        if round_.plain_s is not None:
-            plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
+        if plain_s is not None:
+            step_s, waiting = verify_s, 1
         else:
             # As many as a decision asks for, so that they are made once.
             steps, waiting = beliefs.steps(beside + 1, drafted if drafted > at.most else at.most), others + 1
             plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
-        if (drafted or wait_s) and not round_.lookup:
+        if (drafted or wait_s) and not lookup:
             beside_s += beliefs.latency.toll_s(plain_s, wait_s)
         if drafted:  # a plain step is a plain step, whatever it took
             beside_s += waiting * (step_s - plain_s)
-        earned_s, spent_s = (1 + round_.accepted) * plain_s, plain_s + beliefs.worth * beside_s
-        beliefs.passed(earned_s, spent_s, round_.lookup)
-        beliefs.purse.earn(round_.verify_s + wait_s, others + 1)
-        if not round_.lookup:
-            if drafted:
-                at.acceptance.observe(drafted, round_.accepted, round_.depth)
-                self._known.observe(drafted, round_.accepted, round_.depth)
-            at.trying = at.trying and round_.first  # which teaches nothing
-            if drafted or wait_s > 0 or round_.exchange_s is not None:
-                self._learn_latency(round_)
+        earned_s, spent_s = (1 + accepted) * plain_s, plain_s + beliefs.worth * beside_s
+        beliefs.passed(earned_s, spent_s, lookup)
+        beliefs.purse.earn(verify_s + wait_s, others + 1)
+        if lookup:
+            return earned_s, spent_s
+        if drafted:
+            at.acceptance.observe(drafted, accepted, depth)
+            self._known.observe(drafted, accepted, depth)
+        if drafted or wait_s > 0:
+            at.share += 0.1 * ((drafted > 0) - at.share)
+            beliefs.exchanged(drafted > 0)
+        if not first:  # which teaches nothing
+            at.trying = False
+            self._learn_latency(drafted, wait_s, late, exchange_s)
         return earned_s, spent_s
 
-    def _learn_latency(self, round_: Round) -> None:
-        latency, waited = self._beliefs.latency, round_.wait_s > 0
-        if round_.drafted or waited:
-            self._at.share += 0.1 * ((round_.drafted > 0) - self._at.share)
-            self._beliefs.exchanged(round_.drafted > 0)
-        if round_.first:
-            return
-        if round_.exchange_s is not None:
-            latency.observe(round_.exchange_s)
-        elif waited and not round_.late:
-            latency.observe(round_.wait_s)
-        elif waited and not round_.drafted:  # nobody knows how long one takes that was given up: twice the wait
-            latency.observe(min(2 * round_.wait_s, self._rules.deadline_max_s))
+    def _learn_latency(self, drafted: int, wait_s: float, late: bool, exchange_s: float | None) -> None:
+        latency = self._beliefs.latency
+        if exchange_s is not None:
+            latency.observe(exchange_s)
+        elif wait_s > 0 and not late:
+            latency.observe(wait_s)
+        elif wait_s > 0 and not drafted:  # nobody knows how long one takes that was given up: twice the wait
+            latency.observe(min(2 * wait_s, self._rules.deadline_max_s))
 
     def _prices(self) -> Prices:
         return Prices.of(self._beliefs, self._others or 0, self._at.most)
@@ -255,7 +257,7 @@ class SpeculationPolicy:
         """Time passes: a probe begins or runs out, as in ``observe``."""
         if self._probe is not None:
             return self._judge(now_s, self._probe)
-        if self._at.mode is not Mode.SPECULATE and self._due(now_s):
+        if self._at.mode is not SPECULATE and self._due(now_s):
             self._start_probe(now_s)
         return None
 
@@ -263,13 +265,13 @@ class SpeculationPolicy:
         """Nobody drafts any more. Probes go on, ever more rarely, in case nobody says that a drafter is back."""
         if reason == "incompatible":
             self._backoff_s = self._rules.probe_max_s
-        elif self._at.mode is Mode.PLAIN and self._probe is None:
+        elif self._at.mode is PLAIN and self._probe is None:
             return None
-        return self._leave(now_s, Mode.PLAIN, reason)
+        return self._leave(now_s, PLAIN, reason)
 
     def drafter_ready(self, now_s: float) -> Transition | None:
         """A drafter is there (again): probe soon, though later each time that it is lost at once."""
-        if self._at.mode is not Mode.SPECULATE and (self._probe is None or self._probe.answered_s is None):
+        if self._at.mode is not SPECULATE and (self._probe is None or self._probe.answered_s is None):
             self._end_probe()
             self._beliefs.latency.forget()  # how long the last one took says nothing about this one
             # _postpone has doubled the wait already; an eighth of it is a quarter of the one that was due.
@@ -280,7 +282,7 @@ class SpeculationPolicy:
     def forbid(self, now_s: float) -> Transition | None:
         """The operator, the client or the router wants plain decoding from now on."""
         self._at.allowed = False
-        return self._go(now_s, Mode.PLAIN, "operator")
+        return self._go(now_s, PLAIN, "operator")
 
     def allow(self, now_s: float) -> Transition | None:
         """Take ``forbid`` back: a probe begins as soon as it is affordable."""
@@ -293,7 +295,7 @@ class SpeculationPolicy:
         at, patience = self._at, self._rules.patience
         if at.idle >= patience:
             full = overloaded(self._prices(), self._beliefs, at, self._rules)
-            return (self._leave(now_s, Mode.PLAIN, "overload") if full
+            return (self._leave(now_s, PLAIN, "overload") if full
                     else self._leave(now_s, Mode.SHADOW, "acceptance_low"))
         if at.silent >= self._rules.silent_rounds:
             return self._leave(now_s, Mode.SHADOW, "draft_timeout")
@@ -304,7 +306,7 @@ class SpeculationPolicy:
 
     def _leave(self, now_s: float, after: Mode, reason: Reason) -> Transition | None:
         won = self._won_s > self._rules.patience * self._plain_s
-        if self._at.mode is Mode.SPECULATE and won and reason != "incompatible":
+        if self._at.mode is SPECULATE and won and reason != "incompatible":
             self._backoff_s = self._rules.probe_after_s
         self._postpone(now_s)
         return self._go(now_s, after, reason)
@@ -320,7 +322,7 @@ class SpeculationPolicy:
         at, before = self._at, self._at.mode
         at.mode, self._since_s = after, now_s
         at.silent = at.idle = at.since_plain = 0
-        if after is not Mode.SPECULATE:
+        if after is not SPECULATE:
             self._asks(False)
         return Transition(now_s, before, after, reason, self.gain) if before is not after else None
 
@@ -363,11 +365,11 @@ class SpeculationPolicy:
     def _enter(self, now_s: float) -> Transition | None:
         reason, self._returns = self._returns, "probe_ok"
         self._won_s, self._failed, self._risk_s = 0.0, 0, 0.0
-        return self._go(now_s, Mode.SPECULATE, reason)
+        return self._go(now_s, SPECULATE, reason)
 
     def _fail(self, now_s: float, reason: Reason = "probe_failed") -> Transition | None:
         self._end_probe()
         self._returns = "probe_ok"
         self._failed += 1
         self._postpone(now_s)
-        return self._go(now_s, Mode.PLAIN, reason) if self._failed >= self._rules.failed_probes else None
+        return self._go(now_s, PLAIN, reason) if self._failed >= self._rules.failed_probes else None

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from slipstream.base.config import PolicySection
 from slipstream.decision.beliefs import Beliefs
-from slipstream.decision.decide import Decision, Mode, Reason, Round, Seen, Transition, Why
+from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import DraftPool
 from slipstream.observe.log import logger
@@ -162,7 +162,7 @@ class Waiting:
             self._asked.pop(newest, None)
         asked_s = self._asked.pop(base, None)
         if asked_s is not None:
-            self._latency_s = max(0.0, now_s - asked_s)
+            self._latency_s = now_s - asked_s if now_s > asked_s else 0.0
 
     def stood_s(self, began_s: float) -> float:
         """Seconds that it, which stood still, did so before the step that began at ``began_s``."""
@@ -219,8 +219,8 @@ class Followed:
     @property
     def nodes(self) -> int:
         """Rows to verify now, root included."""
-        held, decision = len(self.side.tree.token_list) - 1, self.decision
-        return 1 if not held or self.left == 1 else 1 + min(held, decision.lookup or decision.verify)
+        held, most = len(self.side.tree.token_list) - 1, self.decision.lookup or self.decision.verify
+        return 1 if not held or self.left == 1 else 1 + (held if held < most else most)
 
     def take(self, rows: int) -> DraftTree:
         """The best of its tree in at most so many rows, root included."""
@@ -371,7 +371,7 @@ class Followed:
     def _outcome(self, drafted: int) -> str:
         if drafted:
             return "prompt_lookup" if self.decision.lookup else "used"
-        if self.policy.mode is Mode.PLAIN:
+        if self.policy.mode is PLAIN:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 

@@ -67,7 +67,9 @@ class Agreement:
     @property
     def suspect(self) -> bool:
         """Whether chance explains it better than a head that was made for this target."""
-        return self.rounds >= SUSPECT_ROUNDS and self.at_most < SUSPECT_BELOW
+        if self.rounds < SUSPECT_ROUNDS or self.agreed >= SUSPECT_BELOW * self.rounds:  # at most is no less than it is
+            return False
+        return self.at_most < SUSPECT_BELOW
 
     def problem(self) -> str:
         """In a sentence, with what to do; "" when there is none."""
@@ -218,12 +220,12 @@ class DraftPool:
     def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
         """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
         of = defaultdict[Link, list[int]](lambda: [0, 0, 0, 0])
-        for link, drafted, accepted in verified:
+        for (link, drafted, accepted), times in Counter(verified).items():  # most are like others
             sums = of[link]
-            sums[0] += 1
-            sums[1] += accepted > 0
-            sums[2] += drafted
-            sums[3] += accepted
+            sums[0] += times
+            sums[1] += times * (accepted > 0)
+            sums[2] += times * drafted
+            sums[3] += times * accepted
         for link, (rounds, agreed, drafted, accepted) in of.items():
             if (hello := self._ready.get(link)) is not None:
                 self._metrics.judged(hello.drafter, drafted, accepted)

@@ -47,6 +47,10 @@ class TargetEvent(StrEnum):
     CLOSE = "close"  # the answer is over
 
 
+# An enum looks its members up slowly, and these are asked for at each commit.
+FOLLOWED, COMMIT, GROWTH = TargetState.FOLLOWED, TargetEvent.COMMIT, TargetEvent.GROWTH
+
+
 class DraftState(StrEnum):
     ABSENT = "absent"
     OPEN = "open"
@@ -151,8 +155,8 @@ class TargetSide:
                wanted: int = MAX_NODES - 1, ahead: bool = False) -> Commit | None:
         """Append ``tokens`` to the answer and re-root. Returns what to send: None when nobody follows."""
         assert len(tokens) >= 1
-        followed, base, tree = self.state is TargetState.FOLLOWED, self.base, self.tree
-        self._move(TargetEvent.COMMIT)
+        followed, base, tree = self.state is FOLLOWED, self.base, self.tree
+        self._move(COMMIT)
         nodes = tree.follow(tokens)
         if followed:
             self._remember(tokens, nodes)
@@ -172,7 +176,7 @@ class TargetSide:
         if isinstance(message, Drop):
             self._move(TargetEvent.DROP)
             return 0
-        if self._move(TargetEvent.GROWTH) is not TargetState.FOLLOWED or message.base < self._opened_at:
+        if self._move(GROWTH) is not FOLLOWED or message.base < self._opened_at:
             return -1
         if message.base > self.base:
             raise RemoteProtocolError("growth.base", f"{message.base} is ahead of the {self.base} committed tokens")

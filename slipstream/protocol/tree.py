@@ -144,6 +144,8 @@ class DraftTree:
         above, node, count = 0, 1, len(own)
         # One pass: a parent stands before its children, and siblings carry distinct tokens.
         for token in tokens:
+            if token not in own:  # as the last one mostly is
+                break
             while node < count and (own[node] != token or parents[node] != above):
                 node += 1
             if node == count:

@@ -204,12 +204,12 @@ def rows_of(runner: Any, scheduler_output: Any, sampled: list[list[int]]) -> lis
     batch, verified, keyed = runner.input_batch, scheduler_output.scheduled_spec_decode_tokens, keyed_of(runner)
     count, requests, longest = len(batch.req_ids), runner.requests, runner.max_model_len
     right = runner.device.type != "cpu"  # as vLLM verifies drafts of sampled requests
-    able = right or keyed is not None
+    able, texts = right or keyed is not None, batch.token_ids_cpu
     facts = zip(batch.req_ids, sampled, batch.num_tokens_no_spec[:count].tolist(),
                 batch.num_prompt_tokens[:count].tolist(), strict=True)
     rows = list[Row]()
     for place, (request, new, length, prompt) in enumerate(facts):
-        asked, tokens = requests[request].sampling_params, partial(text_of, batch.token_ids_cpu, place, length)
+        asked, tokens = requests[request].sampling_params, partial(text_of, texts, place, length)
         drafted = len(verified[request]) if request in verified else 0
         if asked is None:
             rows.append(Row(request, length, tuple(new), drafted, prompt, longest, tokens, right))

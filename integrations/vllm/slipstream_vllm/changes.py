@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from slipstream.decision.decide import Mode, Transition, Why
+from slipstream.decision.decide import SPECULATE, Transition, Why
 from slipstream.following.followed import Followed
 from slipstream.protocol.messages import Link
 
@@ -29,13 +29,13 @@ class Changes:
         """See ``Following``."""
         self._log.debug("mode changed", scope="session", session=session, before=change.before.value,
                         after=change.after.value, reason=change.reason, gain=round(change.gain, 3), why=why)
-        if change.before is Mode.SPECULATE and link is not None:
+        if change.before is SPECULATE and link is not None:
             self._left[link.address] = change.reason
 
     def look(self, sessions: Iterable[Followed]) -> None:
         """After a step: who drafts now."""
-        used = {one.link.address for one in sessions
-                if one.link is not None and one.policy.mode is Mode.SPECULATE and one.decision.verify}
+        links = {one.link for one in sessions if one.decision.verify and one.policy.mode is SPECULATE}
+        used = {link.address for link in links if link is not None}
         for address in sorted(used - self._used):
             self._log.info("speculation begins", draft=address)
         for address in sorted(set(self._left) & self._used - used):
