@@ -234,7 +234,7 @@ def test_one_bad_row_costs_its_own_session_alone() -> None:
         kept = next(iter(chains.following.sessions.values()))
         output, sampled = runner.step([[], []])
         good, bad = rows_of(runner, output, sampled)
-        wrong = bad._replace(length=bad.length + 3, tokens=lambda: [][0])
+        wrong = replace(bad, length=bad.length + 3, tokens=lambda: [][0])
         assert chains.step([good, wrong], (), 2)[1] == []
         assert list(chains.following.sessions.values()) == [kept]
         assert play(runner, chains, 30) > 40

@@ -25,6 +25,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from slipstream.base.config import PolicySection
+from slipstream.base.value import value
 from slipstream.decision.beliefs import Acceptance, Beliefs, DraftLatency, Ledger
 
 
@@ -80,8 +81,9 @@ class Mode(StrEnum):
 SPECULATE, PLAIN = Mode.SPECULATE, Mode.PLAIN  # an enum looks its members up slowly, and each round asks often
 
 
-class Seen(NamedTuple):
-    """What is there when a session decides. Like ``Decision`` a named tuple, as each session makes one a round."""
+@value
+class Seen:
+    """What is there when a session decides."""
 
     others: int = 0  # rows that others bring to the coming step
     followed: bool = False  # a drafter follows
@@ -90,7 +92,8 @@ class Seen(NamedTuple):
     grows_ahead: bool = False  # the drafter would grow on while the target verifies
 
 
-class Decision(NamedTuple):
+@value
+class Decision:
     """All that a round needs to know."""
 
     mode: Mode
@@ -107,9 +110,9 @@ class Decision(NamedTuple):
     pays: bool = False  # a tree would, if it were there
 
 
-class Round(NamedTuple):
-    """One commit as a decision saw it. Plain rounds count too: they have nothing drafted. A named tuple, as a router
-    makes one for every piece of every answer."""
+@value
+class Round:
+    """One commit as a decision saw it. Plain rounds count too: they have nothing drafted."""
 
     drafted: int  # draft nodes that were verified
     accepted: int
@@ -312,7 +315,8 @@ def _deadline_s(usual_s: float, standing: Standing, rules: Rules) -> float:
 Case = tuple[Standing, Seen, bool]  # one session that decides; whether one more may be grown ahead
 
 
-class Turn(NamedTuple):
+@dataclass(slots=True)
+class Turn:
     """A case with what follows from it alone."""
 
     standing: Standing
@@ -360,28 +364,28 @@ def _measures(turn: Turn, beliefs: Beliefs, rules: Rules, due: bool) -> Turn:
         if not due or rules.whole_trees:
             return turn
         loses_s = _plain_loses_s(turn.prices, standing) * costs.known(turn.prices.rows)
-        return turn._replace(lookup=0, stands=False, plain=True, loses_s=loses_s)
+        return replace(turn, lookup=0, stands=False, plain=True, loses_s=loses_s)
     if standing.mode is not SPECULATE or standing.since_plain < rules.plain_every or turn.lookup:
         return turn
     loses_s = _plain_loses_s(turn.prices, standing)
-    return turn if beliefs.purse.left_s < loses_s else turn._replace(stands=False, plain=True, loses_s=loses_s)
+    return turn if beliefs.purse.left_s < loses_s else replace(turn, stands=False, plain=True, loses_s=loses_s)
 
 
 def _decision(beliefs: Beliefs, turn: Turn, wait: Wait, rules: Rules, usual_s: float) -> Decision:
     """``usual_s``: see ``usual_wait_s``."""
-    standing, seen, leads, prices, nodes, lookup, wants, stands, plain, loses_s = turn
+    standing, seen, nodes, lookup, wants = turn.standing, turn.seen, turn.nodes, turn.lookup, turn.wants
     if lookup and wait.tries:
         wait = REFUSED
     granted, shared = wait.granted, beliefs.latency.shared
     # On the target's own cores, a tree that nobody waits for slows the step beside it.
     asks = granted if shared else wants and (granted or (nodes > 0 and _lasts(turn, beliefs, rules)))
-    verify = nodes if wants and not plain else 0
+    verify = nodes if wants and not turn.plain else 0
     want = verify if asks and not lookup else 0
+    enough = _enough(turn.prices, nodes, beliefs, standing) if turn.prices.rows == 1 and wants and not lookup else 0.0
     return Decision(standing.mode, verify, lookup, want, _follows(asks, beliefs, standing, seen, rules),
-                    want > 0 and seen.grows_ahead and leads and not shared,
-                    _deadline_s(usual_s, standing, rules) if granted and stands else 0.0,
-                    _enough(prices, nodes, beliefs, standing) if prices.rows == 1 and wants and not lookup else 0.0,
-                    _why(turn, wait), loses_s if plain else wait.spends_s, wait.tries, nodes > 0)
+                    want > 0 and seen.grows_ahead and turn.leads and not shared,
+                    _deadline_s(usual_s, standing, rules) if granted and turn.stands else 0.0,
+                    enough, _why(turn, wait), turn.loses_s if turn.plain else wait.spends_s, wait.tries, nodes > 0)
 
 
 def _lasts(turn: Turn, beliefs: Beliefs, rules: Rules) -> bool:
@@ -408,7 +412,7 @@ def _asks(turn: Turn, beliefs: Beliefs, rules: Rules, held: float | None = None)
         return GRANTED
     if beliefs.latency.shared and beliefs.latency.load != turn.prices.rows:  # all who run, not who is in this step
         prices = Prices.of(beliefs, beliefs.latency.load - 1, standing.most)
-        turn = turn._replace(prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))
+        turn = replace(turn, prices=prices, nodes=tree_nodes(prices, beliefs, standing, rules))
     return _wait(turn, beliefs, rules, held)
 
 

@@ -194,47 +194,46 @@ class SpeculationPolicy:
 
     def _account(self, round_: Round) -> tuple[float, float]:
         """Learn from a round. Returns the seconds of plain decoding that it replaced and those that it cost."""
-        drafted, accepted, depth, verify_s, wait_s, rows, late, plain_s, exchange_s, first, lookup = round_
-        beliefs, at, told = self._beliefs, self._at, self._others
+        beliefs, at, told, drafted, wait_s = self._beliefs, self._at, self._others, round_.drafted, round_.wait_s
         # Prompt rows make the step long, but those who wait for it are the sessions that the caller told of.
-        beside = told or 0 if beliefs.together else max(told or 0, rows - 1 - drafted, 0)
+        beside = told or 0 if beliefs.together else max(told or 0, round_.rows - 1 - drafted, 0)
         others = beside if told is None else told
-        if plain_s is not None:
-            step_s, waiting = verify_s, 1
+        if round_.plain_s is not None:
+            plain_s, step_s, waiting = round_.plain_s, round_.verify_s, 1
         else:
             # As many as a decision asks for, so that they are made once.
             steps, waiting = beliefs.steps(beside + 1, drafted if drafted > at.most else at.most), others + 1
             plain_s, step_s = steps[0], steps[drafted]
         self._plain_s = plain_s
         beside_s = wait_s
-        if (drafted or wait_s) and not lookup:
+        if (drafted or wait_s) and not round_.lookup:
             beside_s += beliefs.latency.toll_s(plain_s, wait_s)
         if drafted:  # a plain step is a plain step, whatever it took
             beside_s += waiting * (step_s - plain_s)
-        earned_s, spent_s = (1 + accepted) * plain_s, plain_s + beliefs.worth * beside_s
-        beliefs.passed(earned_s, spent_s, lookup)
-        beliefs.purse.earn(verify_s + wait_s, others + 1)
-        if lookup:
+        earned_s, spent_s = (1 + round_.accepted) * plain_s, plain_s + beliefs.worth * beside_s
+        beliefs.passed(earned_s, spent_s, round_.lookup)
+        beliefs.purse.earn(round_.verify_s + wait_s, others + 1)
+        if round_.lookup:
             return earned_s, spent_s
         if drafted:
-            at.acceptance.observe(drafted, accepted, depth)
-            self._known.observe(drafted, accepted, depth)
+            at.acceptance.observe(drafted, round_.accepted, round_.depth)
+            self._known.observe(drafted, round_.accepted, round_.depth)
         if drafted or wait_s > 0:
             at.share += 0.1 * ((drafted > 0) - at.share)
             beliefs.exchanged(drafted > 0)
-        if not first:  # which teaches nothing
+        if not round_.first:  # which teaches nothing
             at.trying = False
-            self._learn_latency(drafted, wait_s, late, exchange_s)
+            self._learn_latency(round_)
         return earned_s, spent_s
 
-    def _learn_latency(self, drafted: int, wait_s: float, late: bool, exchange_s: float | None) -> None:
-        latency = self._beliefs.latency
-        if exchange_s is not None:
-            latency.observe(exchange_s)
-        elif wait_s > 0 and not late:
-            latency.observe(wait_s)
-        elif wait_s > 0 and not drafted:  # nobody knows how long one takes that was given up: twice the wait
-            latency.observe(min(2 * wait_s, self._rules.deadline_max_s))
+    def _learn_latency(self, round_: Round) -> None:
+        latency, waited = self._beliefs.latency, round_.wait_s > 0
+        if round_.exchange_s is not None:
+            latency.observe(round_.exchange_s)
+        elif waited and not round_.late:
+            latency.observe(round_.wait_s)
+        elif waited and not round_.drafted:  # nobody knows how long one takes that was given up: twice the wait
+            latency.observe(min(2 * round_.wait_s, self._rules.deadline_max_s))
 
     def _prices(self) -> Prices:
         return Prices.of(self._beliefs, self._others or 0, self._at.most)

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import NamedTuple
 
 from slipstream.base.config import PolicySection
+from slipstream.base.value import value
 from slipstream.decision.beliefs import Beliefs
 from slipstream.decision.decide import PLAIN, Decision, Reason, Round, Seen, Transition, Why
 from slipstream.decision.policy import SpeculationPolicy
@@ -58,7 +58,8 @@ class Step:
         return self.began_s + self.seconds
 
 
-class Verified(NamedTuple):
+@value
+class Verified:
     """What one session got out of a step: ``tokens`` to commit, the first ``accepted`` of them draft tokens."""
 
     session: int
@@ -71,7 +72,8 @@ class Verified(NamedTuple):
     forced: Sequence[int] = ()  # by its grammar, behind ``tokens``: what has to come, though others may spell it
 
 
-class RoundRecord(NamedTuple):
+@value
+class RoundRecord:
     """What became of a round, and why it was as it was."""
 
     drafted: int
@@ -280,21 +282,22 @@ class Followed:
     def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, Seen | None]:
         """What a step that ended at ``now_s`` gave. Returns what became of the round, and what the next one is decided
         by; None: there is nothing to decide."""
-        _, tokens, drafted, accepted, depth, finish, _, forced = verified
+        tokens, drafted, accepted = verified.tokens, verified.drafted, verified.accepted
         before, waiting, side, link = self.decision, self.waiting, self.side, self.link
         lookup, first_token = before.lookup > 0, side.base == side.prompt_len
         waited_s = waiting.stood_s(step.began_s) if waiting.stood and link is not None else 0.0
-        round_ = Round(drafted, accepted, depth, step.seconds, waited_s, step.rows, waiting.stood and not side.heard,
-                       None, None if lookup else waiting.latency(), waiting.first, lookup)
+        round_ = Round(drafted, accepted, verified.depth, step.seconds, waited_s, step.rows,
+                       waiting.stood and not side.heard, None, None if lookup else waiting.latency(), waiting.first,
+                       lookup)
         # At the first token the drafter has the prompt to read, and so it may have behind it.
         waiting.first = waiting.first and (lookup or first_token)
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._note(change, link)
         outcome = "used" if drafted and not lookup else self._outcome(drafted)
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
-        if finish:
+        if verified.finish:
             return record, None
-        self._foretold = self._look_up(tokens, forced)
+        self._foretold = self._look_up(tokens, verified.forced)
         waiting.unasked += len(tokens)
         return record, self._sees(now_s, step.sessions - 1, self._foretold[1])
 

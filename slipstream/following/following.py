@@ -286,10 +286,10 @@ class Following:
         left = self._post.flush()
         told, self._told = self._told, []
         if told:
-            self._metrics.rounds([(drafted, accepted if accepted < tokens else tokens - 1, outcome)
-                                  for drafted, accepted, tokens, _, outcome, _, _ in told])
-            self.pool.judge([(link, drafted, accepted) for drafted, accepted, _, _, _, _, link in told
-                             if drafted and link is not None])
+            self._metrics.rounds([(one.drafted, one.accepted if one.accepted < one.tokens else one.tokens - 1,
+                                   one.outcome) for one in told])
+            self.pool.judge([(one.link, one.drafted, one.accepted) for one in told
+                             if one.drafted and one.link is not None])
         step, self._step = self._step, None
         if step is not None and step.prefill:  # a prompt's rows cost something else
             self._costs.passes()

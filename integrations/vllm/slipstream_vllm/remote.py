@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from slipstream.base.errors import ConfigError
+from slipstream.base.value import value
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
@@ -54,7 +55,8 @@ TOLD = 64  # problems that are told, so that one with a number in it does not fi
 OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
 
 
-class Row(NamedTuple):
+@value
+class Row:
     """One request of the engine's batch, after a step. ``length``: its tokens, the newest included."""
 
     request: str
