@@ -12,7 +12,7 @@ import torch
 
 from slipstream.base.config import ModelSection
 from slipstream.base.errors import ModelError
-from slipstream.engine.batch import BatchBuilder
+from slipstream.engine.batch import BatchBuilder, ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import parse_config
@@ -197,6 +197,46 @@ def everything(team: Team) -> list[torch.Tensor]:
     program.product(attended, Packed(team, gates, silu=True), gated)
     program.run(BatchFrame.of(builder.build(), pool, angles.cos(), angles.sin()))
     return [normed, pool.kv, attended, product, gated]
+
+
+@pytest.mark.parametrize("flags", [None, X86[2][1], ()], ids=["this processor", "AVX2", "any processor"])
+def test_attention_is_the_same_bits_for_any_company_and_threads(flags: tuple[str, ...] | None) -> None:
+    """Of nodes of a tree behind a long context, and of plain steps down their paths: chunks, and who takes them."""
+    if flags and flags_for({"avx2", "fma", "bmi2"}) != flags:
+        pytest.skip("not an x86-64 machine")
+    shape, built = Heads(10, 2, 96, None, None, 1e-5), kernels(flags)
+    dice = torch.Generator().manual_seed(9)
+    pool = KVPool(2, 900, 2, 96, torch.bfloat16)
+    pool.kv.copy_(torch.randn(pool.kv.shape, generator=dice))
+    place = torch.randperm(900, generator=dice).numpy()
+    for length in (1, 127, 128, 250, 800):  # 250: the tree goes on from one chunk into the next
+        context, own = place[:length], place[length : length + 30]
+        tree = random_tree(np.random.default_rng(length), len(own), base=length + 1, vocab=VOCAB)
+        queries = torch.randn(len(own), 960, generator=dice).bfloat16()
+        words = tree.ancestor_words().tolist()
+        builder = BatchBuilder()
+        builder.add([0] * len(own), range(len(own)), own.tolist(), context, words, len(own))
+        together = [attended(Team(built, threads), builder.build(), pool, queries, shape) for threads in (1, 2)]
+        assert torch.equal(*together)
+        for row, word in enumerate(words):
+            path = np.array([slot for i, slot in enumerate(own) if word >> i & 1])
+            seen = np.concatenate((context, path))
+            plain = BatchBuilder()
+            plain.add([0], [0], seen[-1:].tolist(), seen[:-1])
+            for threads in (1, 3):
+                alone = attended(Team(built, threads), plain.build(), pool, queries[row : row + 1], shape)
+                assert torch.equal(alone[0], together[0][row]), f"{length} entries, row {row}, {threads} threads"
+            k, v = pool.kv[1, seen].double().repeat_interleave(5, 2).unbind(1)
+            weights = (torch.einsum("hd,nhd->hn", queries[row].double().view(10, 96), k) / 96 ** 0.5).softmax(1)
+            assert error(together[0][row], torch.einsum("hn,nhd->hd", weights, v).reshape(-1)) < 3e-3
+
+
+def attended(team: Team, batch: ForwardBatch, pool: KVPool, queries: torch.Tensor, shape: Heads) -> torch.Tensor:
+    out, program, none = torch.empty_like(queries), Program(team), torch.empty(0)
+    program.attention(queries, shape, 1, out)
+    for _ in range(2):  # the second time finds what the first one left
+        program.run(BatchFrame.of(batch, pool, none, none))
+    return out
 
 
 def test_calls_from_several_threads_wait_for_one_another() -> None:

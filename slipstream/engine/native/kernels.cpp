@@ -65,6 +65,7 @@ struct Team {
     std::condition_variable work;
     std::vector<std::thread> helpers;
     std::vector<std::vector<float>> scores;
+    Splits splits;
     std::vector<Progress> progress;
     const Op* ops = nullptr;
     int64_t num_ops = 0;
@@ -86,7 +87,7 @@ struct Team {
         for (int64_t i = 0; i < num_ops; i++) {
             int64_t parts = parts_of(ops[i], *frame, int(scores.size()));
             for (int64_t part; (part = progress[i].taken.fetch_add(1, std::memory_order_relaxed)) < parts;) {
-                compute(ops[i], *frame, part, parts, scores[thread]);
+                compute(ops[i], *frame, part, parts, scores[thread], splits);
                 progress[i].done.fetch_add(1, std::memory_order_release);
             }
             for (int spins = 0; progress[i].done.load(std::memory_order_acquire) < parts;) pause(spins);
@@ -113,6 +114,7 @@ struct Team {
         if (what.segments) sight.see(what);
         if (int64_t(progress.size()) < count) progress = std::vector<Progress>(count);
         for (auto& p : progress) p.taken = p.done = 0;
+        splits.hold(list, count, what, int(scores.size()));
         {
             std::lock_guard lock(door);
             ops = list, num_ops = count, frame = &what, open = true;

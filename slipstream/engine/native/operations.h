@@ -1,4 +1,4 @@
-// The operations of a forward, row by row and group by group: norm, product, rotation, attention; and those of a draft
+// The operations of a forward, row by row and group by group: norm, product, rotation; and those of a draft
 // head between its tokens and the best of its logits.
 //
 // Rules: those of `kernels.cpp`. Each sum is taken in an order that depends on its own row alone.
@@ -13,6 +13,8 @@
 #include <cstring>
 #include <vector>
 
+#include "attention.h"
+#include "list.h"
 #include "races.h"
 #include "vectors.h"
 
@@ -21,54 +23,9 @@ namespace {
 constexpr int GROUP = 2 * LANES;  // outputs of a product that are computed together
 constexpr int BLOCK = LANES == 8 ? 4 : 12;  // rows of a product that are computed together, at most: as registers hold
 constexpr int SLAB = PAIRED ? 1 << 30 : 8 * BLOCK;  // rows whose inputs are widened together: they stay in the second cache
-constexpr int BUNDLE = 4;        // query heads that are computed together, at most
 constexpr int AHEAD = 8192;      // bytes of weights that are asked for in advance: about what memory is late by. Into the
                                  // second cache: what is asked for "once" (NTA) an Intel loses before it is read
 constexpr int LINE = 2 * GROUP;  // whole numbers that weigh a pair of inputs for a group of outputs
-
-enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8, RACE = 9 };
-enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
-
-struct Op {  // `program.Op` is the same
-    int32_t kind, result;
-    const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D];
-                           // EMBED: bfloat16 [V, inner]; WIDEN: bfloat16 [T, inner], or null: the frame's states;
-                           // RANK, BEST: float32 [T, inner]; RACE: float32 [., inner]
-    int64_t in_stride;     // elements from row to row
-    const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
-                           // RANK: tokens of the columns, int64 [inner], or null
-    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races
-    void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
-                           // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
-                           // NORM, ROUND: null for the frame's features, by slot, from column `layer` on
-    int64_t out_stride;
-    int64_t inner, outer;  // widths
-    int64_t layer;         // ROPE, ATTEND: whose KV
-    float eps;
-    int32_t heads, kv_heads, head_dim;
-    const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16
-    int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
-};
-
-struct Frame {  // `program.Frame` is the same: what one forward adds to the list
-    int64_t rows;
-    const float *cos, *sin;   // [T, D]; the sine's first half is negated
-    const int64_t* slots;     // [T] where each row's KV is written
-    const int64_t* kv_slots;  // of all segments, one behind the other, or a whole table
-    const int64_t *begin, *shared, *tree;  // [T] into kv_slots: the first entry that a row sees, how many from there on
-                                           // it sees whole, and where the entry of its word's lowest bit stands
-    const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree + j]
-    bf16* kv;                 // [L, S, 2, G, D]
-    int64_t layer_stride;     // elements
-    const int64_t* tokens;    // [T] for EMBED
-    const bf16* states;       // [T, W] for WIDEN
-    const int64_t* positions;  // [T] rows of cos and sin; null: one for each row of the forward
-    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: begin, shared and tree are told
-    int64_t num_segments, window;
-    const int64_t* picked;     // [num_picked] rows that go on where an operation takes few
-    int64_t num_picked;
-    bf16* features;            // [S, F] rows by slot
-};
 
 struct Child {  // `draft.CHILD` is the same
     int64_t token;
@@ -254,96 +211,6 @@ void rope_row(const Op& op, const Frame& frame, int64_t row) {
     for (int i = 0; i < op.kv_heads * size; i += LANES) narrow(kv + op.kv_heads * size + i, load(x + i));
 }
 
-struct Seen {  // the KV entries of one row, oldest first
-    const int64_t* slots;
-    int64_t shared, count;
-    int64_t own[64];
-
-    Seen(const Frame& frame, int64_t row) : slots(frame.kv_slots + frame.begin[row]), shared(frame.shared[row]) {
-        count = shared;
-        for (uint64_t word = frame.words[row]; word; word &= word - 1)
-            own[count++ - shared] = frame.kv_slots[frame.tree[row] + __builtin_ctzll(word)];
-    }
-    int64_t operator[](int64_t i) const { return i < shared ? slots[i] : own[i - shared]; }
-};
-
-float weigh(float* scores, int64_t count) {  // e^(score - greatest); returns one over their sum
-    Floats greatest = all(-INFINITY), sum = {};
-    int64_t padded = (count + LANES - 1) / LANES * LANES;
-    for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
-    for (int64_t i = 0; i < padded; i += LANES) {
-        Floats v = load(scores + i);
-        Words more = (Words)(v > greatest);
-        greatest = (Floats)(((Words)v & more) | ((Words)greatest & ~more));
-    }
-    float top = greatest[0];
-    for (int i = 1; i < LANES; i++) top = std::max(top, greatest[i]);
-    for (int64_t i = 0; i < padded; i += LANES) {
-        Floats v = exponential(load(scores + i) - all(top));
-        store(scores + i, v);
-        sum += v;
-    }
-    return 1.0f / total(sum);
-}
-
-// H query heads that share a KV head, from `head` on
-template <int H>
-void attend_heads(const Op& op, const Frame& frame, int64_t row, int head, std::vector<float>& scores) {
-    Seen seen(frame, row);
-    int size = op.head_dim, kv_head = head / (op.heads / op.kv_heads);
-    int64_t slot_stride = 2 * int64_t(op.kv_heads) * size, padded = (seen.count + LANES - 1) / LANES * LANES;
-    const bf16* query = (const bf16*)op.in + row * op.in_stride + head * size;
-    const bf16* keys = frame.kv + op.layer * frame.layer_stride + kv_head * size;
-    const bf16* values = keys + op.kv_heads * size;
-    if (int64_t(scores.size()) < H * padded) scores.resize(2 * H * padded);
-    Floats scale = all(1.0f / sqrtf(float(size)));
-    for (int64_t first = 0; first < seen.count; first += LANES) {
-        Floats sums[H][LANES];
-        for (int i = 0; i < LANES; i++) {  // beyond the last entry: that one again
-            const bf16* key = keys + seen[std::min(first + i, seen.count - 1)] * slot_stride;
-            const bf16* coming = keys + seen[std::min(first + i + LANES, seen.count - 1)] * slot_stride;
-            for (int j = 0; j < size; j += GROUP) {  // KV of many answers is in no cache: entries lie anywhere
-                __builtin_prefetch(coming + j, 0, 3);
-                __builtin_prefetch(coming + op.kv_heads * size + j, 0, 2);
-            }
-            Floats sum[H] = {};
-            for (int j = 0; j < size; j += GROUP)
-                for (int h = 0; h < H; h++) sum[h] = pairs(sum[h], words_at(query + h * size + j), words_at(key + j));
-            for (int h = 0; h < H; h++) sums[h][i] = sum[h];
-        }
-        for (int h = 0; h < H; h++) store(&scores[h * padded + first], totals(sums[h]) * scale);
-    }
-    Floats factor[H];
-    for (int h = 0; h < H; h++) factor[h] = all(weigh(&scores[h * padded], seen.count));
-    bf16* out = (bf16*)op.out + row * op.out_stride + head * size;
-    for (int j = 0; j < size; j += GROUP) {
-        Floats low[H] = {}, high[H] = {};
-        for (int64_t i = 0; i < seen.count; i++) {
-            const bf16* value = values + seen[i] * slot_stride + j;
-            Floats first = widen(value), second = widen(value + LANES);
-            for (int h = 0; h < H; h++) {
-                Floats weight = all(scores[h * padded + i]);
-                low[h] = fma(weight, first, low[h]);
-                high[h] = fma(weight, second, high[h]);
-            }
-        }
-        for (int h = 0; h < H; h++) {
-            narrow(out + h * size + j, low[h] * factor[h]);
-            narrow(out + h * size + j + LANES, high[h] * factor[h]);
-        }
-    }
-}
-
-int bundles(const Op& op) { return (op.heads / op.kv_heads + BUNDLE - 1) / BUNDLE; }  // of one KV head's query heads
-
-void attend_bundle(const Op& op, const Frame& frame, int64_t part, std::vector<float>& scores) {
-    constexpr void (*widths[])(const Op&, const Frame&, int64_t, int, std::vector<float>&) = {
-        nullptr, attend_heads<1>, attend_heads<2>, attend_heads<3>, attend_heads<4>};
-    int group = op.heads / op.kv_heads, all_bundles = op.kv_heads * bundles(op), bundle = int(part % all_bundles);
-    int begin = bundle % bundles(op) * BUNDLE;
-    widths[std::min(BUNDLE, group - begin)](op, frame, part / all_bundles, bundle / bundles(op) * group + begin, scores);
-}
-
 // The `outer` best tokens of a row of `inner` logits, best first, the lowest token among equals. The row goes on with -inf to
 // a whole vector.
 void rank_row(const Op& op, int64_t row) {
@@ -410,10 +277,10 @@ int64_t parts_of(const Op& op, const Frame& frame, int threads) {
         int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
         return std::min<int64_t>(groups, threads == 1 ? 1 : 8 * threads);
     }
-    return op.kind == ATTEND ? frame.rows * op.kv_heads * bundles(op) : rows_of(op, frame);
+    return op.kind == ATTEND ? frame.rows * splits_of(frame, threads) : rows_of(op, frame);
 }
 
-void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std::vector<float>& scores) {
+void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std::vector<float>& scores, Splits& splits) {
     switch (op.kind) {
         case NORM: return norm_row(op, frame, part);
         case ROUND: return round_row(op, frame, part);
@@ -426,7 +293,7 @@ void compute(const Op& op, const Frame& frame, int64_t part, int64_t parts, std:
             return race_row(races, part, (const float*)op.in + row_of(races, part) * op.in_stride, op.inner, scores);
         }
         case ROPE: return rope_row(op, frame, part);
-        case ATTEND: return attend_bundle(op, frame, part, scores);
+        case ATTEND: return attend_part(op, frame, part, parts / frame.rows, scores, splits);
         case PRODUCT: {
             int64_t groups = (op.outer * (op.result == SILU ? 2 : 1) + GROUP - 1) / GROUP;
             auto some = op.scales ? product<Whole> : product<Halves>;

@@ -73,11 +73,15 @@ inline Floats widen(const bf16* p) {
 #endif
 }
 
-inline void narrow(bf16* p, Floats v) {
+inline Words rounded(Floats v) {  // to bfloat16, in the lower half of each lane
     Words bits = (Words)v;
-    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    Words near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     Words exact = (Words)(v == v);  // a rounded NaN could become a number
-    Shorts result = __builtin_convertvector((rounded & exact) | (~exact & 0x7fc0), Shorts);
+    return (near & exact) | (~exact & 0x7fc0);
+}
+
+inline void narrow(bf16* p, Floats v) {
+    Shorts result = __builtin_convertvector(rounded(v), Shorts);
     memcpy(p, &result, sizeof result);
 }
 

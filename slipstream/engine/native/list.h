@@ -1,0 +1,57 @@
+// What a list is made of: operations, and what one forward adds to them.
+//
+// It knows nothing about how they are computed.
+
+#pragma once
+
+#include <cstdint>
+
+#include "vectors.h"
+
+namespace {
+
+enum Kind : int32_t { NORM = 0, PRODUCT = 1, ROPE = 2, ATTEND = 3, ROUND = 4, EMBED = 5, WIDEN = 6, RANK = 7, BEST = 8, RACE = 9 };
+enum Result : int32_t { STORE = 0, ADD = 1, SILU = 2 };  // what a product does with its sums
+
+struct Op {  // `program.Op` is the same
+    int32_t kind, result;
+    const void* in;        // NORM: float32 [T, inner]; PRODUCT: bfloat16 [T, inner]; ROPE: float32 [T, (Q + 2 G) D];
+                           // EMBED: bfloat16 [V, inner]; WIDEN: bfloat16 [T, inner], or null: the frame's states;
+                           // RANK, BEST: float32 [T, inner]; RACE: float32 [., inner]
+    int64_t in_stride;     // elements from row to row
+    const void* weight;    // NORM: float32 [inner]; PRODUCT: packed; ROPE: norm of queries, float32 [D], or null
+                           // RANK: tokens of the columns, int64 [inner], or null
+    const void* extra;     // PRODUCT: bias, float32 [outer], or null; ROPE: norm of keys or null; RACE: Races
+    void* out;             // NORM, ROUND, ATTEND, ROPE (queries), SILU: bfloat16; STORE, ADD: float32;
+                           // EMBED, WIDEN: float32; RANK: Child [T, outer], as int64; BEST: int64 [T];
+                           // NORM, ROUND: null for the frame's features, by slot, from column `layer` on
+    int64_t out_stride;
+    int64_t inner, outer;  // widths
+    int64_t layer;         // ROPE, ATTEND: whose KV
+    float eps;
+    int32_t heads, kv_heads, head_dim;
+    const float* scales;   // PRODUCT, of whole numbers: [outer], to whole groups; null: weights are bfloat16
+    int64_t few;           // 1: over as many rows as the frame picks; NORM reads those, others what it has written
+};
+
+struct Frame {  // `program.Frame` is the same: what one forward adds to the list
+    int64_t rows;
+    const float *cos, *sin;   // [T, D]; the sine's first half is negated
+    const int64_t* slots;     // [T] where each row's KV is written
+    const int64_t* kv_slots;  // of all segments, one behind the other, or a whole table
+    const int64_t *begin, *shared, *tree;  // [T] into kv_slots: the first entry that a row sees, how many from there on
+                                           // it sees whole, and where the entry of its word's lowest bit stands
+    const uint64_t* words;    // [T] bit j: the row sees kv_slots[tree + j]
+    bf16* kv;                 // [L, S, 2, G, D]
+    int64_t layer_stride;     // elements
+    const int64_t* tokens;    // [T] for EMBED
+    const bf16* states;       // [T, W] for WIDEN
+    const int64_t* positions;  // [T] rows of cos and sin; null: one for each row of the forward
+    const int64_t* segments;   // of the batch: q_indptr, kv_indptr, begins, mask_lens; null: begin, shared and tree are told
+    int64_t num_segments, window;
+    const int64_t* picked;     // [num_picked] rows that go on where an operation takes few
+    int64_t num_picked;
+    bf16* features;            // [S, F] rows by slot
+};
+
+}  // namespace
