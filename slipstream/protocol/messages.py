@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from slipstream.base.errors import InvalidRequest, RemoteProtocolError
+from slipstream.base.value import value
 from slipstream.protocol.identity import Identity
 from slipstream.protocol.tree import Floats, Ints
 
@@ -145,9 +146,9 @@ class Open:
     ahead: bool = False  # whether more may be grown than is wanted, while the target verifies
 
 
-class Commit(NamedTuple):
-    """Tokens became part of the answer: ``tokens[:-1]`` were accepted draft tokens, the last is the bonus token.
-    Like ``Growth`` a named tuple, as each session has one a round."""
+@value
+class Commit:
+    """Tokens became part of the answer: ``tokens[:-1]`` were accepted draft tokens, the last is the bonus token."""
 
     session: int
     base: int
@@ -163,7 +164,8 @@ class Close:
     session: int
 
 
-class Growth(NamedTuple):
+@value
+class Growth:
     """New nodes for a session's tree, drafted when ``base`` tokens were committed as far as the drafter knew."""
 
     session: int
