@@ -44,7 +44,7 @@ class LoopDispatch:
 
 
 class TargetAnswer:
-    """One running answer as its reader sees it. Implements ``requests.Answer``."""
+    """One running answer as its reader sees it. Implements ``requests.Offering``."""
 
     def __init__(self, worker: TargetWorker, number: int, request: Request,
                  compiled: asyncio.Future[Matcher] | None = None, rule: Rule | None = None) -> None:
@@ -53,10 +53,11 @@ class TargetAnswer:
         self._number = number
         self._request = request
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._take: Callable[[Piece], bool] = _nobody
         self._over = False
         self._compiled = compiled
         if compiled is None:
-            worker.ask(number, request, self._pieces.put_nowait, rule)
+            worker.ask(number, request, self._told, rule)
         else:
             compiled.add_done_callback(self._begin)
 
@@ -67,7 +68,14 @@ class TargetAnswer:
         if isinstance(error, Exception):
             self._pieces.put_nowait(error)
         else:
-            self._worker.ask(self._number, self._request, self._pieces.put_nowait, compiled.result())
+            self._worker.ask(self._number, self._request, self._told, compiled.result())
+
+    def _told(self, piece: Piece | Exception) -> None:
+        if isinstance(piece, Exception) or piece.finish or not self._pieces.empty() or not self._take(piece):
+            self._pieces.put_nowait(piece)
+
+    def offer(self, take: Callable[[Piece], bool]) -> None:
+        self._take = take
 
     def set_speculation(self, allowed: bool) -> None:
         if self._compiled is not None and not self._compiled.done():
@@ -154,6 +162,11 @@ class TargetService:
         logger("target").info("answers handed back", running=self._worker.num_running,
                               waiting=self._worker.num_waiting)
         self._worker.post(self._worker.hand_back)
+
+
+def _nobody(_: Piece) -> bool:
+    """Takes nothing."""
+    return False
 
 
 def _hand_over(pieces: list[tuple[Sink, Piece | Exception]]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -22,7 +22,7 @@ from slipstream.base.errors import (
     Unavailable,
 )
 from slipstream.protocol.messages import Sampling
-from slipstream.protocol.requests import Piece, Request, TargetInfo, TokenLogprob
+from slipstream.protocol.requests import Finish, Piece, Request, TargetInfo, TokenLogprob
 from slipstream.wire.answers import (
     TAKEN,
     Flow,
@@ -35,8 +35,11 @@ from slipstream.wire.answers import (
 )
 from slipstream.wire.server import GrpcServer
 from slipstream.wire.status import Reported
-from slipstream.wire.target import HOLD_AT, TargetClient, TargetServicer
-from tests.loop import eventually
+from slipstream.wire.target import HOLD_AT, AnswerCall, TargetClient, TargetServicer
+from target_service.loop import TargetWorker
+from target_service.sequence import Rule, Sink
+from target_service.service import TargetAnswer
+from tests.loop import eventually, settled
 
 WIRE = WireSection()
 INFO = TargetInfo("tiny", 1000, 4096, "abc", 1, 2, 100, 40, False)
@@ -273,3 +276,69 @@ def test_frames_are_as_few_as_fit() -> None:
     items = [b"a" * size for size in (3, 3, 3, 9, 1)]
     assert [*joined(items, 6)] == [b"a" * 6, b"a" * 3, b"a" * 9, b"a"]
     assert [*joined([], 6)] == [] and [*joined(items, 100)] == [b"a" * 19]
+
+
+class Spoken:
+    """A worker whose answers say what they are told to; each counts up from 0."""
+
+    def __init__(self) -> None:
+        self.sink: Sink | None = None
+        self.count = 0
+
+    def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
+        self.sink = sink
+
+    def cancel(self, number: int) -> None:
+        self.sink = None
+
+    def say(self, pieces: int, finish: Finish = "") -> None:
+        assert self.sink is not None
+        for _ in range(pieces):
+            self.sink(Piece((self.count,), finish=finish))
+            self.count += 1
+
+    def submit(self, request: Request) -> TargetAnswer:
+        return TargetAnswer(cast(TargetWorker, self), 1, request)
+
+    async def info(self) -> TargetInfo:
+        return INFO
+
+
+class Written:
+    """The line of a call: what a caller says, and which tokens it reads."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[bytes] = asyncio.Queue()
+        self.tokens: list[int] = []
+
+    async def read(self) -> bytes:
+        return await self.said.get()
+
+    async def write(self, message: bytes, /) -> None:
+        self.tokens += [token for _, piece in decode_told(message) if isinstance(piece, Piece)
+                        for token in piece.tokens]
+
+
+@pytest.mark.parametrize("held", [1, 3])
+async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(held: int) -> None:
+    """held: pieces that wait. A lone one is in the hands of the answer's task."""
+    worker, line = Spoken(), Written()
+    call = asyncio.create_task(AnswerCall(worker, INFO, 1 << 20).run(line))
+    line.said.put_nowait(encode_asked(1, asked(100)))
+    await eventually(lambda: worker.sink is not None)
+    worker.say(3)
+    await eventually(lambda: line.tokens == [0, 1, 2])
+    line.said.put_nowait(encode_asked(1, Flow.HOLD))
+    await settled()
+    worker.say(held)
+    await settled()
+    assert line.tokens == [0, 1, 2]
+    line.said.put_nowait(encode_asked(1, Flow.RESUME))
+    await asyncio.sleep(0)
+    for _ in range(5):  # wherever the answer's own task is by then
+        worker.say(1)
+        await asyncio.sleep(0)
+    worker.say(1, "length")
+    await eventually(lambda: len(line.tokens) == 9 + held)
+    assert line.tokens == [*range(9 + held)]
+    call.cancel()

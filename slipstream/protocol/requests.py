@@ -12,9 +12,9 @@ It knows nothing about HTTP, gRPC or engines.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from slipstream.base.errors import InvalidRequest, ModelChanged
 from slipstream.protocol.grammar import Grammar
@@ -267,6 +267,16 @@ class Answer(Protocol):
 
     async def aclose(self) -> None:
         """Stop and free everything; idempotent, also fine after the end."""
+        ...
+
+
+@runtime_checkable
+class Offering(Answer, Protocol):
+    """An Answer whose pieces, but for the last, are offered before its iteration has them: what is taken wakes no task.
+    They keep their order: none is offered while an earlier one waits for the iteration."""
+
+    def offer(self, take: Callable[[Piece], bool]) -> None:
+        """take: whether it has taken a piece. Called on the event loop."""
         ...
 
 

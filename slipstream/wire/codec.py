@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import lt
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,6 +84,7 @@ ROOM = 64  # bytes of a chunk's message beside its weights
 FIELD = "features.projection"
 FRAME_ITEMS = 1024  # in a frame: a step of the largest target says less
 ITEM_ROOM = 128  # bytes of a growth beside its nodes, and of a drop with its reason
+INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 NODE_BYTES = 16  # id, parent, token, score
 SCORE_SLACK = 1e-3  # log scores are at most 0, give or take the rounding of a 16-bit model
 
@@ -221,7 +223,7 @@ def _commit(wire: draft_pb2.CommitItem, limits: FrameLimits) -> Commit:
     count = len(data) // 4
     if len(data) % 4 or not 1 <= count <= MAX_NODES:
         raise RemoteProtocolError("commit.tokens", f"{len(data)} bytes are not 1 to {MAX_NODES} int32 values")
-    tokens: Ints = np.frombuffer(data, "<i4")
+    tokens: Ints = np.frombuffer(data, INT32)
     values = tokens.tolist()
     if min(values) < 0 or max(values) >= limits.vocab_size:
         raise RemoteProtocolError("commit.tokens", f"a token is outside the vocabulary of {limits.vocab_size}")
@@ -266,34 +268,41 @@ def _drop(wire: draft_pb2.DropItem, _limits: FrameLimits) -> Drop:
 
 
 def _growth(wire: draft_pb2.GrowthItem, limits: FrameLimits) -> Growth:
-    base, size = wire.base, len(wire.ids)
+    base, ids_data, parents_data, tokens_data, scores_data = wire.base, wire.ids, wire.parents, wire.tokens, wire.scores
+    size = len(ids_data)
     if not 1 <= base <= limits.max_context:
         raise outside("growth.base", base, 1, limits.max_context)
     if size % 4 or size > 4 * limits.max_nodes:
         raise RemoteProtocolError("growth.ids", f"{size} bytes are not at most {limits.max_nodes} int32 values")
-    for field, data in (("parents", wire.parents), ("tokens", wire.tokens), ("scores", wire.scores)):
-        if len(data) != size:
-            raise RemoteProtocolError(f"growth.{field}", f"{len(data)} bytes for {size // 4} nodes")
-    ids: Ints = np.frombuffer(wire.ids, "<i4")
-    parents: Ints = np.frombuffer(wire.parents, "<i4")
-    tokens: Ints = np.frombuffer(wire.tokens, "<i4")
-    scores = np.frombuffer(wire.scores, "<f4")
-    _check_nodes(ids.tolist(), parents.tolist(), tokens.tolist(), limits)
-    numbers = scores.tolist()
-    if numbers and not (math.isfinite(sum(numbers)) and max(numbers) <= SCORE_SLACK):
-        raise RemoteProtocolError("growth.scores", "holds what is not a log score: infinite, not a number or above 0")
-    if max(numbers, default=0.0) > 0:
-        scores = np.minimum(scores, np.float32(0))
+    if not len(parents_data) == len(tokens_data) == len(scores_data) == size:
+        for field, data in (("parents", parents_data), ("tokens", tokens_data), ("scores", scores_data)):
+            if len(data) != size:
+                raise RemoteProtocolError(f"growth.{field}", f"{len(data)} bytes for {size // 4} nodes")
+    ids: Ints = np.frombuffer(ids_data, INT32)
+    parents: Ints = np.frombuffer(parents_data, INT32)
+    tokens: Ints = np.frombuffer(tokens_data, INT32)
+    scores = np.frombuffer(scores_data, FLOAT32)
+    if size:
+        _check_nodes(ids.tolist(), parents.tolist(), tokens.tolist(), limits)
+        numbers = scores.tolist()
+        most = max(numbers)
+        if not (math.isfinite(sum(numbers)) and most <= SCORE_SLACK):
+            raise RemoteProtocolError("growth.scores",
+                                      "holds what is not a log score: infinite, not a number or above 0")
+        if most > 0:
+            scores = np.minimum(scores, np.float32(0))
     return Growth(wire.session, base, ids, parents, tokens, scores, wire.draft_us / 1e6)
 
 
 def _check_nodes(ids: list[int], parents: list[int], tokens: list[int], limits: FrameLimits) -> None:
-    inside = set(ids)
-    if len(inside) != len(ids) or min(ids, default=1) < 1:
-        raise RemoteProtocolError("growth.ids", "an id stands twice, or is not positive")
-    if (ids and -limits.max_context <= parents[0] < 0 and parents[1:] == ids[:-1] and min(tokens) >= 0
-            and max(tokens) < limits.vocab_size):  # a chain below what is committed: there is nothing else to find
+    # Ids that rise, each above its parent's: whoever is named has come before. Then there is nothing else to find.
+    if (ids[0] > 0 and all(map(lt, ids, ids[1:])) and all(map(lt, parents, ids)) and all(parents)
+            and min(parents) >= -limits.max_context and min(tokens) >= 0 and max(tokens) < limits.vocab_size
+            and len(set(zip(parents, tokens, strict=True))) == len(ids)):
         return
+    inside = set(ids)
+    if len(inside) != len(ids) or min(ids) < 1:
+        raise RemoteProtocolError("growth.ids", "an id stands twice, or is not positive")
     before, taken = set[int](), set[tuple[int, int]]()
     for node, parent, token in zip(ids, parents, tokens, strict=True):
         if parent == 0 or -parent > limits.max_context:

@@ -177,4 +177,5 @@ def dtype_of(number: int) -> str:
 
 def microseconds(seconds: float) -> int:
     """uint32, clipped."""
-    return min(max(round(seconds * 1e6), 0), UINT32_MAX)
+    found = round(seconds * 1e6)
+    return found if 0 <= found <= UINT32_MAX else UINT32_MAX if found > 0 else 0

@@ -26,13 +26,14 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 
 from slipstream.base.errors import Draining, InvalidRequest, RemoteProtocolError, SlipstreamError, Unavailable
-from slipstream.protocol.requests import Answer, Backend, Piece, Request, TargetInfo
+from slipstream.protocol.requests import Answer, Backend, Offering, Piece, Request, TargetInfo
 from slipstream.wire.answers import (
     TAKEN,
     Asked,
@@ -113,10 +114,11 @@ class TargetServicer:
 class Sender:
     """One answer on its way."""
 
-    __slots__ = ("answer", "flows", "task")
+    __slots__ = ("answer", "behind", "flows", "task")
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.behind = False  # a piece of it waits here
         self.flows = asyncio.Event()
         self.flows.set()
         self.task: asyncio.Task[None] | None = None
@@ -188,16 +190,18 @@ class AnswerCall:
             self._put(number, Reported.of(error))
             return
         self._senders[number] = sender
+        if isinstance(sender.answer, Offering):
+            sender.answer.offer(partial(self._take, number, sender))
         sender.task = asyncio.get_running_loop().create_task(self._send(number, sender))
 
     async def _send(self, number: int, sender: Sender) -> None:
         finished = False
         try:
             async for piece in sender.answer:
-                if not sender.flows.is_set():
-                    await sender.flows.wait()
-                if not self._room.is_set():
-                    await self._room.wait()
+                sender.behind = True
+                await sender.flows.wait()
+                await self._room.wait()
+                sender.behind = False
                 self._put(number, piece)
                 finished = piece.finish != ""
             if not finished:
@@ -209,6 +213,13 @@ class AnswerCall:
             del self._senders[number]
             self._filled.set()  # it may have been the last one of a drain
             await sender.answer.aclose()
+
+    def _take(self, number: int, sender: Sender, piece: Piece) -> bool:
+        """Of a step's pieces, one that may leave at once."""
+        if sender.behind or not (sender.flows.is_set() and self._room.is_set()):
+            return False
+        self._put(number, piece)
+        return True
 
     def _put(self, number: int, content: Told) -> None:
         item = encode_told(number, content)
