@@ -179,15 +179,17 @@ class Queues:
 
     def schedule(self, now_s: float, free_slots: int, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
         """The next step, and who is left out of it because it waits for its drafter."""
-        facts, standing = [], []
-        have = Counter[str]()
+        standing = [one for one in self.running if not one.prefilling and one.followed.waits(now_s)]
+        for one in standing:
+            one.followed.stands(now_s)
+        if len(standing) == len(self.running) and not self.waiting:  # between two rounds it is nearly always so
+            return Schedule(), standing
+        facts, waits, have = list[Facts](), {one.number for one in standing}, Counter[str]()
         for one in in_turn(self.running, have):
             held = one.computed - one.borrowed
             if one.prefilling:
                 facts.append(Facts(one.number, held, one.num_prefill, 1, False, one.scores))
-            elif one.followed.waits(now_s):
-                one.followed.stands(now_s)
-                standing.append(one)
+            elif one.number in waits:
                 facts.append(Facts(one.number, held, 0, 1, True))
             else:
                 facts.append(Facts(one.number, held, 0, shedding.nodes(one.followed.nodes), False))
