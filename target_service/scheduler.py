@@ -182,7 +182,8 @@ class Queues:
         standing = [one for one in self.running if not one.prefilling and one.followed.waits(now_s)]
         for one in standing:
             one.followed.stands(now_s)
-        if len(standing) == len(self.running) and not self.waiting:  # between two rounds it is nearly always so
+        # Between two rounds it is nearly always so. With nobody running, shedding still ends by ``limits``.
+        if standing and len(standing) == len(self.running) and not self.waiting:
             return Schedule(), standing
         facts, waits, have = list[Facts](), {one.number for one in standing}, Counter[str]()
         for one in in_turn(self.running, have):

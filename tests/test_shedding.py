@@ -22,7 +22,7 @@ from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Open, Sampling
 from slipstream.protocol.requests import Request
-from target_service.scheduler import CALM_S, Limits, Shedding
+from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
 from tests.pair import drafting, local_link, target
 
 PROMPT = tuple(b"one two three one two three one two three one two ")
@@ -111,6 +111,17 @@ def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:
         shedding.limits()
         assert shedding.level == level
     assert shedding.limits() == LIMITS
+
+
+def test_a_target_that_nobody_asks_takes_new_answers_again() -> None:
+    now = [0.0]
+    shedding = Shedding(LIMITS, lambda: now[0], TargetMetrics("tiny"))
+    for _ in LEVELS:
+        shedding.failed(64)
+    assert shedding.refuses
+    now[0] += CALM_S
+    Queues().schedule(now[0], 100, shedding)
+    assert not shedding.refuses
 
 
 def test_a_step_of_few_rows_is_not_made_smaller_than_rows_can_be() -> None:
