@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -284,12 +285,14 @@ class Spoken:
     def __init__(self) -> None:
         self.sink: Sink | None = None
         self.count = 0
+        self.left: list[int] = []
+        self.numbers = itertools.count(1)
 
     def ask(self, number: int, request: Request, sink: Sink, rule: Rule | None = None) -> None:
         self.sink = sink
 
     def cancel(self, number: int) -> None:
-        self.sink = None
+        self.left.append(number)
 
     def say(self, pieces: int, finish: Finish = "") -> None:
         assert self.sink is not None
@@ -298,25 +301,27 @@ class Spoken:
             self.count += 1
 
     def submit(self, request: Request) -> TargetAnswer:
-        return TargetAnswer(cast(TargetWorker, self), 1, request)
+        return TargetAnswer(cast(TargetWorker, self), next(self.numbers), request)
 
     async def info(self) -> TargetInfo:
         return INFO
 
 
 class Written:
-    """The line of a call: what a caller says, and which tokens it reads."""
+    """The line of a call: what a caller says, and which tokens and failures it reads."""
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[bytes] = asyncio.Queue()
         self.tokens: list[int] = []
+        self.failed: list[int] = []
 
     async def read(self) -> bytes:
         return await self.said.get()
 
     async def write(self, message: bytes, /) -> None:
-        self.tokens += [token for _, piece in decode_told(message) if isinstance(piece, Piece)
-                        for token in piece.tokens]
+        for number, content in decode_told(message):
+            self.tokens += content.tokens if isinstance(content, Piece) else ()
+            self.failed += [number] if isinstance(content, Reported) else []
 
 
 @pytest.mark.parametrize("held", [1, 3])
@@ -341,4 +346,24 @@ async def test_offered_pieces_keep_their_order_and_wait_where_they_come_from(hel
     worker.say(1, "length")
     await eventually(lambda: len(line.tokens) == 9 + held)
     assert line.tokens == [*range(9 + held)]
+    call.cancel()
+
+
+async def test_an_answer_that_is_left_in_the_frame_that_asks_for_it_is_freed() -> None:
+    worker, line = Spoken(), Written()
+    call = asyncio.create_task(AnswerCall(worker, INFO, 1 << 20).run(line))
+    line.said.put_nowait(b"".join((encode_asked(1, asked(100)), encode_asked(2, asked(100)),
+                                   encode_asked(1, Flow.CLOSE))))
+    await eventually(lambda: worker.left == [1])
+    call.cancel()
+
+
+async def test_an_offered_piece_that_cannot_be_written_ends_its_own_answer_alone() -> None:
+    worker, line = Spoken(), Written()
+    call = asyncio.create_task(AnswerCall(worker, INFO, 1 << 20).run(line))
+    line.said.put_nowait(encode_asked(1, asked(100)))
+    await eventually(lambda: worker.sink is not None)
+    assert worker.sink is not None
+    worker.sink(Piece((1 << 40,)))  # would keep what is behind it from others if it raised
+    await eventually(lambda: worker.left == [1] and line.failed == [1])
     call.cancel()

@@ -176,8 +176,8 @@ class AnswerCall:
             sender.flows.clear()
         elif content is Flow.RESUME:
             sender.flows.set()
-        elif sender.task is not None:
-            sender.task.cancel()
+        elif sender.task is not None:  # after its first step: one that has not begun would end nothing
+            asyncio.get_running_loop().call_soon(sender.task.cancel)
 
     def _begin(self, number: int, request: Request) -> None:
         try:
@@ -218,7 +218,10 @@ class AnswerCall:
         """Of a step's pieces, one that may leave at once."""
         if sender.behind or not (sender.flows.is_set() and self._room.is_set()):
             return False
-        self._put(number, piece)
+        try:
+            self._put(number, piece)
+        except Exception:  # its own task meets it again, and tells: other answers' pieces come behind it
+            return False
         return True
 
     def _put(self, number: int, content: Told) -> None:
