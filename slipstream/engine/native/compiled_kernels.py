@@ -67,7 +67,7 @@ class Kernels:
 def kernels(flags: tuple[str, ...] | None = None) -> Kernels:
     """The kernels for this machine, or those of some flags, built if need be (seconds, once). Raises ModelError that
     says why none are."""
-    flags = flags_for(_processor()) if flags is None else flags
+    flags = flags_for(processor()) if flags is None else flags
     name = file_name(flags)
     cached = _cache() / name
     for path in (SOURCE.with_name(name), cached):
@@ -118,7 +118,8 @@ def build(flags: tuple[str, ...], path: Path) -> None:
     logger("engine").info("kernels built", file=path.name, flags=" ".join(flags))
 
 
-def _processor() -> set[str]:
+def processor() -> set[str]:
+    """What this machine's says of itself: its maker and its features. Nothing where it is no x86-64."""
     if platform.machine() != "x86_64":
         return set()
     try:
