@@ -375,7 +375,7 @@ class VllmService:
         finally:
             asked.cancel()
         self._idle = not self._ran
-        if drafted and not asked.exception():
+        if not asked.exception() and drafted:
             self._drafts = statuses(asked.result()) or self._drafts
             self._metrics.drafts_expected(len(self._drafts))
             self._metrics.drafts_connected(sum(draft.connected for draft in self._drafts))

@@ -31,7 +31,7 @@ FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-pthread", "-ffp-contract=off
 COMPILE_S = 300  # of one build at most
 
 # What a processor must say of itself, and the flags for it; the first that fits is taken. AMD's alone multiply pairs of
-# bfloat16 as such: an Intel's core (family 6, model 207) does so at 85 GFLOPS, and float32 at 175.
+# bfloat16 as such: an Intel's core (family 6, model 207) multiplies float32 faster.
 X86 = (({"AuthenticAMD", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512vbmi"},
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi")),
        ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=x86-64-v4",)),

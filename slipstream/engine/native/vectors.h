@@ -85,13 +85,6 @@ inline void narrow(bf16* p, Floats v) {
     memcpy(p, &result, sizeof result);
 }
 
-// Two bfloat16 in all lanes.
-inline Words both_at(const bf16* p) {
-    uint32_t two;
-    memcpy(&two, p, sizeof two);
-    return Words{} + two;
-}
-
 // The two of each pair of bfloat16.
 inline Floats lower(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats upper(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
@@ -101,20 +94,23 @@ inline Floats upper(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
 constexpr bool PAIRED = true;
 typedef Words Pairs;
 inline Pairs pairs_of(Words v) { return v; }
+
+// Two bfloat16 in all lanes.
+inline Words both_at(const bf16* p) {
+    uint32_t two;
+    memcpy(&two, p, sizeof two);
+    return Words{} + two;
+}
+
+// sums + the products of pairs of bfloat16
+inline Floats pairs(Floats sums, Words a, Words b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+}
 #else
 constexpr bool PAIRED = false;
 struct Pairs { Floats one, other; };
 inline Pairs pairs_of(Words v) { return {lower(v), upper(v)}; }
 #endif
-
-// sums + the products of pairs of bfloat16
-inline Floats pairs(Floats sums, Words a, Words b) {
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
-#else
-    return fma(upper(a), upper(b), fma(lower(a), lower(b), sums));
-#endif
-}
 
 // A line of 4 LANES whole numbers from -127 to 127, as two vectors of pairs: number `line_place(i, half)` of the line is the
 // half of pair i, of 2 LANES. How a byte holds its number is `line_byte`'s to say.
