@@ -47,10 +47,25 @@ def eagle_tensors(config: dict[str, Any], num_taps: int = 3, seed: int = 0) -> d
     tensors = {name: torch.randn(shape, generator=generator) * 2 / shape[-1]**0.5 for name, shape in shapes.items()}
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{name}.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
+    for layer in range(1, config["num_hidden_layers"]):
+        tensors |= further_layer(config, f"layers.{layer}", generator)
     ids = torch.randperm(config["vocab_size"], generator=generator)[:config["draft_vocab_size"]].sort().values
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
+
+
+def further_layer(config: dict[str, Any], name: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """A layer behind the first: a plain one."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden),
+              "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, hidden),
+              "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    tensors = {f"{name}.{part}.weight": torch.randn(shape, generator=generator) * 2 / shape[-1]**0.5
+               for part, shape in shapes.items()}
+    return tensors | {f"{name}.{norm}.weight": 1 + 0.2 * torch.randn(hidden, generator=generator)
+                      for norm in ("input_layernorm", "post_attention_layernorm")}
 
 
 def write_eagle_folder(folder: Path, config: dict[str, Any] | None = None,

@@ -37,6 +37,14 @@ def head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> EagleHead:
     return read_head(write_eagle_folder(tmp_path_factory.mktemp("eagle") / "head"), target)
 
 
+DEEP = eagle_config(num_hidden_layers=3)  # as vLLM and SGLang read a head of several layers
+
+
+@pytest.fixture(scope="module")
+def deep_head(tmp_path_factory: pytest.TempPathFactory, target: Path) -> EagleHead:
+    return read_head(write_eagle_folder(tmp_path_factory.mktemp("eagle") / "deep", DEEP, eagle_tensors(DEEP)), target)
+
+
 def states_of(count: int, seed: int) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -62,8 +70,11 @@ def grow(of: NeuralDrafter, budget: int) -> Growth:
     return growth
 
 
-def test_prefill_and_tree_rows_equal_the_head_written_out(head: EagleHead) -> None:
-    written, network = Written(), EagleNetwork(head, "float64", torch.device("cpu"), 64)
+@pytest.mark.parametrize("config", [eagle_config(), DEEP], ids=["one layer", "three layers"])
+def test_prefill_and_tree_rows_equal_the_head_written_out(head: EagleHead, deep_head: EagleHead,
+                                                          config: dict[str, object]) -> None:
+    written = Written(config)
+    network = EagleNetwork(deep_head if config is DEEP else head, "float64", torch.device("cpu"), 64)
     tokens, states = list(range(40, 52)), states_of(11, seed=1)
     (rows,) = network.read([message(1, 0, states)])
     slots = network.slots.alloc(15)
@@ -267,7 +278,8 @@ def test_a_wrong_shape_is_named(tmp_path: Path, target: Path, name: str) -> None
     ({"vocab_size": 300}, "vocab_size: the head was made for 300 tokens, the target has 260"),
     ({"target_hidden_size": 64}, "target_hidden_size: the head was made for 64, the target has 48"),
     ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
-    ({"num_hidden_layers": 2}, "num_hidden_layers: expected 1, found 2"),
+    ({"num_hidden_layers": 2}, "layers.1.input_layernorm.weight is missing"),
+    ({"num_hidden_layers": 17}, "num_hidden_layers: expected 1 to 16, found 17"),
     ({"draft_vocab_size": 0}, "draft_vocab_size"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}, "layer_ids: .* target with 8 layers"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config"),

@@ -59,10 +59,10 @@ def conversation(config: ModelConfig, length: int, seed: int) -> Conversation:
     return Conversation(seed, False, 0.0, tokens, roles, greedy, states.view(torch.uint16).numpy())
 
 
-def random_head(target: Path, seed: int = 0) -> Head:
+def random_head(target: Path, seed: int = 0, layers: int = 1) -> Head:
     config = ModelConfig.from_folder(target)
     vocabulary = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(seed))[:DRAFT_VOCAB]
-    return warm_head(config, load_tensors(target), vocabulary.sort().values, seed, DIRECT)
+    return warm_head(config, load_tensors(target), vocabulary.sort().values, layers, seed, DIRECT)
 
 
 def head_logits(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
@@ -71,9 +71,10 @@ def head_logits(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
     return [torch.nn.functional.rms_norm(out, norm.shape, norm, eps) @ head.tensors["lm_head.weight"].T for out in outs]
 
 
-def test_unrolled_steps_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_unrolled_steps_are_what_the_served_head_drafts(tiny_folder: Path, tmp_path: Path, layers: int) -> None:
     """Step k of row r equals the served head's logits after k drafted tokens, when those are the true ones."""
-    steps, head = 4, random_head(tiny_folder)
+    steps, head = 4, random_head(tiny_folder, layers=layers)
     export(head, tmp_path / "head", torch.float32)
     network = EagleNetwork(read_head(tmp_path / "head", tiny_folder), "float32", DIRECT, 64)
     talks = [conversation(head.config, length, seed) for seed, length in enumerate((17, 9, 23))]
@@ -185,6 +186,32 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
         assert torch.allclose(ours, theirs, atol=1e-10)
 
 
+def test_a_gradient_of_some_tokens_is_that_of_all_on_average() -> None:
+    dice = torch.Generator().manual_seed(0)
+    states, off, finals, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)
+                                    for shape in ((2, 30, 8), (3000, 8), (30, 8), (3000, 8)))
+    states, lm_head = states + 2 * finals, teacher + 0.3 * off
+    truth = (2 * finals @ teacher.T).softmax(-1)
+    lesson = Lesson(2 * finals, teacher, truth.argmax(-1), torch.full((2, 30), 1 / 60), torch.float64)
+
+    def slopes(drawn: int) -> list[torch.Tensor]:
+        x, w = states.clone().requires_grad_(), lm_head.clone().requires_grad_()
+        loss, _ = Distilled.of(x, w, replace(lesson, drawn=drawn))
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None and w.grad is not None
+        return [loss.detach(), x.grad, w.grad]
+
+    torch.manual_seed(0)
+    whole, everything = slopes(0), slopes(3000)
+    for ours, theirs in zip(everything, whole, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-10), "all are drawn"
+    drawn = [slopes(500) for _ in range(40)]
+    for place, theirs in enumerate(whole):
+        off_mean = (torch.stack([found[place] for found in drawn]).mean(0) - theirs).norm() / theirs.norm()
+        off = (drawn[0][place] - theirs).norm() / theirs.norm()
+        assert off_mean < off < 0.2, (place, off_mean, off)
+
+
 @pytest.fixture(scope="module")
 def simple_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target whose next token mostly depends on the last one: something that a head can learn in seconds."""
@@ -220,7 +247,7 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
     config = ModelConfig.from_folder(simple_folder)
     held_out = list(Shards([job.work], identity_of(simple_folder, config)).conversations(held_out=True))
     vocabulary = read_head(job.out, simple_folder).vocabulary
-    untrained = warm_head(config, load_tensors(simple_folder), vocabulary, recipe.seed, DIRECT)
+    untrained = warm_head(config, load_tensors(simple_folder), vocabulary, recipe.layers, recipe.seed, DIRECT)
     export(untrained, tmp_path / "untrained", torch.float32)
     before = evaluate(simple_folder, tmp_path / "untrained", prompts_of(held_out, 16), dtype="float32")
     assert watcher.losses[-1] < 0.7 * watcher.losses[0]

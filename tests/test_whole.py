@@ -28,10 +28,11 @@ CPU = torch.device("cpu")
 SHAPES = [(4, 3), (4, 4), (2, 3), (1, 5), (3, 2), (5, 1)]  # topk, num_steps
 
 
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
+def head(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> EagleHead:
     folder = tmp_path_factory.mktemp("whole")
-    config = eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    config = eagle_config(hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
+                          num_hidden_layers=request.param)
     return read_head(write_eagle_folder(folder / "head", config, eagle_tensors(config)),
                      write_tiny_model(folder / "target", num_hidden_layers=8))
 

@@ -76,6 +76,8 @@ class WrittenEagle3:
         """tokens: all committed; states: [base - first, 3 Ht] target states of positions first - 1 ..; path: draft
         tokens. The logits and the output of the last row."""
         layer = WrittenLayer(self.config, self.tensors, self.prefix)
+        further = [WrittenLayer(self.config, self.tensors, f"layers.{number}")
+                   for number in range(1, self.config["num_hidden_layers"])]
         weight, text = layer.weight, [*tokens, *path]
         out = final = torch.zeros(HIDDEN, dtype=torch.float64)
         for row, position in enumerate(range(first, len(text))):
@@ -83,6 +85,8 @@ class WrittenEagle3:
             token = layer.norm(weight["embed_tokens.weight"][text[position]], layer.of("input_layernorm"))
             normed = layer.norm(state, layer.of("hidden_norm"))
             out = layer.row(normed if self.norm_before_residual else state, torch.cat((token, normed)), position - 1)
+            for plain in further:
+                out = plain.row(out, plain.norm(out, plain.of("input_layernorm")), position - 1)
             final = layer.norm(out, weight["norm.weight"])
             out = final if self.config.get("norm_output") else out
         return weight["lm_head.weight"] @ final, out

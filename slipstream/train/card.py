@@ -41,9 +41,13 @@ def _top(target: str, head: Head) -> tuple[str, ...]:
         f"# An EAGLE-3 head for {target}", "",
         f"It drafts for {target} and for no other model. {head.num_parameters / 1e6:.1f} million parameters; it reads "
         f"what enters the target's layers {', '.join(map(str, head.taps))}. The layout is the published one "
-        "(`LlamaForCausalLMEagle3`, arXiv 2503.01840): `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t` as differences, "
-        "`t2d` as a mask. The embedding is the target's.", "",
+        f"(`LlamaForCausalLMEagle3`, arXiv 2503.01840): `{_named(head)}`, `fc`, `norm`, `lm_head`, `d2t` as "
+        "differences, `t2d` as a mask. The embedding is the target's.", "",
         "    slipstream run --set draft.drafter=eagle3 --set draft.model=THIS_FOLDER", "")
+
+
+def _named(head: Head) -> str:
+    return "midlayer.*" if head.config.num_layers == 1 else f"layers.0.*` to `layers.{head.config.num_layers - 1}.*"
 
 
 def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[str, ...]:
@@ -65,10 +69,10 @@ def _data(recipe: Recipe, shards: Shards, head: Head, coverage: float) -> tuple[
 def _recipe(recipe: Recipe, progress: Progress) -> tuple[str, ...]:
     learnt = "questions and answers" if recipe.learn_questions else "answers"
     how = (f"Training-time test over {recipe.unroll} unrolled steps; cross-entropy with the target's distribution over "
-           "the draft vocabulary" if recipe.kind == "eagle3" else
+           "the draft vocabulary, estimated from some of its tokens" if recipe.kind == "eagle3" else
            "Blocks at random anchors, half of them without the newest 1 to 3 states; 0.1 of cross-entropy, 0.9 of the "
            "distance to the target's distribution over the draft vocabulary, and the confidence head")
-    last = "last layer" if recipe.kind == "eagle3" else "last layers"
+    last = "last layer" if recipe.kind == "eagle3" and recipe.layers == 1 else "last layers"
     began = f"the target's {last} and `lm_head`" if recipe.begin is None else f"the head {recipe.begin.name}"
     return (
         "## Recipe", "",

@@ -4,6 +4,10 @@ Rules:
 1. Logits of a whole batch never exist: rows go through in chunks that a cache holds, and each chunk's gradient is made
    while its softmax is there. That is what autograd would compute, in a third of the time.
 2. The teacher's distribution of a row is computed once for all unrolled steps.
+3. With ``Lesson.drawn`` a chunk learns from some tokens alone: all that are ``LIKELY`` to follow any of its rows, the
+   ``COMMON`` first ones, and so many of the others, drawn evenly, each of which counts for those that were not drawn.
+   Sums over all tokens, and so the gradient, are estimated without the most of their cost (sampled softmax, arXiv
+   1412.2007).
 
 It knows nothing about layers, conversations or optimisers. Shapes: K unrolled steps, M rows, V' draft tokens.
 """
@@ -17,6 +21,8 @@ import torch
 import torch.nn.functional as F
 
 CHUNK = 512  # rows of all steps together
+LIKELY = 1 / 512  # share of a token, from which on it is always looked at
+COMMON = 1024  # low ids are those that a tokenizer's training met most
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Lesson:
     best: torch.Tensor  # int64 [M] the target's likeliest token, as a draft id
     weights: torch.Tensor  # float32 [K, M] of the loss
     dtype: torch.dtype  # of the products
+    drawn: int = 0  # tokens, see rule 3; 0: all are looked at
 
 
 class Distilled(torch.autograd.Function):
@@ -57,16 +64,25 @@ class Distilled(torch.autograd.Function):
             rows = slice(first, first + size)
             x = states[:, rows].to(kind)
             truth = F.linear(lesson.finals[rows].to(kind), teacher).to(lm_head.dtype).softmax(-1)
-            logits = F.linear(x, weight).to(lm_head.dtype)  # [K, m, V']
-            best = logits.gather(-1, lesson.best[rows].expand(steps, -1)[..., None])[..., 0]
-            agreed[:, rows] = best >= logits.amax(-1)
-            logs = torch.log_softmax(logits, -1)
-            losses[:, rows] = -torch.einsum("kmv,mv->km", logs, truth)
+            best, own, counts = lesson.best[rows], weight, None
+            if wanted and lesson.drawn:
+                some = columns_of(truth, best, lesson.drawn)
+                best, own, counts = some.best, weight[some.tokens], some.counts.log()
+                truth = truth[:, some.tokens] * some.counts
+            logits = F.linear(x, own).to(lm_head.dtype)  # [K, m, V' or some of them]
+            agreed[:, rows] = logits.gather(-1, best.expand(steps, -1)[..., None])[..., 0] >= logits.amax(-1)
+            logs = torch.log_softmax(logits if counts is None else logits + counts, -1)
+            losses[:, rows] = -torch.einsum("kmv,mv->km", logs if counts is None else logs - counts, truth)
             if to_states is None or to_weight is None:
                 continue
-            slope = logs.exp_().sub_(truth).mul_(lesson.weights[:, rows, None]).to(kind)
-            to_states[:, rows] = (slope @ weight).to(states.dtype)
-            to_weight += slope.flatten(0, 1).T @ x.flatten(0, 1)
+            slope = logs.exp_().mul_(truth.sum(-1, keepdim=True)).sub_(truth).mul_(lesson.weights[:, rows, None])
+            slope = slope.to(kind)
+            to_states[:, rows] = (slope @ own).to(states.dtype)
+            to_own = slope.flatten(0, 1).T @ x.flatten(0, 1)
+            if counts is None:
+                to_weight += to_own
+            else:
+                to_weight.index_add_(0, some.tokens, to_own.to(to_weight.dtype))
         ctx.save_for_backward(to_states, to_weight)
         ctx.mark_non_differentiable(agreed)
         return (losses * lesson.weights).sum(), agreed
@@ -75,3 +91,24 @@ class Distilled(torch.autograd.Function):
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         to_states, to_weight = ctx.saved_tensors
         return to_states * slopes[0], to_weight * slopes[0], None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Some tokens, and how many each of them counts for."""
+
+    tokens: torch.Tensor  # int64 [C] draft ids
+    counts: torch.Tensor  # [C] those that were not drawn included
+    best: torch.Tensor  # int64 [m] where the rows' likeliest ones stand
+
+
+def columns_of(truth: torch.Tensor, best: torch.Tensor, drawn: int) -> Columns:
+    """As rule 3 says. truth: [m, V'] shares of all tokens; best: int64 [m], which are there, too."""
+    known = truth.amax(0) >= LIKELY
+    known[:COMMON] = True
+    known[best] = True
+    certain, others = torch.nonzero(known)[:, 0], torch.nonzero(~known)[:, 0]
+    some = others[torch.randperm(len(others), device=truth.device)[:drawn]]
+    counts = truth.new_ones(len(certain) + len(some))
+    counts[len(certain):] = len(others) / max(1, len(some))
+    return Columns(torch.cat((certain, some)), counts, torch.searchsorted(certain, best))

@@ -1,8 +1,9 @@
 """A trained head as a folder in the published layout, as every server of EAGLE-3 heads reads it.
 
 Rules:
-1. ``midlayer.*``, ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as differences (target id - draft id),
-   ``t2d`` as a mask. The embedding is the target's and is not written. DSpark heads: see ``block_head``.
+1. ``midlayer.*`` (of several layers, ``layers.i.*``), ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as
+   differences (target id - draft id), ``t2d`` as a mask. The embedding is the target's and is not written. DSpark
+   heads: see ``block_head``.
 2. Layers whose inputs are read are named where they are not the published default; ids then name layers by their
    output (see ``slipstream.drafting.heads.checkpoint``, rule 3).
 3. The folder is written beside its place and renamed file by file, ``config.json`` last: what is there loads.
@@ -52,7 +53,7 @@ def export(head: Head, folder: Path, dtype: torch.dtype, texts: Mapping[str, str
 def published_tensors(head: Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The head's tensors by their published names."""
     vocabulary = head.vocabulary.cpu()
-    published = LAYER if head.block is not None else "midlayer"
+    published = "midlayer" if head.block is None and head.config.num_layers == 1 else LAYER
     tensors = {name.replace(f"{LAYER}.", f"{published}."): tensor.detach().to("cpu", dtype).contiguous()
                for name, tensor in head.tensors.items()}
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
@@ -69,9 +70,10 @@ def published_config(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     eagle["eagle_aux_hidden_state_layer_ids"] = layer_ids(head.taps, head.target_layers)
     return {
         "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim, "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_context, "rms_norm_eps": config.norm_eps,
         **_rope(config), "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
         "vocab_size": config.vocab_size, "draft_vocab_size": len(head.vocabulary),
         "target_hidden_size": head.target_hidden, "num_aux_hidden_states": len(head.taps),

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ FLOOR = 0.02  # of the learning rate, at the end
 VALIDATION = 16  # conversations looked at while training
 MAX_GRADIENT = 0.5
 SMOOTH = 0.95
+DRAWN = 1000  # see ``distil.Lesson``
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,8 @@ class Training:
         if part.weight == 0:
             return
         torch.nn.utils.clip_grad_norm_(list(self.head.tensors.values()), MAX_GRADIENT)
-        self._optimizer.step(rate(now.step, share))
+        with threads(max(self.recipe.processes, torch.get_num_threads())):  # the others wait meanwhile
+            self._optimizer.step(rate(now.step, share))
         keep = SMOOTH if now.step else 0.0
         now.loss = keep * now.loss + (1 - keep) * part.loss
         now.agreement = [keep * old + (1 - keep) * new
@@ -178,13 +181,24 @@ class Training:
     def _learn(self, rows: Rows | Blocks) -> Unrolled:
         if isinstance(rows, Blocks):
             return learn(self.head, rows, self._dtype)
-        return unroll(self.head, rows, self.recipe.unroll, self._dtype)
+        return unroll(self.head, rows, self.recipe.unroll, self._dtype, DRAWN if torch.is_grad_enabled() else 0)
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, ...]:
         if self._held_out is None:
             return ()
         return self._learn(self._held_out).agreement
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads inside an operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def rate(step: int, share: float) -> float:

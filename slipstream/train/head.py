@@ -1,11 +1,11 @@
 """The head that is trained: named tensors as they are published, and what the target lends it.
 
 Rules:
-1. ``tensors`` are the trained ones in float32, by the names of the published layout (``midlayer.*``, ``fc``, ``norm``,
+1. ``tensors`` are the trained ones in float32, by the names of the published layout (``layers.i.*``, ``fc``, ``norm``,
    ``lm_head``); exporting is writing them down.
-2. Warm start: the layer is the target's last one (its attention reads the state's half of the input; the token's half
-   begins small and random), ``lm_head`` and ``norm`` are the target's; ``fc`` passes the deepest state through and
-   adds a little of the others, which measured far better than a random one.
+2. Warm start: the layers are the target's last ones (attention of the first reads the state's half of the input; the
+   token's half begins small and random), ``lm_head`` and ``norm`` are the target's; ``fc`` passes the deepest state
+   through and adds a little of the others, which measured far better than a random one.
 3. The draft vocabulary are the tokens that the target's answers use most; ties go to the lower id.
 4. States read: those that enter layers 2, n // 2 and n - 3, the published default; targets too shallow for it name
    their layers.
@@ -67,9 +67,9 @@ def taps_of(num_layers: int) -> tuple[int, int, int]:
     return 0, num_layers // 2, num_layers - 1
 
 
-def layer_config(target: ModelConfig) -> ModelConfig:
-    """The measures of the head's layer: the target's, one layer, a plain Llama."""
-    return replace(target, model_type="llama", num_layers=1, tied_embeddings=False, qkv_bias=False, o_bias=False,
+def layer_config(target: ModelConfig, layers: int) -> ModelConfig:
+    """The measures of the head's layers: the target's, a plain Llama."""
+    return replace(target, model_type="llama", num_layers=layers, tied_embeddings=False, qkv_bias=False, o_bias=False,
                    mlp_bias=False, qk_norm=False, sliding_window=0)
 
 
@@ -91,39 +91,37 @@ def coverage(counts: Counts, vocabulary: torch.Tensor) -> float:
     return float(counts[vocabulary.numpy()].sum() / max(1, counts.sum()))
 
 
-def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, seed: int,
-              device: torch.device) -> Head:
-    """A head that begins where the target ends. tensors: the target's checkpoint."""
-    config, taps = layer_config(target), taps_of(target.num_layers)
-    hidden, size, last = config.hidden_size, config.head_dim, f"model.layers.{target.num_layers - 1}"
+def warm_head(target: ModelConfig, tensors: Mapping[str, torch.Tensor], vocabulary: torch.Tensor, layers: int,
+              seed: int, device: torch.device) -> Head:
+    """A head of so many layers that begins where the target ends. tensors: the target's checkpoint."""
+    config, taps = layer_config(target, layers), taps_of(target.num_layers)
+    hidden, size, inner = config.hidden_size, config.head_dim, config.intermediate_size
     dice = torch.Generator().manual_seed(seed)
 
     def own(name: str, *shape: int) -> torch.Tensor:
         return take(tensors, name, *shape).float().clone()
 
-    def widened(name: str, heads: int) -> torch.Tensor:
-        token = SMALL * torch.randn(heads * size, hidden, generator=dice)
-        return torch.cat((token, own(f"{last}.self_attn.{name}.weight", heads * size, hidden)), 1)
-
     fc = FAINT * torch.randn(hidden, len(taps) * hidden, generator=dice)
     fc[:, -hidden:] += torch.eye(hidden)
     lm_head = own("model.embed_tokens.weight" if target.tied_embeddings else "lm_head.weight", target.vocab_size,
                   hidden)[vocabulary]
-    made = {
-        "fc.weight": fc,
-        f"{LAYER}.self_attn.q_proj.weight": widened("q_proj", config.num_heads),
-        f"{LAYER}.self_attn.k_proj.weight": widened("k_proj", config.num_kv_heads),
-        f"{LAYER}.self_attn.v_proj.weight": widened("v_proj", config.num_kv_heads),
-        f"{LAYER}.hidden_norm.weight": own(f"{last}.input_layernorm.weight", hidden),
-        f"{LAYER}.input_layernorm.weight": torch.ones(hidden),
-        "norm.weight": own("model.norm.weight", hidden),
-        "lm_head.weight": lm_head,
-    }
-    inner = config.intermediate_size
-    for name, shape in (("self_attn.o_proj", (hidden, config.num_heads * size)), ("mlp.gate_proj", (inner, hidden)),
-                        ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
-                        ("post_attention_layernorm", (hidden,))):
-        made[f"{LAYER}.{name}.weight"] = own(f"{last}.{name}.weight", *shape)
+    made = {"fc.weight": fc, "norm.weight": own("model.norm.weight", hidden), "lm_head.weight": lm_head}
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads, "v_proj": config.num_kv_heads}
+    for layer in range(layers):
+        theirs, ours = f"model.layers.{max(0, target.num_layers - layers + layer)}", f"layers.{layer}"
+        for name, count in heads.items():
+            made[f"{ours}.self_attn.{name}.weight"] = own(f"{theirs}.self_attn.{name}.weight", count * size, hidden)
+        for name, shape in (("self_attn.o_proj", (hidden, config.num_heads * size)), ("mlp.gate_proj", (inner, hidden)),
+                            ("mlp.up_proj", (inner, hidden)), ("mlp.down_proj", (hidden, inner)),
+                            ("input_layernorm", (hidden,)), ("post_attention_layernorm", (hidden,))):
+            made[f"{ours}.{name}.weight"] = own(f"{theirs}.{name}.weight", *shape)
+    # The first one reads a token beside the state.
+    for name, count in heads.items():
+        of_tokens = SMALL * torch.randn(count * size, hidden, generator=dice)
+        of_states = made[f"{LAYER}.self_attn.{name}.weight"]
+        made[f"{LAYER}.self_attn.{name}.weight"] = torch.cat((of_tokens, of_states), 1)
+    made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
+    made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
     trained = {name: tensor.to(device).requires_grad_() for name, tensor in made.items()}
     embedding = take(tensors, "model.embed_tokens.weight", target.vocab_size, hidden).to(device, torch.float32)
     return Head(config, taps, trained, vocabulary.to(device), embedding, lm_head.to(device, copy=True),

@@ -47,6 +47,7 @@ class Recipe:
     seed: int = 0
     kind: Literal["eagle3", "dspark"] = "eagle3"
     begin: Path | None = None  # a head of this kind to begin with; None: the target's last layers
+    layers: int = 1  # of an EAGLE-3 head
 
     def __post_init__(self) -> None:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
@@ -67,6 +68,8 @@ class Recipe:
         """What a training that goes on must have in common with what it began as."""
         names = ["draft_vocab", "learning_rate", "rows_per_step", "max_rows", "learn_questions", "seed"]
         identity = {name: getattr(self, name) for name in (*names, "unroll" if self.kind == "eagle3" else "kind")}
+        if self.kind == "eagle3" and self.layers > 1:
+            identity["layers of the head"] = self.layers
         return identity | ({} if self.begin is None else {"begin": str(self.begin)})
 
     def generate_seconds(self) -> float:

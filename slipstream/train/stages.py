@@ -13,8 +13,7 @@ It knows nothing about progress bars; ``Watcher`` is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -32,7 +31,7 @@ from slipstream.train.checkpoint import Checkpoint, newest, save
 from slipstream.train.collect import collect, identity_of
 from slipstream.train.evaluate import Worth, evaluate, prompts_of
 from slipstream.train.export import export
-from slipstream.train.fit import Progress, Training
+from slipstream.train.fit import Progress, Training, threads
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
 from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
@@ -68,7 +67,7 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
     recipe, config = job.recipe, ModelConfig.from_folder(job.target)
     if recipe.generate:
-        with _threads(1 if recipe.processes > 1 else 0):
+        with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
             collect(job.target, job.work, recipe, watcher.collecting)
     shards = Shards([job.work, *job.data], identity_of(job.target, config))
     totals = shards.totals()
@@ -117,13 +116,13 @@ def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> t
                 if isinstance(earlier, BlockHead) else mask_token(counts))
         head = warm_block_head(config, load_tensors(job.target), vocabulary, mask, recipe.seed, device)
     else:
-        head = warm_head(config, load_tensors(job.target), vocabulary, recipe.seed, device)
+        head = warm_head(config, load_tensors(job.target), vocabulary, recipe.layers, recipe.seed, device)
     if earlier is not None:
         _take(head, earlier)
         watcher.say(f"beginning with {recipe.begin}")
     fixed = {VOCABULARY: vocabulary} if head.block is None else {
         VOCABULARY: vocabulary, MASK: torch.tensor(head.block.mask_token)}
-    with _threads(1 if recipe.processes > 1 else 0):
+    with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
         training = Training(head, recipe, ours, held_out, _saver(folder, fixed, identity))
         if begun is not None:
             training.resume(begun)
@@ -155,24 +154,25 @@ def _take(head: Head, earlier: EagleHead | BlockHead) -> None:
         raise ConfigError("--begin: it norms its states otherwise than heads that are trained here")
     shapes = {name: tuple(t.shape) for name, t in earlier.tensors.items()
               if t.is_floating_point() and name != "embed_tokens.weight"}
-    for name in sorted(shapes.keys() | head.tensors.keys()):
+    further = _further(head, earlier)
+    for name in sorted(shapes.keys() | head.tensors.keys() - further):
         wanted = tuple(head.tensors[name].shape) if name in head.tensors else None
         if shapes.get(name) != wanted:
             raise ConfigError(f"--begin: {name}: expected {wanted or 'no such tensor'}, found {shapes.get(name)}")
     with torch.no_grad():
         for name, tensor in head.tensors.items():
-            tensor.copy_(earlier.tensors[name])
+            if name not in further:
+                tensor.copy_(earlier.tensors[name])
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """So many threads inside an operation; 0: as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _further(head: Head, earlier: EagleHead | BlockHead) -> set[str]:
+    """Tensors of layers behind those of the earlier head. They add nothing at first, so the head begins as that one."""
+    if head.block is not None or earlier.config.num_layers >= head.config.num_layers:
+        return set()
+    added = range(earlier.config.num_layers, head.config.num_layers)
+    return {name for name in head.tensors if name.startswith(tuple(f"layers.{layer}." for layer in added))}
 
 
 def _saver(folder: Path, fixed: dict[str, torch.Tensor],

@@ -94,8 +94,9 @@ def rows_of(conversations: Sequence[Conversation], head: Head, max_rows: int,
                 placed(bests), torch.cat(finals).to(device), spoken)
 
 
-def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float32) -> Unrolled:
-    """``steps`` steps over ``rows``. dtype: of the products; what is not float32 is done under autocast."""
+def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
+    """``steps`` steps over ``rows``. dtype: of the products; what is not float32 is done under autocast; drawn: see
+    ``Lesson``."""
     with torch.autocast(rows.tokens.device.type, dtype, enabled=dtype is not head.embedding.dtype):
         outs = states_of(head, rows, steps)
     config = head.config
@@ -103,7 +104,7 @@ def unroll(head: Head, rows: Rows, steps: int, dtype: torch.dtype = torch.float3
     counted = torch.stack([rows.positions[rows.wanted] >= k for k in range(steps)])
     shares = counted.to(normed.dtype) / counted.sum(1, keepdim=True).clamp(min=1)
     decay = DECAY ** torch.arange(steps, dtype=normed.dtype, device=normed.device)[:, None]
-    lesson = Lesson(rows.finals, head.teacher, rows.best, shares * decay / decay.sum(), dtype)
+    lesson = Lesson(rows.finals, head.teacher, rows.best, shares * decay / decay.sum(), dtype, drawn)
     loss, agreed = Distilled.of(normed, head.tensors["lm_head.weight"], lesson)
     return Unrolled(loss, tuple(((agreed & counted).sum(1) / max(1, rows.num_spoken)).tolist()))
 
@@ -115,12 +116,17 @@ def states_of(head: Head, rows: Rows, steps: int) -> list[torch.Tensor]:
     cos, sin = Rope(config, kind, rows.tokens.device).rows(rows.positions)
     token = norm(F.embedding(rows.tokens, head.embedding), weight[f"{LAYER}.input_layernorm.weight"], config.norm_eps)
     state = F.linear(rows.states.to(kind), weight["fc.weight"]).to(kind)
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
+    kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in range(config.num_layers)]
     outs = []
     for _ in range(steps):
-        outs.append(_layer(head, state, token, (cos, sin), rows.bounds, keys, values))
-        state = shifted(outs[-1], 1)
+        x = torch.cat((token, norm(state, weight[f"{LAYER}.hidden_norm.weight"], config.norm_eps)), -1)
+        for layer, (keys, values) in enumerate(kept):
+            own = f"layers.{layer}"
+            if layer:
+                x = norm(state, weight[f"{own}.input_layernorm.weight"], config.norm_eps)
+            state = _layer(head, own, state, x, (cos, sin), rows.bounds, keys, values)
+        outs.append(state)
+        state = shifted(state, 1)
     return outs
 
 
@@ -131,21 +137,21 @@ def shifted(rows: torch.Tensor, by: int) -> torch.Tensor:
     return torch.cat((torch.zeros_like(rows[:by]), rows[:-by]))
 
 
-def _layer(head: Head, state: torch.Tensor, token: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
+def _layer(head: Head, own: str, state: torch.Tensor, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor],
            bounds: tuple[int, ...], keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """One step of all rows [R, H]; its keys and values join those of the steps before."""
+    """One step of all rows in the layer named ``own``: x [R, ·] is read, state [R, H] is added to; keys and values join
+    those of the steps before."""
     weight, config = head.tensors, head.config
-    x = torch.cat((token, norm(state, weight[f"{LAYER}.hidden_norm.weight"], config.norm_eps)), -1)
-    q, k, v = (F.linear(x, weight[f"{LAYER}.self_attn.{name}_proj.weight"]).to(state.dtype)
+    q, k, v = (F.linear(x, weight[f"{own}.self_attn.{name}_proj.weight"]).to(state.dtype)
                .view(len(x), -1, config.head_dim) for name in "qkv")
     keys.append(rotated(k, *rope))
     values.append(v)
     mixed = _attend(rotated(q, *rope) * config.head_dim**-0.5, keys, values, bounds)
-    out = state + F.linear(mixed, weight[f"{LAYER}.self_attn.o_proj.weight"]).to(state.dtype)
-    y = norm(out, weight[f"{LAYER}.post_attention_layernorm.weight"], config.norm_eps)
-    inner = F.silu(F.linear(y, weight[f"{LAYER}.mlp.gate_proj.weight"]))
-    inner = inner * F.linear(y, weight[f"{LAYER}.mlp.up_proj.weight"])
-    return out + F.linear(inner, weight[f"{LAYER}.mlp.down_proj.weight"]).to(state.dtype)
+    out = state + F.linear(mixed, weight[f"{own}.self_attn.o_proj.weight"]).to(state.dtype)
+    y = norm(out, weight[f"{own}.post_attention_layernorm.weight"], config.norm_eps)
+    inner = F.silu(F.linear(y, weight[f"{own}.mlp.gate_proj.weight"]))
+    inner = inner * F.linear(y, weight[f"{own}.mlp.up_proj.weight"])
+    return out + F.linear(inner, weight[f"{own}.mlp.down_proj.weight"]).to(state.dtype)
 
 
 def _attend(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],

@@ -17,7 +17,7 @@ Rules of EAGLE:
    the head would run, and draft badly.
 
 Rules of EAGLE-3 (``read_head``):
-8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.0.*``, ``norm.weight``, ``d2t``, ``t2d``,
+8. Tensors, by plain names: ``fc.weight`` (``fc.bias``), ``layers.i.*``, ``norm.weight``, ``d2t``, ``t2d``,
    ``embed_tokens.weight`` or else the target's, ``lm_head.weight`` or else the head's own embedding where the config
    ties them, or else the target's rows; ``input_norm.weight`` over all taps where ``norm_before_fc`` says so, or
    ``fc_norm.i.weight`` over each where ``fc_norm`` does (EAGLE-3.1, where ``norm_output``: what a row hands on has been
@@ -243,7 +243,7 @@ def read_head(folder: str | Path, target_folder: str | Path) -> EagleHead:
     """Read and check the head in ``folder`` for the target in ``target_folder``. Raises ModelError."""
     published, target = read_published(folder), ModelConfig.from_folder(target_folder)
     _check_kind(published, EAGLE3)
-    config = layer_config(published, target)
+    config = layer_config(published, target, MAX_LAYERS)
     hidden = published.integer("target_hidden_size", target.hidden_size)
     published.must_fit("target_hidden_size", hidden, target.hidden_size)
     tensors = read_tensors(folder)
@@ -342,6 +342,9 @@ def _shapes(published: Published, tensors: Mapping[str, torch.Tensor], config: M
         **layer_shapes(config, 2 * hidden),
         **fc_bias(published, tensors, hidden),
     }
+    for layer in range(1, config.num_layers):
+        shapes |= {f"layers.{layer}.input_layernorm.weight": (hidden,),
+                   **layer_shapes(config, hidden, f"layers.{layer}")}
     if published.flag("norm_before_fc", False):
         shapes["input_norm.weight"] = (width,)
     elif "input_norm.weight" in tensors:

@@ -1,4 +1,4 @@
-"""An EAGLE head of any generation as a network: one decoder layer that reads a token and the target's state before it.
+"""An EAGLE head of any generation as a network: a decoder layer that reads a token and the target's state before it.
 
 Rules:
 1. The row of the token at position p reads (embedding of that token, state at p - 1) and predicts the token at p + 1.
@@ -85,14 +85,15 @@ class EagleNetwork:
         self.vocabulary = None if some is None or all_tokens else some.to(device)
         self.device = device
         self.slots = Slots(num_slots)
-        self._pool = KVPool(1, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind, device)
+        self._pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind,
+                            device)
         self._config, self._dtype = config, kind
         self.native: NativeDraft | None = None  # kernels of our own compute
         self.race: Race | None = None
         self.torch: TorchBody | None = None  # torch does
 
         def native(team: Team) -> Forward:
-            body = NativeDraft(team, config, tensors, LAYER, NORMS, self._pool, head.norm_before_residual,
+            body = NativeDraft(team, config, tensors, NORMS, self._pool, head.norm_before_residual,
                                self.vocabulary, whole, head.norm_output)
             self.native, self.race = body, body.race
             return body.forward
@@ -138,7 +139,7 @@ class EagleNetwork:
 
 
 class TorchBody:
-    """What a row reads, the layer of a head, the final norm if it has one, and the head's ``lm_head``."""
+    """What a row reads, the layers of a head, the final norm if it has one, and the head's ``lm_head``."""
 
     def __init__(self, config: ModelConfig, tensors: Tensors, joint: bool, norm_before_residual: bool,
                  ops: LayerOps, norm_output: bool = False) -> None:
@@ -148,16 +149,19 @@ class TorchBody:
         self._norms = None if joint else [tensors[name] for name in NORMS]
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
         self._dtype, self._eps, device = self._embedding.dtype, config.norm_eps, self._embedding.device
-        weights = LayerWeights.read(config, tensors, LAYER, linear, (1 if joint else 2) * config.hidden_size,
-                                    input_norm=False)
-        self._layer = DecoderLayer(weights, ops)
+        first = LayerWeights.read(config, tensors, LAYER, linear, (1 if joint else 2) * config.hidden_size,
+                                  input_norm=False)
+        further = (LayerWeights.read(config, tensors, f"layers.{layer}", linear)
+                   for layer in range(1, config.num_layers))
+        self._layers = [DecoderLayer(weights, ops) for weights in (first, *further)]
         self._lm_head = Linear(tensors["lm_head.weight"])
         self._rope = Rope(config, self._dtype, device)
         self.attention = attention_for(config, self._dtype, device)
 
     def linears(self) -> tuple[Linear, ...]:
         """The products that may be replaced."""
-        return *(() if self._join is None else (self._join,)), *self._layer.linears(), self._lm_head
+        of_layers = (product for layer in self._layers for product in layer.linears())
+        return *(() if self._join is None else (self._join,)), *of_layers, self._lm_head
 
     def forward(self, batch: ForwardBatch, pool: KVPool) -> tuple[torch.Tensor, torch.Tensor]:
         """``batch.features`` [T, H] -> of the rows with logits: states [R, H], logits [R, V] in float32 (float64 of a
@@ -172,15 +176,17 @@ class TorchBody:
     def run(self, step: Step, pool: KVPool, tokens: torch.Tensor, states: torch.Tensor,
             wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows that are planned; wanted: int64 [R], None for all."""
-        residual, read = self._inputs(tokens, states)
-        out = self._layer(residual, step, pool.kv[0], read)
+        out, read = self._inputs(tokens, states)
+        for number, layer in enumerate(self._layers):
+            out = layer(out, step, pool.kv[number], None if number else read)
         out = out if wanted is None else out.index_select(0, wanted)
         normed = out if self._norms is None else rms_norm(out, self._norms[2], self._eps)
         logits = self._lm_head(normed)
         return normed if self._norm_output else out, logits.to(torch.promote_types(self._dtype, torch.float32))
 
     def _inputs(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """tokens [T], states [T, H] -> what the layer adds to [T, H], and what it reads where that is another thing."""
+        """tokens [T], states [T, H] -> what the first layer adds to [T, H], and what it reads where that is another
+        thing."""
         token = F.embedding(tokens, self._embedding)
         if self._join is not None:
             return self._join(torch.cat((token, state), -1)), None

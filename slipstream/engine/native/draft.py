@@ -1,4 +1,4 @@
-"""A draft head of one layer on the CPU kernels, and its trees: all levels in one call (see ``trees.h``).
+"""A draft head on the CPU kernels, and its trees: all levels in one call (see ``trees.h``).
 
 Rules:
 1. What a row reads is made here too: its token's embedding beside a state, each behind a norm of its own.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -154,15 +154,15 @@ class Call:
 class NativeDraft:
     """One head's weights, and the lists of its forward. It grows whole trees."""
 
-    __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layer", "_norm_before_residual",
+    __slots__ = ("_body", "_buffers", "_calls", "_config", "_embedding", "_head", "_layers", "_norm_before_residual",
                  "_norm_output", "_norms", "_pool", "_ranking", "_states", "_table", "_team", "_vocabulary", "race",
                  "samples")
     most_rows = 16  # pending of one session: more are no small forward
 
-    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, prefix: str, norms: tuple[str, str, str],
+    def __init__(self, team: Team, config: ModelConfig, tensors: Tensors, norms: tuple[str, str, str],
                  pool: KVPool, norm_before_residual: bool, vocabulary: torch.Tensor | None, whole: bool = False,
                  norm_output: bool = False) -> None:
-        """tensors: by name, on the CPU; prefix: of the layer; norms: names of the weights of the norms of tokens, of
+        """tensors: by name, on the CPU; norms: names of the weights of the norms of tokens, of
         states and of the head; pool: of its KV; vocabulary: int64 [V] tokens of the logits' columns, None: themselves;
         whole: as in ``NativeLayer``; norm_output: states are handed on behind the norm of the head. Raises
         ModelError."""
@@ -172,7 +172,9 @@ class NativeDraft:
         self._embedding = embedding.to(torch.bfloat16).contiguous()
         self._norms = [take(tensors, name, config.hidden_size) for name in norms]
         self._norm_before_residual, self._norm_output = norm_before_residual, norm_output
-        self._layer = NativeLayer(team, config, tensors, prefix, 2 * config.hidden_size, False, whole)
+        self._layers = [NativeLayer(team, config, tensors, "layers.0", 2 * config.hidden_size, False, whole),
+                        *(NativeLayer(team, config, tensors, f"layers.{layer}", whole=whole)
+                          for layer in range(1, config.num_layers))]
         lm_head = tensors["lm_head.weight"]
         self._head = NativeHead(team, as_whole(lm_head) if whole else lm_head)
         self._vocabulary = vocabulary
@@ -242,6 +244,7 @@ class NativeDraft:
         # Buffers of an inference are never written outside of one: whoever makes them, all calls are inferences.
         with torch.inference_mode():
             self._buffers = buffers = Buffers.of(config, rows, 2 * hidden)
+            further = replace(buffers, read=torch.empty(rows, hidden, dtype=torch.bfloat16))
             embedded = torch.empty(rows, hidden)
             self._states = torch.empty(rows, hidden, dtype=torch.bfloat16)
         self._body = program = Program(self._team)
@@ -252,7 +255,10 @@ class NativeDraft:
         program.norm(buffers.stream, of_states, eps, state)
         if self._norm_before_residual:
             program.widen(state, buffers.stream)
-        self._layer.write(program, buffers, 0)
+        self._layers[0].write(program, buffers, 0)
+        for number, layer in enumerate(self._layers[1:], 1):
+            layer.read(program, buffers.stream, further.read)
+            layer.write(program, further, number)
         if self._norm_output:
             program.norm(buffers.stream, of_head, eps, self._states)
         else:
