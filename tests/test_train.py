@@ -302,6 +302,24 @@ def test_a_head_can_begin_with_an_earlier_one(simple_folder: Path, tmp_path: Pat
         make_head(replace(second, work=tmp_path / "other", recipe=replace(still, begin=second.out)), Silent())
 
 
+def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(minutes=0, tokens=6000, steps=3, batch=48, limits=Limits(max_question=24, max_answer=64),
+                    draft_vocab=160, learning_rate=5e-3, rows_per_step=320, dtype="float32")
+    first = Job(simple_folder, "simple", tmp_path / "first", tmp_path / "work", (), recipe)
+    before = make_head(first, Silent())
+    still = replace(recipe, steps=1, generate=False, learning_rate=0.0, begin=first.out, layers=2)
+    second = replace(first, out=tmp_path / "second", recipe=still)
+    with pytest.raises(ConfigError, match=r"was trained with another .*layers of the head"):
+        make_head(second, Silent())
+    after = make_head(replace(second, work=tmp_path / "more", data=(first.work,)), Silent())
+    assert before and before == after
+    deep = read_head(second.out, simple_folder)
+    assert deep.config.num_layers == 2 and "`layers.0.*` to `layers.1.*`" in (second.out / "README.md").read_text()
+    learnt = make_head(replace(second, work=tmp_path / "further", data=(first.work,),
+                               recipe=replace(still, steps=40, learning_rate=5e-3)), Silent())
+    assert learnt[0].length > after[0].length + 0.1
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_held_out_conversations_without_an_answer_say_nothing(tiny_folder: Path, kind: Literal["eagle3", "dspark"]
                                                               ) -> None:

@@ -11,7 +11,8 @@ it and deciding, sending, waiting for growth and joining it, and the rest, chain
 In the proposer the policy's clock goes at a hundredth of its speed. So every draft pays, and the same work is measured
 on any machine, however busy. As vLLM does, the process freezes its heap once all is loaded.
 
-It needs no vLLM.
+It needs no vLLM. As ``make bench-vllm`` runs it, modules are compiled as they are in a wheel; in a checkout they are
+not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from slipstream_vllm.remote import Chains
 from bench.report import Row, finished, write
 from bench.timed import deployed, text
 from slipstream.base.config import LogSection
+from slipstream.following import following
 from slipstream.following.following import Event, Inbox
 from slipstream.observe.log import configure
 from slipstream.observe.metrics import TargetMetrics
@@ -204,7 +206,9 @@ def _median(steps: Sequence[dict[str, float]], name: str) -> float:
 async def run(steps: int, timing: Timing) -> None:
     """Raises Unavailable."""
     rows = [await measured(count, timing, steps) for count in BATCHES]
-    write("vllm-host", [row for row, _ in rows], f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}")
+    kind = "compiled" if (following.__file__ or "").endswith((".so", ".pyd")) else "as sources"
+    write("vllm-host", [row for row, _ in rows],
+          f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}, modules {kind}")
     write("vllm-host-parts", [parts for _, parts in rows], "its parts, microseconds")
 
 

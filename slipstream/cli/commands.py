@@ -258,6 +258,7 @@ SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill m
 Begin = Annotated[str, typer.Option(
     metavar="HEAD", help="A head to begin with, such as one for the target before it was tuned; else its last layers.")]
 HeadKind = Annotated[Literal["eagle3", "dspark"], typer.Option("--kind", help="Of head: `dspark` drafts blocks.")]
+RowsPerStep = Annotated[int, typer.Option(min=1, help="Tokens of a step of the optimiser; in hours 4096 do more.")]
 Layers = Annotated[int, typer.Option(min=1, max=4, help="Of an EAGLE-3 head: more draft better, and slower.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
 
@@ -270,6 +271,7 @@ def train_head(
     draft_vocab: DraftVocab = 8192, unroll: Unroll = 3, learning_rate: LearningRate = 1.5e-3,
     questions: Questions = True, dtype: Kind = "bfloat16", device: Device = "", threads: Threads = 0,
     save_every: SaveEvery = 60.0, seed: Seed = 0, kind: HeadKind = "eagle3", begin: Begin = "", layers: Layers = 1,
+    rows_per_step: RowsPerStep = 2048,
 ) -> None:
     """Train a draft head for a model, from nothing but the model.
 
@@ -298,8 +300,9 @@ def train_head(
 
     limits = Limits(max_prompt=max_prompt, max_answer=max_answer)
     recipe = Recipe(minutes, tokens, steps, generate, train, prompts, batch, limits, draft_vocab, unroll,
-                    learning_rate, learn_questions=questions, dtype=dtype, device=device, save_every_s=save_every,
-                    seed=seed, kind=kind, begin=resolve(begin) if begin else None, layers=layers)
+                    learning_rate, rows_per_step, learn_questions=questions, dtype=dtype, device=device,
+                    save_every_s=save_every, seed=seed, kind=kind, begin=resolve(begin) if begin else None,
+                    layers=layers)
     run(target, out, work, tuple(data or ()), recipe, threads, Console())
 
 

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
-from weakref import WeakSet
 
 KEPT = 7  # exchanges of one load: one odd exchange does not move their median, and a few new ones do
 MOMENT = 0.1  # of an exchange: it is waited for at least so much longer than usual
@@ -448,7 +447,7 @@ class Beliefs:
         # Sampled text is harder to foresee, so what is known of it is kept apart.
         self._accepted = {sampled: Acceptance(keep=KEEP_LONG) for sampled in (False, True)}
         self._share = 1.0
-        self._drafted: WeakSet[object] = WeakSet()  # who asks for drafts
+        self._drafted = 0  # sessions that ask for drafts
 
     def steps(self, sessions: int, most: int) -> Sequence[float]:
         """Seconds of a step of ``sessions`` with one row each and 0, 1, … ``most`` more, as they count for one of
@@ -481,13 +480,11 @@ class Beliefs:
         """As all sessions have seen it."""
         return self._accepted[sampled]
 
-    def asks(self, session: object, asks: bool) -> None:
-        """``session`` asks for drafts, or does not any more. Whoever is gone asks for none."""
-        if asks:
-            self._drafted.add(session)
-        else:
-            self._drafted.discard(session)
+    def asks(self, asks: bool) -> None:
+        """A session asks for drafts from now on, or does not any more. Whoever goes says so first."""
+        self._drafted += 1 if asks else -1
 
-    def leads(self, session: object, few: int) -> bool:
-        """Whether its drafter may grow ahead: as one of no more than ``few``."""
-        return len(self._drafted) + (session not in self._drafted) <= few
+    def leads(self, asks: bool, few: int) -> bool:
+        """Whether the drafter of a session that does so, or does not yet, may grow ahead: as one of no more than
+        ``few``."""
+        return self._drafted + (not asks) <= few

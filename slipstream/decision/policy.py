@@ -149,7 +149,7 @@ class SpeculationPolicy:
             self._take_back(self._stands)
         if self._probe is not None:
             self._at.probe_left_s = self._probe.left_s
-        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self, self._rules.few))
+        return self._at, seen, (seen.grows_ahead and self._beliefs.leads(self._asking, self._rules.few))
 
     def _takes(self, decision: Decision, seen: Seen) -> None:
         beliefs, asks = self._beliefs, decision.want > 0
@@ -163,8 +163,13 @@ class SpeculationPolicy:
             beliefs.purse.pay(decision.spends_s)
 
     def _asks(self, asks: bool) -> None:
-        self._asking = asks  # told when it changes: a set of weak references is slow
-        self._beliefs.asks(self, asks)
+        if asks is not self._asking:
+            self._asking = asks
+            self._beliefs.asks(asks)
+
+    def close(self) -> None:
+        """The session is over: it asks for no drafts."""
+        self._asks(False)
 
     def _take_back(self, decision: Decision) -> None:
         self._stands = None

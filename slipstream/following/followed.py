@@ -267,6 +267,7 @@ class Followed:
 
     def close(self) -> None:
         """The answer is over."""
+        self.policy.close()
         self._leave(self.side.close())
 
     def allow(self, allowed: bool, now_s: float) -> None:

@@ -1,0 +1,99 @@
+"""What a build makes beside the sources: ``proto/`` as ``slipstream/v1`` (never committed), and in a wheel the modules
+that each round goes through as machine code.
+
+Rules:
+1. ``python build_hook.py`` compiles the protos in place, ``python build_hook.py FOLDER`` the modules into a folder;
+   ``pip install`` does both through hatchling.
+2. A wheel has ``MODULES`` compiled by mypyc, beside their sources: what a round of many sessions costs the host is
+   Python there, and half of it goes. Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any
+   machine), they stay as they are: both give the same decisions, bit for bit (``tests/test_machine_code.py``).
+3. A checkout (``pip install -e``) has none of it: an edited source would not be what runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from contextlib import chdir
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parent
+MODULES = ("decision/beliefs.py", "decision/decide.py", "decision/policy.py", "following/followed.py",
+           "following/following.py", "following/pool.py", "protocol/session.py", "protocol/tree.py")
+SHARED = "slipstream.compiled"  # what all of them are in; nothing of ours stands beside other people's packages
+
+
+def compile_protos(root: Path = ROOT) -> None:
+    """Write ``slipstream/v1/*_pb2.py``, ``*_pb2_grpc.py`` and their stubs. Raises RuntimeError if protoc refuses."""
+    from grpc_tools import protoc  # a build tool: not there at run time
+
+    include = Path(protoc.__file__).parent / "_proto"
+    sources = sorted((root / "proto").rglob("*.proto"))
+    arguments = ["protoc", f"-I{root / 'proto'}", f"-I{include}", f"--python_out={root}", f"--grpc_python_out={root}"]
+    # pip puts console scripts beside the interpreter, which need not be on PATH.
+    plugin = shutil.which("protoc-gen-mypy") or shutil.which("protoc-gen-mypy", path=str(Path(sys.executable).parent))
+    if plugin and importlib.util.find_spec("mypy_protobuf"):  # in a build of its own the plugin would find nothing
+        arguments += [f"--plugin=protoc-gen-mypy={plugin}", f"--mypy_out={root}"]
+    if protoc.main(arguments + [str(path) for path in sources]) != 0:
+        raise RuntimeError("protoc refused the files under proto/")
+    (root / "slipstream" / "v1" / "__init__.py").write_text('"""Generated from proto/; do not edit."""\n')
+
+
+def compiler() -> str | None:
+    """The C compiler that this Python's extensions are built with; None: it is not here."""
+    return shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+
+
+def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
+    """Write ``MODULES`` as extensions below ``out``. Returns what each file is called in a wheel. Raises SystemExit
+    where a module is not well typed."""
+    mypyc, setuptools = importlib.import_module("mypyc.build"), importlib.import_module("setuptools")
+    # What modules import may not be there, as in a build of its own: it is untyped then, and no concern of ours.
+    wanted = ["--ignore-missing-imports", "--follow-imports=silent", f"--cache-dir={out / 'cache'}", "--config-file=",
+              *(f"slipstream/{name}" for name in MODULES)]
+    with chdir(root):
+        found = mypyc.mypycify(wanted, target_dir=str(out / "c"), group_name=SHARED, opt_level="2", debug_level="0")
+        command = setuptools.Distribution({"ext_modules": found}).get_command_obj("build_ext")
+        command.build_lib, command.build_temp = str(out / "lib"), str(out / "temp")
+        command.ensure_finalized()
+        command.run()
+    return {str(file): str(file.relative_to(out / "lib")) for file in sorted((out / "lib").rglob("*"))
+            if file.is_file()}
+
+
+try:
+    Interface: Any = importlib.import_module("hatchling.builders.hooks.plugin.interface").BuildHookInterface
+except ModuleNotFoundError:
+    Interface = object
+
+
+class CustomBuildHook(Interface):  # type: ignore[misc]
+    """hatchling looks for exactly this name."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        compile_protos(Path(self.root))
+        if self.target_name != "wheel" or version == "editable" or os.environ.get("SLIPSTREAM_PURE"):
+            return
+        if compiler() is None:
+            self.app.display_warning("no C compiler is here: the wheel has no compiled modules")
+            return
+        self.made = TemporaryDirectory()
+        build_data["force_include"].update(compile_modules(Path(self.made.name), Path(self.root)))
+        build_data["pure_python"], build_data["infer_tag"] = False, True
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if hasattr(self, "made"):
+            self.made.cleanup()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        compile_modules(Path(sys.argv[1]).resolve())
+    else:
+        compile_protos()

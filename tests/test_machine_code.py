@@ -1,0 +1,75 @@
+"""Modules as a wheel has them, compiled: they decide as their sources do, bit for bit, and pass the same tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WORLDS = """
+import hashlib, sys
+import slipstream.decision.decide, slipstream.following.followed, slipstream.protocol.tree
+from tests.simulated import Simulation, World, always, steps
+worlds = [World(), World(acceptance=always(0.2)), World(acceptance=steps((0, 0.9), (4, 0.1), (8, 0.9))),
+          World(exchange_s=always(0.03)), World(present=steps((0, 1.0), (3, 0.0), (6, 1.0))),
+          World(others=always(12.0)), World(matches=always(0.4)),
+          World(slowness=steps((0, 1.0), (5, 3.0)), verify_factor=always(1.4))]
+for number, world in enumerate(worlds):
+    simulation = Simulation(world, seed=number)
+    simulation.run(12.0)
+    print(hashlib.sha256(repr((simulation.rounds, simulation.transitions)).encode()).hexdigest())
+print(*(sys.modules[name].__file__.rpartition(".")[2] for name in sorted(sys.modules)
+        if name in ("slipstream.decision.decide", "slipstream.following.followed", "slipstream.protocol.tree")))
+"""
+
+
+def build_hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_hook", ROOT / "build_hook.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tree with compiled modules beside their sources."""
+    hook, tree = build_hook(), tmp_path_factory.mktemp("compiled")
+    if hook.compiler() is None:
+        pytest.skip("no C compiler is here: wheels that are built here have no compiled modules")
+    for name in ("slipstream", "tests", "bench", "target_service", "draft_service", "router_service"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    done = subprocess.run([sys.executable, ROOT / "build_hook.py", tree / "made"], capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(tree / "made" / "lib", tree, dirs_exist_ok=True)
+    return tree
+
+
+def run(folder: Path, *words: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-P", *words], cwd=folder, env=environment, capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_compiled_modules_decide_as_their_sources_do(compiled: Path) -> None:
+    *ours, kinds = run(compiled, "-c", WORLDS).splitlines()
+    *theirs, sources = run(ROOT, "-c", WORLDS).splitlines()
+    assert (kinds, sources) == ("so so so", "py py py") and len(ours) == 8
+    assert ours == theirs
+
+
+def test_compiled_modules_pass_the_tests_of_their_sources(compiled: Path) -> None:
+    files = ("test_policy", "test_following", "test_session", "test_tree", "test_lookup", "test_pairing")
+    told = run(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files))
+    assert " failed" not in told and " error" not in told
