@@ -61,7 +61,7 @@ test-vllm: setup vllm  ## vLLM's own engine with drafts from a draft service, on
 
 # What `pip install` brings: the modules of each round are machine code there (build_hook.py).
 COMPILED := build/compiled
-$(COMPILED)/.made: build_hook.py $(wildcard slipstream/decision/*.py slipstream/following/*.py slipstream/protocol/*.py) | .venv/.project
+$(COMPILED)/.made: build_hook.py pyproject.toml $(shell find slipstream draft_service proto -name '*.py' -o -name '*.proto') | .venv/.project
 	rm -rf $(COMPILED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --target $(COMPILED) .
 	@touch $@

@@ -46,8 +46,10 @@ def compile_protos(root: Path = ROOT) -> None:
 
 
 def compiler() -> str | None:
-    """The C compiler that this Python's extensions are built with; None: it is not here."""
-    return shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
+    """The C compiler that this Python's extensions are built with; None: it or Python's headers are not here."""
+    words = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return shutil.which(words[0]) if words and headers.is_file() else None
 
 
 def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
@@ -84,7 +86,13 @@ class CustomBuildHook(Interface):  # type: ignore[misc]
             self.app.display_warning("no C compiler is here: the wheel has no compiled modules")
             return
         self.made = TemporaryDirectory()
-        build_data["force_include"].update(compile_modules(Path(self.made.name), Path(self.root)))
+        errors = importlib.import_module("setuptools.errors")
+        try:
+            found = compile_modules(Path(self.made.name), Path(self.root))
+        except (errors.CompileError, errors.LinkError, errors.PlatformError, errors.ExecError) as error:
+            self.app.display_warning(f"the wheel has no compiled modules: {error}")
+            return
+        build_data["force_include"].update(found)
         build_data["pure_python"], build_data["infer_tag"] = False, True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

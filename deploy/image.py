@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from slipstream import __version__
@@ -39,9 +40,10 @@ def gather(variant: str, torch: str | None) -> Path:
     folder.mkdir(parents=True)
     ours = (ROOT, ROOT / "integrations/vllm") if variant == "vllm" else (ROOT,)
     python = PYTHON.get(variant, "3.11")
-    fits = python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    here = (sys.implementation.name, f"{sys.version_info.major}.{sys.version_info.minor}", sysconfig.get_platform())
+    fits = here == ("cpython", python, "linux-x86_64")
     if not fits:
-        print(f"built with another Python than the image's {python}: the wheel has no compiled modules")
+        print(f"the image has Python {python} on x86-64 Linux, this is {' '.join(here)}: no compiled modules")
     _pip("wheel", "--no-deps", "-w", str(folder), *map(str, ours), pure=not fits)
     wheel = next(folder.glob("slipstream-*.whl"))
     wanted = f"{wheel}{WANTED.get(variant, '[engine,kubernetes,otel]')}"

@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.parent
 WORLDS = """
@@ -73,3 +75,39 @@ def test_compiled_modules_pass_the_tests_of_their_sources(compiled: Path) -> Non
     files = ("test_policy", "test_following", "test_session", "test_tree", "test_lookup", "test_pairing")
     told = run(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files))
     assert " failed" not in told and " error" not in told
+
+
+class Told:
+    """What a build says to people."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def display_warning(self, line: str) -> None:
+        self.warnings.append(line)
+
+
+@pytest.mark.parametrize(("version", "pure", "compiles", "says"), [
+    ("standard", "", True, ""), ("editable", "", True, ""), ("standard", "1", True, ""),
+    ("standard", "", False, "no compiled modules: Python.h")])
+def test_a_wheel_has_what_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, pure: str,
+                                          compiles: bool, says: str) -> None:
+    def compile_modules(out: Path, root: Path) -> dict[str, str]:
+        if not compiles:
+            raise CompileError("Python.h: No such file or directory")
+        return {"/made/decide.so": "slipstream/decision/decide.so"}
+
+    hook, told, data = build_hook(), Told(), dict[str, Any](force_include={})
+    monkeypatch.setattr(hook, "compile_protos", lambda root: None)
+    monkeypatch.setattr(hook, "compile_modules", compile_modules)
+    monkeypatch.setattr(hook, "compiler", lambda: "/usr/bin/cc")
+    monkeypatch.setenv("SLIPSTREAM_PURE", pure)
+    made = hook.CustomBuildHook(str(ROOT), {}, None, None, str(tmp_path), "wheel", told)
+    made.initialize(version, data)
+    made.finalize(version, data, "")
+    assert says in "".join(told.warnings) and bool(told.warnings) == bool(says)
+    if version == "standard" and not pure and compiles:
+        assert data == {"force_include": {"/made/decide.so": "slipstream/decision/decide.so"}, "pure_python": False,
+                        "infer_tag": True}
+    else:
+        assert data == {"force_include": {}}, "the wheel is for any machine"

@@ -313,6 +313,11 @@ def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tm
         make_head(second, Silent())
     after = make_head(replace(second, work=tmp_path / "more", data=(first.work,)), Silent())
     assert before and before == after
+    with pytest.raises(ConfigError, match="was trained with another layers of the head"):
+        make_head(replace(second, work=tmp_path / "more", recipe=replace(still, layers=1), data=(first.work,)),
+                  Silent())
+    with pytest.raises(ConfigError, match="--layers"):
+        replace(still, kind="dspark")
     deep = read_head(second.out, simple_folder)
     assert deep.config.num_layers == 2 and "`layers.0.*` to `layers.1.*`" in (second.out / "README.md").read_text()
     learnt = make_head(replace(second, work=tmp_path / "further", data=(first.work,),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -85,7 +86,7 @@ def random_head(config: ModelConfig, draft_vocab: int, dtype: torch.dtype, devic
     taps = (2, config.num_layers // 2, max(0, config.num_layers - 3))
     tensors = random_tensors(head_shapes(config, draft_vocab), dtype, device)
     vocabulary = torch.arange(draft_vocab) * (config.vocab_size // draft_vocab)
-    return EagleHead(config, config.hidden_size, draft_vocab, taps, tensors, vocabulary)
+    return EagleHead(replace(config, num_layers=1), config.hidden_size, draft_vocab, taps, tensors, vocabulary)
 
 
 def write_folder(folder: Path, fields: Fields) -> Path:

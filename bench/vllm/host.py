@@ -23,7 +23,7 @@ import gc
 import queue
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -155,9 +155,10 @@ class Proposer:
 
     def time_parts(self) -> None:
         """From now on."""
-        self._timed, following = True, self._chains.following
-        for name, verb in (("learn_us", "committed"), ("send_us", "flush"), ("growth_us", "wait")):
-            setattr(following, verb, self._part(name, getattr(following, verb)))
+        self._timed, whole = True, self._chains.following
+        timed = {verb: self._part(name, getattr(whole, verb))
+                 for name, verb in (("learn_us", "committed"), ("send_us", "flush"), ("growth_us", "wait"))}
+        self._chains.following = TimedFollowing(whole, timed)  # type: ignore[assignment]
 
     def _part(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: object) -> Any:
@@ -168,6 +169,16 @@ class Proposer:
                 self._us[name] = (time.thread_time_ns() - began_ns) / 1e3
 
         return timed
+
+
+class TimedFollowing:
+    """A following whose verbs are ``timed``, some of them: a compiled object's cannot be replaced."""
+
+    def __init__(self, whole: following.Following, timed: Mapping[str, Callable[..., Any]]) -> None:
+        self._whole, self._timed = whole, timed
+
+    def __getattr__(self, name: str) -> Any:
+        return self._timed.get(name) or getattr(self._whole, name)
 
 
 async def measured(count: int, timing: Timing, steps: int) -> tuple[Row, Row]:

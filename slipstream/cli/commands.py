@@ -275,8 +275,8 @@ def train_head(
 ) -> None:
     """Train a draft head for a model, from nothing but the model.
 
-    The target talks to itself (or answers given prompts) and its states are kept; a head of one layer learns from them
-    what the target will say next; then it drafts for conversations that were held out, and the folder it goes into says
+    The target talks to itself (or answers given prompts) and its states are kept; a small head learns from them what
+    the target will say next; then it drafts for conversations that were held out, and the folder it goes into says
     what that gave. The same command again goes on where it was, with more `--minutes` or after a kill. More
     conversations make a better head than more training does: hours pay.
 

@@ -23,7 +23,7 @@ from slipstream.train.shards import Totals
 from slipstream.train.stages import DRAFTERS, Job, make_head
 
 LINE_EVERY_S = 20.0
-MOST_PROCESSES = 4  # a step has about 2,000 rows; a part below 500 would be mostly overhead
+MOST_PROCESSES = 4  # a step has 2,000 rows or more; a part below 500 would be mostly overhead
 
 
 def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...], recipe: Recipe, threads: int,

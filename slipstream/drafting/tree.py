@@ -21,8 +21,9 @@ Rules of a context:
 1. Rows are tokens by position. ``slots`` holds the KV of rows ``start, start + 1, …``; what comes after is pending.
 2. The window: rows from ``start`` on are at most ``window``, the tree included. When they would be more, the older half
    goes. Without features the kept half is computed again from position 0 on, as if the session had begun there: a
-   model's states depend on all that it saw. With features it is kept as it is: a head has one layer, so its KV depends
-   on a row's own input alone, and rotary positions matter by their distances only.
+   model's states depend on all that it saw. With features it is kept as it is: rotary positions matter by their
+   distances only, and KV of a head's first layer depends on a row's own input alone. What further layers, if it has
+   some, remember of rows that are gone they remember in any sliding window.
 3. With features (lag 1) a row can be computed only when the target's state before it is here. States that are known
    already are passed over. A gap is bridged by states of zeros, as a row's token alone tells something (the default
    head without states of a short prompt: acceptance length 1.86, beginning anew 1.77, with all states 1.97); before

@@ -60,7 +60,8 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
         return None
     place = places[-1]
     content = json.loads((place / "state.json").read_text(encoding="utf-8"))
-    differing = sorted(name for name in identity if content["identity"].get(name) != identity[name])
+    was = content["identity"]
+    differing = sorted(name for name in was.keys() | identity.keys() if was.get(name) != identity.get(name))
     if differing:
         raise ConfigError(f"{place}: was trained with another {', '.join(differing)}; choose another --out, or remove "
                           f"{folder} to train anew on the same data")

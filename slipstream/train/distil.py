@@ -38,8 +38,8 @@ class Lesson:
 
 
 class Distilled(torch.autograd.Function):
-    """states [K, M, H] and lm_head [V', H] -> the weighted sum of all rows' losses, and whether the best token is
-    the target's [K, M]; only the first has a gradient."""
+    """states [K, M, H] and lm_head [V', H] -> the weighted sum of all rows' losses, and whether the best token,
+    of those that are looked at, is the target's [K, M]; only the first has a gradient."""
 
     @staticmethod
     def of(states: torch.Tensor, lm_head: torch.Tensor, lesson: Lesson) -> tuple[torch.Tensor, torch.Tensor]:

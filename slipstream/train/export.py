@@ -1,4 +1,5 @@
-"""A trained head as a folder in the published layout, as every server of EAGLE-3 heads reads it.
+"""A trained head as a folder in the published layout, as every server of EAGLE-3 heads reads it; of several layers, as
+vLLM does.
 
 Rules:
 1. ``midlayer.*`` (of several layers, ``layers.i.*``), ``fc``, ``norm``, ``lm_head`` in the export's dtype; ``d2t`` as

@@ -46,7 +46,7 @@ class Point:
     step: int
     seconds: float
     loss: float
-    agreement: tuple[float, ...]  # on training rows, by unrolled step
+    agreement: tuple[float, ...]  # on training rows, by unrolled step, among the tokens that were looked at
     held_out: tuple[float, ...]  # on held-out rows; empty when there are none
 
 

@@ -1,7 +1,7 @@
-"""The optimiser of a training: Muon for the matrices inside the layer, AdamW for all else.
+"""The optimiser of a training: Muon for the matrices inside the layers, AdamW for all else.
 
 Rules:
-1. Muon steps what maps hidden states to hidden states (``fc`` and the layer's matrices); ``lm_head`` and norms, whose
+1. Muon steps what maps hidden states to hidden states (``fc`` and the layers' matrices); ``lm_head`` and norms, whose
    rows mean tokens and channels, go to AdamW. Both take the same learning rate: Muon's steps are scaled to the size
    that AdamW's would have (``match_rms_adamw``, arXiv 2502.16982).
    So do a markov head, whose rows mean tokens too, and a confidence head.

@@ -53,6 +53,8 @@ class Recipe:
         if self.minutes <= 0 and ((self.generate and self.tokens <= 0 and self.prompts is None)
                                   or (self.train and self.steps <= 0)):
             raise ConfigError("--minutes: without a time limit give --tokens and --steps, or nothing would end it")
+        if self.kind == "dspark" and self.layers != 1:
+            raise ConfigError("--layers: of EAGLE-3 heads alone")
         if not 1 <= self.unroll <= 16:
             raise ConfigError(f"--unroll: expected 1 to 16 steps, found {self.unroll}")
 

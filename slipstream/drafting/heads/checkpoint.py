@@ -8,7 +8,7 @@ Rules of every head:
 Rules of EAGLE:
 4. Two layouts: the authors' (fields at the top of ``config.json``, as SGLang and SpecForge write it too) and vLLM's
    "speculators" (``speculators_model_type``, the layer's fields in ``transformer_layer_config``).
-5. Plain names: no leading ``model.``, the layer as ``layers.0``. The authors call EAGLE-3's layer ``midlayer``;
+5. Plain names: no leading ``model.``, layers as ``layers.i``. The authors call EAGLE-3's layer ``midlayer``;
    speculators call EAGLE-1's ``transformer`` and its ``fc`` ``fusion_fc``.
 6. Rotary positions are the head's own, also where they differ from the target's: it was trained with them. A config
    without ``rope_theta`` means 10000, as it does where such heads are trained and served. A difference is warned of,
@@ -228,7 +228,7 @@ EAGLE2 = Kind("eagle", ("LlamaForCausalLM", "LlamaForCausalLMEagle"), ("layernor
 class EagleHead:
     """A checked head, on the CPU and in its stored dtypes."""
 
-    config: ModelConfig  # the layer's measures; vocab_size is the target's
+    config: ModelConfig  # the layers' measures; vocab_size is the target's
     target_hidden_size: int
     draft_vocab_size: int
     taps: tuple[int, ...]  # as FeatureSpec.layers

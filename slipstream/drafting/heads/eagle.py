@@ -5,7 +5,8 @@ Rules:
    Its rotary position is p - 1, as where heads are trained: inputs shifted left by one.
 2. EAGLE-3: target states are projected once, by ``fc`` (behind norms, if the head has some there): when they arrive, or
    by the target before it sends them, to which the spec hands the weights over: a third of the bytes. Below the newest
-   token the layer's own output, before the final norm (EAGLE-3.1: after it), takes their place, without ``fc``.
+   token the head's own output, before the final norm (EAGLE-3.1: after it), takes their place, without ``fc``.
+   Layers behind the first, if there are some, are plain ones.
 3. EAGLE-1 and EAGLE-2: ``fc`` joins token and state in each row. The layer has no input norm and is followed by none:
    its output is a guess of the target's state after the final norm, and takes that one's place below the newest token.
 4. States come in the dtype of the wire and are cast to the head's at this edge; target and head dtypes differ freely.
