@@ -84,10 +84,9 @@ class EagleNetwork:
         some = head.vocabulary
         all_tokens = some is None or torch.equal(some, torch.arange(config.vocab_size))
         self.vocabulary = None if some is None or all_tokens else some.to(device)
-        self.device = device
-        self.slots = Slots(num_slots)
-        self._pool = KVPool(config.num_layers, num_slots + spare_slots, config.num_kv_heads, config.head_dim, kind,
-                            device)
+        self.device, self.slots = device, Slots(num_slots)
+        places = num_slots + spare_slots
+        self._pool = KVPool(config.num_layers, places, config.num_kv_heads, config.head_dim, kind, device)
         self._config, self._dtype = config, kind
         self.native: NativeDraft | None = None  # kernels of our own compute
         self.race: Race | None = None
