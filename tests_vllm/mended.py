@@ -3,6 +3,7 @@ rows of their draft tokens), and drafts of sampled requests are verified there b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ if __name__ == "__main__":
     rows_of = adapter_0_32.rows_of
 
     def drafted(*batch: Any) -> Any:
-        return [row._replace(drafts=True) for row in rows_of(*batch)]
+        return [replace(row, drafts=True) for row in rows_of(*batch)]
 
     upstream.expand_batch_to_tokens = spread
     adapter_0_32.rows_of = drafted
