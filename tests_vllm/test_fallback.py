@@ -116,11 +116,15 @@ async def test_speculation_stops_while_a_draft_is_bad_and_comes_back(client: tup
     knowing.text = (*prompt, *plain)
     pieces, said = list[Piece](), list[int]()
     states: dict[str, set[str]] = {"good": set(), "bad": set(), "again": set()}
+    phase = "good"
     async for piece in target.submit(Request("drafted", prompt, Sampling(), TOKENS)):
         pieces.append(piece)
         said += piece.tokens
-        knowing.lies = BAD_FROM <= len(said) < GOOD_FROM
-        states["good" if len(said) < BAD_FROM else "bad" if len(said) < GOOD_FROM else "again"].add(piece.state)
+        # It recovers once it is left: probes come by the clock, and on a fast machine an answer is soon over.
+        phase = "again" if phase == "again" or len(said) >= GOOD_FROM or states["bad"] > {"speculate"} else (
+            "bad" if len(said) >= BAD_FROM else "good")
+        knowing.lies = phase == "bad"
+        states[phase].add(piece.state)
     assert said == plain
     assert states["good"] == {"speculate"} and states["bad"] > {"speculate"} and "speculate" in states["again"]
     bad = [piece for piece in pieces if piece.drafted and not piece.accepted]
