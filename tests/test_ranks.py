@@ -223,7 +223,7 @@ async def test_a_service_that_loses_a_rank_in_mid_answer_says_so_and_ends(folder
                 with suppress(psutil.NoSuchProcess):  # its parent sees to it that nothing of it is left
                     rank.kill()
         assert await served.ended() == 1
-    assert "target_service: rank 1 of 2 has ended (signal 9): a model that is cut" in (tmp_path / "log").read_text()
+    assert "rank 1 of 2 has ended (signal 9): a model that is cut" in (tmp_path / "log").read_text()
 
 
 async def test_a_service_of_two_ranks_stops_as_any_other(folder: Path, tmp_path: Path) -> None:
