@@ -5,8 +5,8 @@ Rules:
 1. ``python build_hook.py`` compiles the protos in place, ``python build_hook.py FOLDER`` the modules into a folder;
    ``pip install`` does both through hatchling.
 2. A wheel has ``MODULES`` compiled by mypyc, beside their sources: what a round of many sessions costs the host is
-   Python there (``docs/PERFORMANCE.md``, make bench-vllm). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any
-   machine), they stay as they are: both give the same decisions, bit for bit (``tests/test_machine_code.py``).
+   Python there (``make bench-vllm``). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any machine),
+   they stay as they are: both give the same decisions, bit for bit (``tests/test_machine_code.py``).
 3. A checkout (``pip install -e``) has none of it: an edited source would not be what runs.
 """
 

@@ -258,7 +258,8 @@ SaveEvery = Annotated[float, typer.Option(metavar="SECONDS", help="What a kill m
 Begin = Annotated[str, typer.Option(
     metavar="HEAD", help="A head to begin with, such as one for the target before it was tuned; else its last layers.")]
 HeadKind = Annotated[Literal["eagle3", "dspark"], typer.Option("--kind", help="Of head: `dspark` drafts blocks.")]
-RowsPerStep = Annotated[int, typer.Option(min=1, help="Tokens of a step of the optimiser, which itself takes as long for any number.")]
+RowsPerStep = Annotated[int, typer.Option(
+    min=1, help="Tokens of a step of the optimiser, which itself takes as long for any number.")]
 Layers = Annotated[int, typer.Option(min=1, max=4, help="Of an EAGLE-3 head: more draft better, and slower.")]
 Seed = Annotated[int, typer.Option(help="The same seed plans the same conversations.")]
 
