@@ -15,8 +15,8 @@ from hashlib import blake2b
 
 import numpy as np
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import Chains, Row
 
+from slipstream.following.chains import Chains, Row
 from slipstream.following.following import Inbox
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftBound, DraftHello, Growth, Open
@@ -150,7 +150,7 @@ class Engine:
         self._step_s, self._row_s = step_s, row_s
         options = Options(("a:1",), deadline_s=deadline_s, prompt_lookup=False, always=always)
         self.metrics = TargetMetrics("function")
-        self.chains = Chains(options, MOST, self.metrics, world.clock, inbox=Inbox(world.clock, world))
+        self.chains = Chains(options.section(MOST), self.metrics, world.clock, inbox=Inbox(world.clock, world))
         self.says: dict[str, Callable[[Sequence[int]], int]] = {}  # of each place, where it is not ``chosen``
         self.able: set[str] = set()  # places that may be drafted for; none: all
         self._answers = 0

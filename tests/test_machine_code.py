@@ -46,7 +46,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hook, tree = build_hook(), tmp_path_factory.mktemp("compiled")
     if hook.compiler() is None:
         pytest.skip("no C compiler is here: wheels that are built here have no compiled modules")
-    for name in ("slipstream", "tests", "bench", "target_service", "draft_service", "router_service"):
+    for name in ("slipstream", "tests", "bench", "target_service", "draft_service", "router_service",
+                 "integrations"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     done = subprocess.run([sys.executable, ROOT / "build_hook.py", tree / "made"], capture_output=True, text=True,
@@ -72,7 +73,8 @@ def test_compiled_modules_decide_as_their_sources_do(compiled: Path) -> None:
 
 
 def test_compiled_modules_pass_the_tests_of_their_sources(compiled: Path) -> None:
-    files = ("test_policy", "test_following", "test_session", "test_tree", "test_lookup", "test_pairing")
+    files = ("test_policy", "test_following", "test_session", "test_tree", "test_lookup", "test_pairing",
+             "test_vllm")
     told = run(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{name}.py" for name in files))
     assert " failed" not in told and " error" not in told
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slipstream_vllm import remote
+from slipstream_vllm import versions
 from slipstream_vllm.adapter_0_32 import rows_of
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import Chains
 from slipstream_vllm.versions import ADAPTERS, adapter_of
 from structlog.testing import capture_logs
 
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
+from slipstream.following.chains import Chains, Row
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
 from tests.pair import local_link_to
@@ -30,7 +30,7 @@ from tests.test_following import Heard, chosen, plain
 PROMPT = list(b"one two three one two three")
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "function", 260, "", 4, 2, 4096)
 PARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
-ROOM = Path(remote.__file__).parent
+ROOM = Path(versions.__file__).parent
 OPTIONS = Options(("127.0.0.1:8052",), deadline_s=0.2, prompt_lookup=False, always=True)
 ALLOWED = {"base", "choosing", "protocol", "decision", "following", "wire", "observe", "models"}
 
@@ -87,7 +87,7 @@ def drafted(chains: Chains) -> Iterator[None]:
 
 def fresh(deadline_s: float = 30.0) -> Chains:
     """Nothing that a test counts may hang on how busy the machine is: a draft has all the time that it needs."""
-    return Chains(replace(OPTIONS, deadline_s=deadline_s), 4, TargetMetrics("function"))
+    return Chains(replace(OPTIONS, deadline_s=deadline_s).section(4), TargetMetrics("function"))
 
 
 def play(runner: Runner, chains: Chains, steps: int) -> int:
@@ -149,7 +149,7 @@ def test_nothing_that_goes_wrong_reaches_the_engine(capsys: pytest.CaptureFixtur
     runner, chains = Runner(["a"], 400), fresh()
     output, sampled = runner.step([[]])
     (row,) = rows_of(runner, output, sampled)
-    broken = remote.Row(row.request, row.length, row.new, 0, row.prompt, row.limit, lambda: [][0])
+    broken = Row(row.request, row.length, row.new, 0, row.prompt, row.limit, lambda: [][0])
     for _ in range(2):
         assert chains.step([broken], (), 1) == [[]]
     with drafted(chains):

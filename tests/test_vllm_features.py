@@ -12,9 +12,10 @@ import pytest
 import torch
 from slipstream_vllm.adapter_0_32 import batch_of, final_norm, rows_of
 from slipstream_vllm.features import Rows, States, Taps
-from slipstream_vllm.remote import Chains, Options
+from slipstream_vllm.options import Options
 
 from slipstream.base.errors import ConfigError, PairingError
+from slipstream.following.chains import Chains
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import (
     PROTOCOL_VERSION,
@@ -140,7 +141,7 @@ class Engine:
         self.states = States(Taps(LAYERS, NUM_LAYERS), places * 3 * HIDDEN * 4)
         self.states.allocate(HIDDEN, torch.float32, torch.device("cpu"), torch.neg if late else None)
         self._later_s = 0.0
-        self.chains = Chains(OPTIONS, 4, TargetMetrics("function"), lambda: time.monotonic() + self._later_s,
+        self.chains = Chains(OPTIONS.section(4), TargetMetrics("function"), lambda: time.monotonic() + self._later_s,
                              self.states)
         self.link = Heard()
 

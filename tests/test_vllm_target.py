@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import Chains, RemoteDrafter
+from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.telling import Teller
 from slipstream_vllm.worker import Drafted
 
 from slipstream.base.child import Child
 from slipstream.base.config import Config, TargetSection, load
 from slipstream.base.errors import CapacityError, ConfigError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.following.chains import Chains
 from slipstream.following.rounds import Told, ToldStep, decode
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, NoSpans, Spans, Value
@@ -284,7 +285,7 @@ async def test_a_trace_goes_through_vllm_to_its_workers_and_rounds_are_told_in_i
 
 
 def test_a_request_is_barred_in_mid_answer_and_allowed_again() -> None:
-    runner, chains = Runner(["a", "b"], 400), Chains(OPTIONS, 4, TargetMetrics("function"))
+    runner, chains = Runner(["a", "b"], 400), Chains(OPTIONS.section(4), TargetMetrics("function"))
     worker = Drafted()
     worker.model_runner = SimpleNamespace(drafter=RemoteDrafter.__new__(RemoteDrafter))
     worker.model_runner.drafter.chains = chains
@@ -313,7 +314,7 @@ def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path) -
         ear.bind(str(path))
         ear.setblocking(False)
         runner = Runner(["a", "b"], 400)
-        chains = Chains(replace(OPTIONS, rounds=str(path)), 4, TargetMetrics("function"))
+        chains = Chains(OPTIONS.section(4), TargetMetrics("function"), tell=Teller(str(path)).tell)
         with following(chains):
             accepted = play(runner, chains, 10)  # the system keeps ten until somebody reads
             steps = list[ToldStep]()

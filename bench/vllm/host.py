@@ -5,9 +5,6 @@ devices; a draft service with a timed device, over gRPC on loopback. ``host_us``
 thread in the proposer, ``beside_us`` that of all other threads of the process in that time; ``propose_ms`` is the
 whole time there, waiting for the draft included. ``drafted`` is the share of requests that got a chain.
 
-Then as many steps are taken again with each part timed, which costs some time itself: reading the batch, learning from
-it and deciding, sending, waiting for growth and joining it, and the rest, chains among it.
-
 In the proposer the policy's clock goes at a hundredth of its speed. So every draft pays, and the same work is measured
 on any machine, however busy. As vLLM does, the process freezes its heap once all is loaded.
 
@@ -23,7 +20,7 @@ import gc
 import queue
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +29,12 @@ import numpy as np
 from slipstream_vllm.adapter_0_32 import rows_of
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import Chains
 
 from bench.report import Row, finished, write
 from bench.timed import deployed, text
 from slipstream.base.config import LogSection
 from slipstream.following import following
+from slipstream.following.chains import Chains
 from slipstream.following.following import Event, Inbox
 from slipstream.observe.log import configure
 from slipstream.observe.metrics import TargetMetrics
@@ -48,7 +45,6 @@ BATCHES = (1, 8, 64)
 CHAIN = 4
 JOINED_S = 30.0
 PACE = 0.01  # of the policy's clock in the proposer
-PARTS = ("read_us", "learn_us", "send_us", "growth_us", "rest_us")
 GOAL_US, GOAL_EACH_US = 500.0, 20.0
 HELLO = TargetHello(PROTOCOL_VERSION, 0, "bench", VOCAB, "", 1, 1, MAX_CONTEXT)
 
@@ -128,67 +124,36 @@ class Proposer:
 
     def __init__(self, runner: SleepingRunner, options: Options) -> None:
         """Raises ConfigError."""
-        self._runner, self._clock, self._timed = runner, SlowClock(), False
+        self._runner, self._clock = runner, SlowClock()
         metrics = TargetMetrics("bench")
-        self._chains = Chains(options, CHAIN, metrics, self._clock, inbox=Inbox(self._clock, self._clock))
+        self._chains = Chains(options.section(CHAIN), metrics, self._clock, inbox=Inbox(self._clock, self._clock))
         Links(options.drafts, HELLO, self._chains.following, metrics)
         self._proposed: Sequence[Sequence[int]] = [[]] * runner.count
-        self._us = dict[str, float]()  # of the step that is taken
 
     def step(self) -> dict[str, float]:
         """One more, and what was seen of it."""
-        runner, chains, us = self._runner, self._chains, self._us
+        runner, chains = self._runner, self._chains
         output, sampled = runner.step(self._proposed)
         self._clock.turn(PACE)
-        us.clear()
         began_s, all_ns, own_ns = time.perf_counter(), time.process_time_ns(), time.thread_time_ns()
         rows = rows_of(runner, output, sampled)
-        if self._timed:
-            us["read_us"] = (time.thread_time_ns() - own_ns) / 1e3
         self._proposed = chains.step(rows, output.finished_req_ids, output.total_num_scheduled_tokens)
         own_us, all_us = (time.thread_time_ns() - own_ns) / 1e3, (time.process_time_ns() - all_ns) / 1e3
         spent_ms = 1e3 * (time.perf_counter() - began_s)
         self._clock.turn(1.0)
-        return {**us, "rest_us": own_us - sum(us.values()), "host_us": own_us, "beside_us": all_us - own_us,
-                "propose_ms": spent_ms, "drafted": sum(map(bool, self._proposed)) / runner.count,
+        return {"host_us": own_us, "beside_us": all_us - own_us, "propose_ms": spent_ms,
+                "drafted": sum(map(bool, self._proposed)) / runner.count,
                 "tokens_a_step": sum(map(len, sampled)) / runner.count}
 
-    def time_parts(self) -> None:
-        """From now on."""
-        self._timed, whole = True, self._chains.following
-        timed = {verb: self._part(name, getattr(whole, verb))
-                 for name, verb in (("learn_us", "committed"), ("send_us", "flush"), ("growth_us", "wait"))}
-        self._chains.following = TimedFollowing(whole, timed)  # type: ignore[assignment]
 
-    def _part(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: object) -> Any:
-            began_ns = time.thread_time_ns()
-            try:
-                return verb(*args)
-            finally:
-                self._us[name] = (time.thread_time_ns() - began_ns) / 1e3
-
-        return timed
-
-
-class TimedFollowing:
-    """A following whose verbs are ``timed``, some of them: a compiled object's cannot be replaced."""
-
-    def __init__(self, whole: following.Following, timed: Mapping[str, Callable[..., Any]]) -> None:
-        self._whole, self._timed = whole, timed
-
-    def __getattr__(self, name: str) -> Any:
-        return self._timed.get(name) or getattr(self._whole, name)
-
-
-async def measured(count: int, timing: Timing, steps: int) -> tuple[Row, Row]:
-    """One batch size, and its parts. Raises Unavailable."""
+async def measured(count: int, timing: Timing, steps: int) -> Row:
+    """One batch size. Raises Unavailable."""
     async with deployed(timing, targets=0) as rig:
         options = Options((rig.drafts[0].address,), prompt_lookup=False)
         return await asyncio.to_thread(_steps, count, timing, steps, options)
 
 
-def _steps(count: int, timing: Timing, steps: int, options: Options) -> tuple[Row, Row]:
+def _steps(count: int, timing: Timing, steps: int, options: Options) -> Row:
     proposer = Proposer(SleepingRunner(count, timing), options)
     deadline_s = time.monotonic() + JOINED_S
     while not proposer.step()["drafted"] and time.monotonic() < deadline_s:
@@ -198,16 +163,13 @@ def _steps(count: int, timing: Timing, steps: int, options: Options) -> tuple[Ro
     gc.collect()
     gc.freeze()
     whole = [proposer.step() for _ in range(steps)]
-    proposer.time_parts()
-    parts = [proposer.step() for _ in range(steps)]
     gc.unfreeze()
     host, goal = _median(whole, "host_us"), GOAL_US + GOAL_EACH_US * count
-    row: Row = {"requests": count, "host_us": host, "goal_us": goal, "reached": host <= goal,
-                "beside_us": _median(whole, "beside_us"), "propose_ms": _median(whole, "propose_ms"),
-                "longest_ms": max(step["propose_ms"] for step in whole),
-                "drafted": statistics.mean(step["drafted"] for step in whole),
-                "tokens_a_step": statistics.mean(step["tokens_a_step"] for step in whole)}
-    return row, {"requests": count, **{name: _median(parts, name) for name in PARTS}}
+    return {"requests": count, "host_us": host, "goal_us": goal, "reached": host <= goal,
+            "beside_us": _median(whole, "beside_us"), "propose_ms": _median(whole, "propose_ms"),
+            "longest_ms": max(step["propose_ms"] for step in whole),
+            "drafted": statistics.mean(step["drafted"] for step in whole),
+            "tokens_a_step": statistics.mean(step["tokens_a_step"] for step in whole)}
 
 
 def _median(steps: Sequence[dict[str, float]], name: str) -> float:
@@ -218,9 +180,7 @@ async def run(steps: int, timing: Timing) -> None:
     """Raises Unavailable."""
     rows = [await measured(count, timing, steps) for count in BATCHES]
     kind = "compiled" if (following.__file__ or "").endswith((".so", ".pyd")) else "as sources"
-    write("vllm-host", [row for row, _ in rows],
-          f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}, modules {kind}")
-    write("vllm-host-parts", [parts for _, parts in rows], "its parts, microseconds")
+    write("vllm-host", rows, f"a step of {1e3 * timing.step_s:g} ms, chains of {CHAIN}, modules {kind}")
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 from slipstream_vllm.links import Links
 from slipstream_vllm.options import Options
-from slipstream_vllm.remote import Chains
 
 from slipstream.base.errors import ConfigError
+from slipstream.following.chains import Chains
 from slipstream.models.folder import tokenizer_hash
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
@@ -50,7 +50,7 @@ def adapt() -> None:
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
             options, shape = options_of(server_args), target_worker.model_config
             text, metrics = shape.hf_text_config, TargetMetrics(str(server_args.model_path))
-            chains = Chains(options, self.draft_token_num - 1, metrics)
+            chains = Chains(options.section(self.draft_token_num - 1), metrics)
             self.limit = shape.context_len
             self.trees = Trees(chains, self.draft_token_num, server_args.speculative_ngram_max_bfs_breadth > 1)
             hello = TargetHello(PROTOCOL_VERSION, 0, str(server_args.model_path), shape.vocab_size,

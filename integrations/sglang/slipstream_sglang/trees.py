@@ -4,7 +4,7 @@ Rules:
 1. Each request has ``nodes`` nodes. The first is its newest token; those that nobody proposed stand behind the others
    as children of it with the token 0, as SGLang's own n-gram drafts have them. The engine verifies each node: one that
    nobody meant costs what is paid anyway, and changes no token.
-2. What drafts do never raises here (``slipstream_vllm.remote``, rule 1): without them a request is its newest token.
+2. What drafts do never raises here (``following.chains``, rule 1): without them a request is its newest token.
 3. A request that is not in a batch any more is closed; one that returns is opened anew.
 
 It knows no SGLang: an adapter turns the engine's batch into ``Asked`` values.
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from slipstream_vllm.remote import Chains, Row
 
+from slipstream.following.chains import Chains, Row
 from slipstream.protocol.tree import DraftTree
 
 Tokens = NDArray[np.int64]

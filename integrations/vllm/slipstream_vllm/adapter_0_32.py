@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.following.chains import GREEDY, SWITCH, Row
 from slipstream.observe.log import logger
 from slipstream.observe.spans import HEADER
 from slipstream_vllm.features import Batch, Final
-from slipstream_vllm.options import SWITCH
-from slipstream_vllm.remote import GREEDY, RemoteDrafter, Row
+from slipstream_vllm.remote import RemoteDrafter
 from slipstream_vllm.sampling import Asked, KeyedSampling, refusal
 
 NOTHING: Mapping[str, Any] = {}

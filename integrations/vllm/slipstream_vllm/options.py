@@ -1,4 +1,4 @@
-"""Options: what ``--additional-config '{"slipstream": {...}}'`` may say, and what a request may.
+"""Options: what ``--additional-config '{"slipstream": {...}}'`` may say.
 
 It knows nothing about engines.
 """
@@ -16,7 +16,6 @@ from slipstream.base.config import Listen, Peers, PolicySection, TargetSection, 
 from slipstream.base.errors import ConfigError
 
 HINT = """name the draft services, as in --additional-config '{"slipstream": {"drafts": ["draft:8052"]}}'"""
-SWITCH = "slipstream"  # in a request's ``vllm_xargs``
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(strict=True))
@@ -58,11 +57,3 @@ class Options:
         except ValidationError as error:
             raise ConfigError(f"num_speculative_tokens: {error.errors()[0]['msg']}") from error
         return TargetSection(drafts=self.drafts, prompt_lookup=self.prompt_lookup, policy=policy)
-
-
-def allowed(asked: object) -> bool | None:
-    """What a request says under ``SWITCH``: false for no drafts (vLLM's server makes 0 of it), true or nothing for
-    drafts as elsewhere. None: neither."""
-    if asked is None:
-        return True
-    return bool(asked) if isinstance(asked, int) and asked in (0, 1) else None

@@ -1,316 +1,27 @@
 """RemoteDrafter: what stands where vLLM expects a proposer, and asks draft services for chains.
 
-Rules:
-1. ``step`` is called once after each step of the engine, on the engine's thread. It never raises and never waits past
-   the deadline (``deadline_s``), whatever drafts send: what goes wrong is no draft, and one log line for each new
-   problem.
-2. What goes wrong in one request ends that request's session alone.
-3. A request that the engine computes from anew (preempted, resumed) is opened anew; one that it does not name any more
-   is closed when the engine says that it is finished.
-4. A step takes from the end of the proposal before to its own end: what the engine's host does in between is part of
-   what a token costs. Before the first request of a batch nobody knows what it did: that step teaches nothing.
-5. What is verified is the engine's affair: a draft can cost time and cannot change a greedy token.
-
-It knows no vLLM: an adapter turns the engine's batch into ``Row`` values.
+The sessions are ``Chains``; this puts them together with links, states and a page of metrics. It knows nothing of
+vLLM's batch: an adapter reads that.
 """
 
 from __future__ import annotations
 
-import reprlib
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.base.errors import ConfigError
-from slipstream.base.value import value
-from slipstream.decision.beliefs import StepCosts
-from slipstream.following.followed import Followed, Step, Verified
-from slipstream.following.following import Following, Inbox
-from slipstream.following.pool import no_rows
-from slipstream.following.rounds import Told, ToldStep
+from slipstream.following.chains import Chains
 from slipstream.models.folder import tokenizer_hash
-from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.scrape import MetricsServer
-from slipstream.observe.spans import well_formed
-from slipstream.protocol.messages import PROTOCOL_VERSION, FeatureSpec, Sampling, TargetHello
+from slipstream.protocol.messages import PROTOCOL_VERSION, TargetHello
 from slipstream.protocol.requests import DraftStatus
-from slipstream.protocol.tree import DraftTree
 from slipstream.wire.tls import tls_files
-from slipstream_vllm.changes import Changes
 from slipstream_vllm.lines import adopt
 from slipstream_vllm.links import Links
-from slipstream_vllm.options import SWITCH, Options, allowed
+from slipstream_vllm.options import Options
 from slipstream_vllm.ranks import speaks
 from slipstream_vllm.telling import Teller
-
-# Seconds of a step by its rows, until steps were seen: their growth is a guess, their height does not matter. Plain
-# steps and those with a chain stand at row counts of their own, so that their difference can be learned.
-GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.021, 32: 0.022, 64: 0.024, 128: 0.028, 256: 0.040}
-GLANCE_S = 0.002  # for what drafts sent while the engine computed, before they hear of what it gave
-GREEDY = Sampling()
-TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
-OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
-
-
-@value
-class Row:
-    """One request of the engine's batch, after a step. ``length``: its tokens, the newest included."""
-
-    request: str
-    length: int
-    new: tuple[int, ...]  # committed by this step; none while its prompt is computed
-    drafted: int  # draft tokens that this step verified
-    prompt: int  # tokens of the prompt
-    limit: int  # tokens that it has at most, the prompt included
-    tokens: Callable[[], list[int]]  # all ``length`` of them; asked for when it is opened
-    drafts: bool = True  # whether the engine can verify drafts for it
-    sampling: Sampling = GREEDY  # how drafts rank for it
-    asked: object = None  # what its user says of drafts: see ``options.allowed``
-    depth: int | None = None  # of the deepest that this step verified; None: they were a chain
-    trace: object = None  # the traceparent that its drafts continue, if its user gave one
-    most: int | None = None  # draft tokens that its next step can verify rightly; None: any
-
-
-class States(Protocol):
-    """Where the engine's states are, for drafters that read them (``features.States``)."""
-
-    def gives(self, spec: FeatureSpec) -> bool:
-        """Rows are as ``spec`` says from now on. False: they cannot be."""
-        ...
-
-    def newest(self, request: str) -> bytes | None:
-        """The rows before each token that the last step committed to it."""
-        ...
-
-    def since(self, request: str, start: int) -> tuple[int, int, bytes]:
-        """What is known from ``start`` on: the first position, how many, and the rows."""
-        ...
-
-
-class Chains:
-    """The sessions of one engine: rows in, chains of draft tokens out."""
-
-    def __init__(self, options: Options, most: int, metrics: TargetMetrics,
-                 clock: Callable[[], float] = time.monotonic, states: States | None = None,
-                 inbox: Inbox | None = None) -> None:
-        """most: tokens of a chain. Raises ConfigError."""
-        self._log = logger("vllm")
-        self._changes = Changes(self._log)
-        costs = StepCosts(GUESSED_COSTS, guessed=True)
-        self.following = Following(options.section(most), costs, metrics,
-                                   states.gives if states is not None else no_rows, clock, inbox=inbox,
-                                   changed=self._changes.changed, together=True)
-        self._states = states
-        self._costs = costs
-        self._teller = Teller(options.rounds) if options.rounds is not None else None
-        self._told = list[Told]()  # of this step
-        self._most, self._deadline_s, self._clock, self._metrics = most, options.deadline_s, clock, metrics
-        self._sessions: dict[str, Followed] = {}
-        self._forbidden: set[str] = set()
-        self._over: dict[str, None] = {}  # the newest that ended, in order
-        self._opened = 0
-        self._before: set[str] = set()  # requests of the step before
-        self._ended_s = 0.0  # that step, with what was done after it
-        self._problems: set[str] = set()  # that were told
-
-    def ended(self, requests: Iterable[str]) -> None:
-        """They are finished: their drafts need not wait for another step to hear of it. Never raises."""
-        try:
-            self._end(requests)
-            self.following.flush()
-        except Exception as error:
-            self._tell("requests are not closed", error)
-
-    def allow(self, request: str, allowed: bool) -> None:
-        """Whether ``request`` may be drafted for, from the next step on; before it is known too, and for nothing behind
-        its end."""
-        if allowed:
-            self._forbidden.discard(request)
-        elif request not in self._over:
-            self._forbidden.add(request)
-        if (one := self._sessions.get(request)) is not None:
-            one.allow(allowed, self._clock())
-
-    def reads(self, request: str) -> bool:
-        """Whether its drafter reads states."""
-        one = self._sessions.get(request)
-        return one is not None and one.reads is not None
-
-    def after(self, rows: Callable[[], Sequence[Row]], count: int, finished: Iterable[str],
-              scheduled: int) -> list[list[int]]:
-        """``step`` for an adapter that may not know what it meets in ``rows`` of ``count`` requests."""
-        try:
-            known = rows()
-        except Exception as error:  # rule 1
-            self._tell("no drafts for this step", error)
-            return [[] for _ in range(count)]
-        return self.step(known, finished, scheduled)
-
-    def tree(self, request: str, nodes: int, branches: bool = True) -> DraftTree | None:
-        """For an engine that verifies trees: after a step, the best of what ``request`` has, in at most so many nodes,
-        root included. branches: False for one path. Never raises."""
-        if (one := self._sessions.get(request)) is None:
-            return None
-        try:
-            tree = one.take(nodes)
-            return tree if branches else tree.select(tree.best_path())
-        except Exception as error:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(request)
-            return None
-
-    def step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int) -> list[list[int]]:
-        """A chain for each row; empty: none. ``scheduled``: rows of the step's forward."""
-        now_s = self._clock()
-        try:
-            return self._step(rows, finished, scheduled, now_s)
-        except Exception as error:  # rule 1
-            self._tell("no drafts for this step", error)
-            for request in list(self._sessions):
-                self._lose(request)
-            return [[] for _ in rows]
-        finally:
-            self._before = {row.request for row in rows}
-            self._ended_s = self._clock()
-
-    def _step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int, now_s: float) -> list[list[int]]:
-        self._end(finished)
-        self._told.clear()
-        self.following.inbox.drain(until_s=now_s + GLANCE_S)
-        step = self._measured(rows, scheduled, now_s)
-        asked = self._heard([row if row.new and row.drafts and (row.asked is None or self._wanted(row)) else None
-                             for row in rows], step)
-        self.following.flush()
-        self._say(step)
-        waits_s = self._clock()
-        drafted = [one for one in asked if one is not None]
-        self.following.wait(drafted, max(0.0, now_s + self._deadline_s - waits_s))
-        taken_s = self._clock()
-        chains = [self._chain(row, one) if one is not None else [] for row, one in zip(rows, asked, strict=True)]
-        self._changes.look(self._sessions.values())
-        self._metrics.sessions(len(self._sessions), 0)
-        if step.began_s < now_s:
-            self._metrics.step(scheduled, taken_s - waits_s, step.seconds, self._clock() - now_s - (taken_s - waits_s))
-        return chains
-
-    def _measured(self, rows: Sequence[Row], scheduled: int, now_s: float) -> Step:
-        """The step that ended now, as rule 4 has it."""
-        drafted = sum([row.drafted for row in rows])
-        began_s = now_s if self._before.isdisjoint([row.request for row in rows]) else self._ended_s
-        prompts = began_s == now_s or scheduled > len(rows) + drafted or not all(row.new for row in rows)
-        return Step(began_s, max(1e-6, now_s - began_s), scheduled, len(rows), drafted, prompts)
-
-    def _heard(self, rows: Sequence[Row | None], step: Step) -> list[Followed | None]:
-        """The session of each, which knows of what the step gave. None: it has none any more, or none is wanted."""
-        goes_on = dict[int, tuple[Row, Followed]]()
-        opens = set[str]()
-        for row in rows:
-            if row is None:
-                continue
-            one = self._sessions.get(row.request)
-            if one is not None and one.side.base + len(row.new) == row.length:
-                goes_on[one.session] = row, one
-            else:
-                opens.add(row.request)
-
-        def failed(session: int, error: Exception) -> None:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(goes_on.pop(session)[0].request)
-
-        records = self.following.committed([self._verified(row, one) for row, one in goes_on.values()], step, failed)
-        for (row, one), record in zip(goes_on.values(), records, strict=True) if self._teller is not None else ():
-            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value))
-        if opens or self._states is not None:
-            return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
-        return [self._sessions.get(row.request) if row is not None else None for row in rows]
-
-    def _verified(self, row: Row, one: Followed) -> Verified:
-        newest = self._states.newest(row.request) if self._states is not None and one.reads else None
-        drafted, accepted = row.drafted, len(row.new) - 1
-        return Verified(one.session, row.new, drafted, accepted if accepted < drafted else drafted,
-                        drafted if row.depth is None else row.depth, "", newest)
-
-    def _ready(self, row: Row, opens: bool, step: Step) -> Followed | None:
-        """Its session, with the states that it lacks."""
-        try:
-            if opens:
-                self.following.begin([self._open(row)], step.ended_s)
-            one = self._sessions.get(row.request)
-            if one is not None and one.reads is not None:
-                self._give_rows(row, one)
-            return one
-        except Exception as error:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(row.request)
-            return None
-
-    def _say(self, step: Step) -> None:
-        """What became of it, to the target that serves the answers, if one does."""
-        told, self._told = self._told, []
-        if self._teller is not None and told:
-            plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
-            self._teller.tell(ToldStep(step.seconds, plain_s, tuple(told)))
-
-    def _give_rows(self, row: Row, one: Followed) -> None:
-        """Hand its drafter what it reads and has not had."""
-        wanted = one.wants_rows()
-        if wanted is None or self._states is None or wanted[1] >= one.side.base - 1:
-            return
-        start, count, rows = self._states.since(row.request, wanted[1])
-        if count:
-            one.give_rows(start, count, rows)
-
-    def _chain(self, row: Row, one: Followed) -> list[int]:
-        try:
-            return one.chain(self._most if row.most is None else min(self._most, row.most))
-        except Exception as error:  # rule 2
-            self._tell("no drafts for a request", error)
-            self._lose(row.request)
-            return []
-
-    def _wanted(self, row: Row) -> bool:
-        """Whether its user wants drafts."""
-        if row.asked is None:
-            return True
-        wanted = allowed(row.asked)
-        if wanted is None and (kind := type(row.asked).__name__) not in self._problems:  # users may say much
-            self._problems.add(kind)
-            self._log.warning("not known in vllm_xargs and left out: write true or false", name=SWITCH,
-                              found=reprlib.repr(row.asked)[:80])
-        return wanted is not False
-
-    def _open(self, row: Row) -> Followed:
-        self._close(row.request)
-        self._opened += 1
-        one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.request not in self._forbidden,
-            well_formed(row.trace) if isinstance(row.trace, str) else "")
-        return one
-
-    def _end(self, requests: Iterable[str]) -> None:
-        for request in requests:
-            self._close(request)
-            self._forbidden.discard(request)
-            self._over[request] = None
-        while len(self._over) > OVER:
-            del self._over[next(iter(self._over))]
-
-    def _close(self, request: str) -> None:
-        one = self._sessions.pop(request, None)
-        if one is not None:
-            self.following.close(one)
-
-    def _lose(self, request: str) -> None:
-        with suppress(Exception):  # what went wrong may go wrong again
-            self._close(request)
-
-    def _tell(self, what: str, error: Exception) -> None:
-        if (problem := repr(error)) not in self._problems and len(self._problems) < TOLD:
-            self._problems.add(problem)
-            self._log.error(what, exc_info=error)
 
 
 class RemoteDrafter:
@@ -334,7 +45,8 @@ class RemoteDrafter:
 
         taps = Taps(options.layers, text.num_hidden_layers)
         self.states = States(taps, int(options.features_gb * (1 << 30))) if options.layers else None
-        self.chains = Chains(options, speculative.num_speculative_tokens, metrics, states=self.states)
+        self.chains = Chains(options.section(speculative.num_speculative_tokens), metrics, states=self.states,
+                             tell=Teller(options.rounds).tell if options.rounds is not None else None)
         self._links = Links(options.drafts if self.speaks else (), hello, self.chains.following, metrics, taps.check,
                             tls_files(options.tls), options.kubeconfig)
         if options.metrics_listen is not None and self.speaks:

@@ -1,4 +1,4 @@
-"""Changes: what becomes of drafts, in one line each, for whoever reads vLLM's log.
+"""Changes: what becomes of drafts, in one line each, for whoever reads the log of an engine.
 
 Rules:
 1. A line for each draft that begins or ceases to be of use, not for each request: an engine has hundreds of them.
