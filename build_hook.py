@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).parent
 MODULES = ("decision/beliefs.py", "decision/decide.py", "decision/policy.py", "following/chains.py",
            "following/changes.py", "following/followed.py", "following/following.py", "following/pool.py",
-           "protocol/session.py", "protocol/tree.py")
+           "protocol/messages.py", "protocol/session.py", "protocol/tree.py")
 SHARED = "slipstream.compiled"  # what all of them are in; nothing of ours stands beside other people's packages
 
 
