@@ -7,11 +7,14 @@ Rules:
 2. A wheel has ``MODULES`` compiled by mypyc, beside their sources: what a round of many sessions costs the host is
    Python there (``make bench-vllm``). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any machine),
    they stay as they are: both give the same decisions, bit for bit (``tests/test_machine_code.py``).
-3. A checkout (``pip install -e``) has none of it: an edited source would not be what runs.
+3. A ``value`` there is a class of C with a constructor of C, which mypyc leaves to Python where a dataclass writes it.
+   No line moves, so that a traceback names the lines of the sources.
+4. A checkout (``pip install -e``) has none of it: an edited source would not be what runs.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -53,6 +56,20 @@ def compiler() -> str | None:
     return shutil.which(words[0]) if words and headers.is_file() else None
 
 
+def with_constructors(source: str) -> str:
+    """``source`` with its values as dataclasses that have written constructors."""
+    lines = source.replace("from slipstream.base.value import value", "from dataclasses import dataclass as value"
+                           ).splitlines()
+    for kind in ast.parse(source).body:
+        if isinstance(kind, ast.ClassDef) and any(ast.unparse(one) == "value" for one in kind.decorator_list):
+            fields = [one for one in kind.body if isinstance(one, ast.AnnAssign)]
+            given = ", ".join(map(ast.unparse, fields))
+            kept = "; ".join(f"self.{name} = {name}" for name in (ast.unparse(one.target) for one in fields))
+            assert not lines[kind.end_lineno or 0], f"{kind.name}: no empty line behind it"
+            lines[kind.end_lineno or 0] = f"    def __init__(self, {given}) -> None: {kept}"
+    return "\n".join(lines) + "\n"
+
+
 def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
     """Write ``MODULES`` as extensions below ``out``. Returns what each file is called in a wheel. Raises SystemExit
     where a module is not well typed."""
@@ -60,7 +77,12 @@ def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
     # What modules import may not be there, as in a build of its own: it is untyped then, and no concern of ours.
     wanted = ["--ignore-missing-imports", "--follow-imports=silent", f"--cache-dir={out / 'cache'}", "--config-file=",
               *(f"slipstream/{name}" for name in MODULES)]
-    with chdir(root):
+    spelled = out / "sources"
+    shutil.copytree(root / "slipstream", spelled / "slipstream", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in MODULES:
+        file = spelled / "slipstream" / name
+        file.write_text(with_constructors(file.read_text(encoding="utf-8")), encoding="utf-8")
+    with chdir(spelled):
         found = mypyc.mypycify(wanted, target_dir=str(out / "c"), group_name=SHARED, opt_level="2", debug_level="0")
         command = setuptools.Distribution({"ext_modules": found}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(out / "lib"), str(out / "temp")

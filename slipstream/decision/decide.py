@@ -170,7 +170,7 @@ class Standing:
         return recent.waited_s / (recent.rounds if recent.rounds < RECENT else RECENT)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Prices:
     """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes; ``rows``: sessions that wait for them."""
 
@@ -315,7 +315,7 @@ def _deadline_s(usual_s: float, standing: Standing, rules: Rules) -> float:
 Case = tuple[Standing, Seen, bool]  # one session that decides; whether one more may be grown ahead
 
 
-@dataclass(slots=True)
+@value
 class Turn:
     """A case with what follows from it alone."""
 

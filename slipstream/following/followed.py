@@ -42,7 +42,7 @@ from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Step:
     """A forward that is done. ``rows``: of all sessions; ``nodes``: draft tokens among them."""
 

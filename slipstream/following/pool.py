@@ -14,7 +14,7 @@ It knows nothing about what is said to them, what is drafted, how it is verified
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -219,13 +219,13 @@ class DraftPool:
 
     def judge(self, verified: Sequence[tuple[Link, int, int]]) -> None:
         """Trees that drafters proposed were verified in one step: whose, draft tokens, accepted ones."""
-        of = defaultdict[Link, list[int]](lambda: [0, 0, 0, 0])
-        for (link, drafted, accepted), times in Counter(verified).items():  # most are like others
-            sums = of[link]
-            sums[0] += times
-            sums[1] += times * (accepted > 0)
-            sums[2] += times * drafted
-            sums[3] += times * accepted
+        of = dict[Link, list[int]]()
+        for link, drafted, accepted in verified:
+            sums = of.setdefault(link, [0, 0, 0, 0])
+            sums[0] += 1
+            sums[1] += accepted > 0
+            sums[2] += drafted
+            sums[3] += accepted
         for link, (rounds, agreed, drafted, accepted) in of.items():
             if (hello := self._ready.get(link)) is not None:
                 self._metrics.judged(hello.drafter, drafted, accepted)
