@@ -61,7 +61,7 @@ test-vllm: setup vllm  ## vLLM's own engine with drafts from a draft service, on
 
 # What `pip install` brings: the modules of each round are machine code there (build_hook.py).
 COMPILED := build/compiled
-$(COMPILED)/.made: build_hook.py pyproject.toml $(shell find slipstream draft_service proto -name '*.py' -o -name '*.proto') | .venv/.project
+$(COMPILED)/.made: build_hook.py pyproject.toml $(shell find slipstream draft_service target_service proto -name '*.py' -o -name '*.proto') | .venv/.project
 	rm -rf $(COMPILED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-deps --target $(COMPILED) .
 	@touch $@
@@ -116,8 +116,8 @@ bench-peers: vllm  ## install what `make bench` compares with: builds llama.cpp,
 bench-router: setup  ## what the router adds to the first token and to each further one, at 1 and 64 streams
 	$(BIN)/python -m bench.traffic.routing $(ARGS)
 
-bench-scale: setup  ## up to 4 targets, 4 drafts and 512 streams on timed devices, and what a round and a stream cost the host
-	$(BIN)/python -m bench.traffic.scale $(ARGS)
+bench-scale: setup $(COMPILED)/.made  ## up to 4 targets, 4 drafts and 512 streams on timed devices, and what a round and a stream cost the host
+	PYTHONSAFEPATH=1 PYTHONPATH=$(COMPILED):. $(BIN)/python -m bench.traffic.scale $(ARGS)
 
 bench-smoke: setup  ## a dozen prompts: plain, ngram, the default drafter and standalone side by side
 	$(BIN)/python -m bench.peers --peers $(PEERS) --runs 0 --systems slipstream-plain slipstream-ngram slipstream-default slipstream-standalone $(ARGS)

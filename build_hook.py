@@ -5,10 +5,10 @@ Rules:
 1. ``python build_hook.py`` compiles the protos in place, ``python build_hook.py FOLDER`` the modules into a folder;
    ``pip install`` does both through hatchling.
 2. A wheel has ``MODULES`` compiled by mypyc, beside their sources: what a round of many sessions costs the host is
-   Python there (``make bench-vllm``). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any machine),
+   Python there (``make bench-vllm``, ``make bench-scale``). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any machine),
    they stay as they are: both give the same decisions, bit for bit (``tests/test_machine_code.py``).
-3. A ``value`` there is a class of C with a constructor of C, which mypyc leaves to Python where a dataclass writes it.
-   No line moves, so that a traceback names the lines of the sources.
+3. A ``value`` there is a class of C. Its constructor is written out first, as mypyc leaves one that ``dataclass``
+   makes to Python. It stands on the empty line behind the class, so no line of a traceback moves.
 4. A checkout (``pip install -e``) has none of it: an edited source would not be what runs.
 """
 
@@ -27,9 +27,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parent
-MODULES = ("decision/beliefs.py", "decision/decide.py", "decision/policy.py", "following/chains.py",
-           "following/changes.py", "following/followed.py", "following/following.py", "following/pool.py",
-           "protocol/messages.py", "protocol/session.py", "protocol/tree.py")
+MODULES = (
+    "slipstream/decision/beliefs.py", "slipstream/decision/decide.py", "slipstream/decision/policy.py",
+    "slipstream/drafting/tree.py", "slipstream/following/chains.py", "slipstream/following/changes.py",
+    "slipstream/following/followed.py", "slipstream/following/following.py", "slipstream/following/pool.py",
+    "slipstream/protocol/lookup.py", "slipstream/protocol/messages.py", "slipstream/protocol/session.py",
+    "slipstream/protocol/tree.py", "slipstream/wire/codec.py", "draft_service/worker.py", "target_service/loop.py",
+    "target_service/scheduler.py", "target_service/sequence.py", "target_service/step.py")
 SHARED = "slipstream.compiled"  # what all of them are in; nothing of ours stands beside other people's packages
 
 
@@ -56,17 +60,29 @@ def compiler() -> str | None:
     return shutil.which(words[0]) if words and headers.is_file() else None
 
 
+def _plain(member: ast.stmt) -> bool:
+    """Whether a value may have it: a field with a plain default, or what is no field and makes none."""
+    if isinstance(member, ast.AnnAssign):
+        special = ast.unparse(member.annotation).startswith(("ClassVar", "InitVar", "KW_ONLY"))
+        return not special and not isinstance(member.value, ast.Call)
+    return getattr(member, "name", "") not in ("__init__", "__post_init__")
+
+
 def with_constructors(source: str) -> str:
-    """``source`` with its values as dataclasses that have written constructors."""
-    lines = source.replace("from slipstream.base.value import value", "from dataclasses import dataclass as value"
-                           ).splitlines()
+    """``source`` with its values as dataclasses that have written constructors. Raises ValueError for a value that is
+    more than a list of fields with plain defaults."""
+    imported = "from slipstream.base.value import value", "from dataclasses import dataclass as value"
+    lines = [*source.replace(*imported).splitlines(), ""]
     for kind in ast.parse(source).body:
-        if isinstance(kind, ast.ClassDef) and any(ast.unparse(one) == "value" for one in kind.decorator_list):
-            fields = [one for one in kind.body if isinstance(one, ast.AnnAssign)]
-            given = ", ".join(map(ast.unparse, fields))
-            kept = "; ".join(f"self.{name} = {name}" for name in (ast.unparse(one.target) for one in fields))
-            assert not lines[kind.end_lineno or 0], f"{kind.name}: no empty line behind it"
-            lines[kind.end_lineno or 0] = f"    def __init__(self, {given}) -> None: {kept}"
+        if not (isinstance(kind, ast.ClassDef) and any("value" in ast.unparse(one) for one in kind.decorator_list)):
+            continue
+        fields = [one for one in kind.body if isinstance(one, ast.AnnAssign)]
+        plain = not kind.bases and all(map(_plain, kind.body)) and ast.unparse(kind.decorator_list[0]) == "value"
+        if not plain or lines[kind.end_lineno or 0]:
+            raise ValueError(f"{kind.name}: a value has fields with plain defaults, and an empty line behind it")
+        given = ", ".join(map(ast.unparse, fields))
+        kept = "; ".join(f"self.{name} = {name}" for name in (ast.unparse(one.target) for one in fields))
+        lines[kind.end_lineno or 0] = f"    def __init__(self, {given}) -> None: {kept}"
     return "\n".join(lines) + "\n"
 
 
@@ -75,14 +91,18 @@ def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
     where a module is not well typed."""
     mypyc, setuptools = importlib.import_module("mypyc.build"), importlib.import_module("setuptools")
     # What modules import may not be there, as in a build of its own: it is untyped then, and no concern of ours.
-    wanted = ["--ignore-missing-imports", "--follow-imports=silent", f"--cache-dir={out / 'cache'}", "--config-file=",
-              *(f"slipstream/{name}" for name in MODULES)]
-    spelled = out / "sources"
-    shutil.copytree(root / "slipstream", spelled / "slipstream", ignore=shutil.ignore_patterns("__pycache__"))
+    wanted = ["--ignore-missing-imports", "--follow-imports=silent", f"--cache-dir={out / 'cache'}",
+              f"--config-file={out / 'mypy.ini'}", *MODULES]
+    written = out / "sources"
+    for package in {name.split("/")[0] for name in MODULES}:
+        shutil.copytree(root / package, written / package, dirs_exist_ok=True,
+                        ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.safetensors", "*.svg"))
+    # Its types would take mypy minutes, and none is compiled into anything.
+    (out / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,transformers.*]\nfollow_imports = skip\n")
     for name in MODULES:
-        file = spelled / "slipstream" / name
+        file = written / name
         file.write_text(with_constructors(file.read_text(encoding="utf-8")), encoding="utf-8")
-    with chdir(spelled):
+    with chdir(written):
         found = mypyc.mypycify(wanted, target_dir=str(out / "c"), group_name=SHARED, opt_level="2", debug_level="0")
         command = setuptools.Distribution({"ext_modules": found}).get_command_obj("build_ext")
         command.build_lib, command.build_temp = str(out / "lib"), str(out / "temp")

@@ -312,16 +312,16 @@ class DraftWorker:
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
         self.vitals = Vitals("draft")
-        self._thread = self.vitals.thread("draft-worker", self._run)
+        self._engine = self.vitals.thread("draft-worker", self._run)
 
     def start(self) -> None:
-        self._thread.start()
+        self._engine.start()
 
     def stop(self) -> None:
         """End the thread after the round it is in."""
         self._inbox.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._engine.is_alive():
+            self._engine.join()
         self.vitals.end()
         self._trace.write()
 
@@ -357,7 +357,7 @@ class DraftWorker:
 
     def _run(self) -> None:
         while self.turn():
-            self._thread.beat()
+            self._engine.beat()
 
     def turn(self, block: bool = True) -> bool:
         """Wait for something to come (or for a lease to end), and do it; with nothing there, grow on where that pays.
@@ -396,7 +396,7 @@ class DraftWorker:
             self._give_up_all("failed", round_)
             self._drafter.close(round_.closes)
         round_.send()
-        if round_.sent and self._inbox.empty() and self._thread.is_alive():
+        if round_.sent and self._inbox.empty() and self._engine.is_alive():
             time.sleep(HAND_OVER_S)  # Python runs one thread at a time: the one that writes the frame goes first
         self._note(round_)
 

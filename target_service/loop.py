@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 
 from slipstream.base.config import TargetSection
@@ -131,27 +130,27 @@ class TargetWorker:
         self._queues = Queues()
         self._costs = costs
         self.vitals = Vitals("target")
-        self._thread = self.vitals.thread("target-worker", self._run)
+        self._engine = self.vitals.thread("target-worker", self._run)
         self._failed: Exception | None = None  # what ended the thread
         self._show_slots()
 
     # From any thread.
 
     def start(self) -> None:
-        self._thread.start()
+        self._engine.start()
 
     def stop(self) -> None:
         """End the thread after the turn it is in; what still runs is left where it is."""
         self.following.inbox.stop()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._engine.is_alive():
+            self._engine.join()
         self.vitals.end()
         self._trace.write()
 
     @property
     def alive(self) -> bool:
         """Whether the engine thread runs."""
-        return self._failed is None and self._thread.is_alive()
+        return self._failed is None and self._engine.is_alive()
 
     @property
     def num_running(self) -> int:
@@ -210,7 +209,7 @@ class TargetWorker:
         wait_s: float | None = None
         try:
             while self.following.inbox.drain(BEAT_S if wait_s is None else wait_s, for_s=SLICE_S):
-                self._thread.beat()
+                self._engine.beat()
                 wait_s = self.turn()
             self._telling.deliver()
         except Exception as error:  # a bug of ours: the process ends by its vitals
@@ -220,13 +219,18 @@ class TargetWorker:
 
     def _tell_all(self, error: Exception) -> None:
         """Nobody may wait for ever on a thread that is gone: who asked and is still in the inbox is told, too."""
-        while True:
-            with suppress(Exception):
-                self.following.inbox.drain()
-                break
+        while not self._emptied():
+            pass
         for one in self._queues.everyone():
             self._telling.failed(one, error)
         self._telling.deliver()
+
+    def _emptied(self) -> bool:
+        try:
+            self.following.inbox.drain()
+        except Exception:  # what failed is done with
+            return False
+        return True
 
     def poll(self) -> float | None:
         """Do what waits in the inbox, then a turn, for a caller that has the thread's place."""

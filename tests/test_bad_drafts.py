@@ -265,7 +265,7 @@ def test_lines_go_where_vllms_go() -> None:
     code = ("import logging, sys; logging.basicConfig(stream=sys.stdout, format='%(name)s %(levelname)s %(message)s', "
             "level=logging.INFO); from slipstream_vllm.lines import adopt; adopt(); "
             "from slipstream.observe.log import logger; "
-            "logger('vllm').info('speculation ends', draft='a:1', prompt='secret'); logger('vllm').debug('unseen')")
+            "logger('following').info('speculation ends', draft='a:1', prompt='secret'); logger('x').debug('unseen')")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     said, = found.stdout.splitlines()

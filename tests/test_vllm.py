@@ -102,6 +102,12 @@ def play(runner: Runner, chains: Chains, steps: int) -> int:
     return accepted
 
 
+def test_an_engine_may_count_with_numpy() -> None:
+    chains = fresh()
+    assert chains.step([], (), np.int64(1)) == []
+    assert chains.after(lambda: [][0], np.int64(2), (), np.int64(1)) == [[], []]
+
+
 def test_answers_are_the_engines_own_and_drafts_are_used() -> None:
     runner, chains = Runner(["a", "b", "c"], 400), fresh()
     with drafted(chains):

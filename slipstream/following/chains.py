@@ -2,7 +2,7 @@
 
 Rules:
 1. ``step`` is called once after each step of the engine, on the engine's thread. It never raises and never waits past
-   the deadline (``deadline_s``), whatever drafts send: what goes wrong is no draft, and one log line for each new
+   the deadline (the policy's), whatever drafts send: what goes wrong is no draft, and one log line for each new
    problem.
 2. What goes wrong in one request ends that request's session alone.
 3. A request that the engine computes from anew (preempted, resumed) is opened anew; one that it does not name any more
@@ -20,7 +20,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt
 
 from slipstream.base.config import TargetSection
 from slipstream.base.value import value
@@ -66,7 +66,7 @@ class Row:
 
 
 class States(Protocol):
-    """Where the engine's states are, for drafters that read them (``features.States``)."""
+    """Where the engine's states are, for drafters that read them."""
 
     def gives(self, spec: FeatureSpec) -> bool:
         """Rows are as ``spec`` says from now on. False: they cannot be."""
@@ -87,8 +87,8 @@ class Chains:
     def __init__(self, config: TargetSection, metrics: TargetMetrics, clock: Callable[[], float] = time.monotonic,
                  states: States | None = None, inbox: Inbox | None = None,
                  tell: Callable[[ToldStep], None] | None = None) -> None:
-        """``config``: its policy says how long a chain is and how long a step may wait; tell: is told of each step."""
-        self._log = logger("engine")
+        """``config``: its policy says how long a chain is and how long a step may wait. ``tell`` hears of each step."""
+        self._log = logger("following")
         self._changes = Changes(self._log)
         costs = StepCosts(GUESSED_COSTS, guessed=True)
         self.following = Following(config, costs, metrics, states.gives if states is not None else no_rows, clock,
@@ -130,34 +130,34 @@ class Chains:
         one = self._sessions.get(request)
         return one is not None and one.reads is not None
 
-    def after(self, rows: Callable[[], Sequence[Row]], count: int, finished: Iterable[str],
-              scheduled: int) -> list[list[int]]:
+    def after(self, rows: Callable[[], Sequence[Row]], count: SupportsInt, finished: Iterable[str],
+              scheduled: SupportsInt) -> list[list[int]]:
         """``step`` for an adapter that may not know what it meets in ``rows`` of ``count`` requests."""
         try:
             known = rows()
         except Exception as error:  # rule 1
             self._tell("no drafts for this step", error)
-            return [[] for _ in range(count)]
+            return [[] for _ in range(int(count))]
         return self.step(known, finished, scheduled)
 
-    def tree(self, request: str, nodes: int, branches: bool = True) -> DraftTree | None:
+    def tree(self, request: str, nodes: SupportsInt, branches: object = True) -> DraftTree | None:
         """For an engine that verifies trees: after a step, the best of what ``request`` has, in at most so many nodes,
         root included. branches: False for one path. Never raises."""
         if (one := self._sessions.get(request)) is None:
             return None
         try:
-            tree = one.take(nodes)
+            tree = one.take(int(nodes))
             return tree if branches else tree.select(tree.best_path())
         except Exception as error:  # rule 2
             self._tell("no drafts for a request", error)
             self._lose(request)
             return None
 
-    def step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: int) -> list[list[int]]:
+    def step(self, rows: Sequence[Row], finished: Iterable[str], scheduled: SupportsInt) -> list[list[int]]:
         """A chain for each row; empty: none. ``scheduled``: rows of the step's forward."""
         now_s = self._clock()
         try:
-            return self._step(rows, finished, scheduled, now_s)
+            return self._step(rows, finished, int(scheduled), now_s)  # an engine may count with numpy
         except Exception as error:  # rule 1
             self._tell("no drafts for this step", error)
             for request in list(self._sessions):
@@ -269,7 +269,7 @@ class Chains:
         wanted = allowed(row.asked)
         if wanted is None and (kind := type(row.asked).__name__) not in self._problems:  # users may say much
             self._problems.add(kind)
-            self._log.warning("what a request says of drafts is left out: write true or false", name=SWITCH,
+            self._log.warning("not known and ignored: write true or false", name=SWITCH,
                               found=reprlib.repr(row.asked)[:80])
         return wanted is not False
 
@@ -305,7 +305,7 @@ class Chains:
 
 
 def allowed(asked: object) -> bool | None:
-    """What a request says under ``SWITCH``: false for no drafts (vLLM's server makes 0 of it), true or nothing for
+    """What a request says under ``SWITCH``: false for no drafts (a server may make 0 of it), true or nothing for
     drafts as elsewhere. None: neither."""
     if asked is None:
         return True
