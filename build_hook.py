@@ -5,8 +5,9 @@ Rules:
 1. ``python build_hook.py`` compiles the protos in place, ``python build_hook.py FOLDER`` the modules into a folder;
    ``pip install`` does both through hatchling.
 2. A wheel has ``MODULES`` compiled by mypyc, beside their sources: what a round of many sessions costs the host is
-   Python there (``make bench-vllm``, ``make bench-scale``). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a wheel for any machine),
-   they stay as they are: both give the same decisions, bit for bit (``tests/test_machine_code.py``).
+   Python there (``make bench-vllm``, ``make bench-scale``). Where no C compiler is, or ``SLIPSTREAM_PURE`` is set (a
+   wheel for any machine), they stay as they are: both give the same decisions, bit for bit
+   (``tests/test_machine_code.py``).
 3. A ``value`` there is a class of C. Its constructor is written out first, as mypyc leaves one that ``dataclass``
    makes to Python. It stands on the empty line behind the class, so no line of a traceback moves.
 4. A checkout (``pip install -e``) has none of it: an edited source would not be what runs.
