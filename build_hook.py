@@ -98,7 +98,7 @@ def compile_modules(out: Path, root: Path = ROOT) -> dict[str, str]:
     for package in {name.split("/")[0] for name in MODULES}:
         shutil.copytree(root / package, written / package, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.safetensors", "*.svg"))
-    # Its types would take mypy minutes, and none is compiled into anything.
+    # To read torch's types would take mypy minutes, and nothing that is compiled needs them.
     (out / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,transformers.*]\nfollow_imports = skip\n")
     for name in MODULES:
         file = written / name

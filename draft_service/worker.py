@@ -312,6 +312,7 @@ class DraftWorker:
         self._draining = False
         self._next_sweep_s = clock() + lease_s / 4
         self.vitals = Vitals("draft")
+        # Not _thread: compiled, that is a word of C.
         self._engine = self.vitals.thread("draft-worker", self._run)
 
     def start(self) -> None:

@@ -130,6 +130,7 @@ class TargetWorker:
         self._queues = Queues()
         self._costs = costs
         self.vitals = Vitals("target")
+        # Not _thread: compiled, that is a word of C.
         self._engine = self.vitals.thread("target-worker", self._run)
         self._failed: Exception | None = None  # what ended the thread
         self._show_slots()

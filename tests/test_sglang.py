@@ -176,6 +176,7 @@ def test_the_algorithm_is_one_of_the_n_gram_kind(known: dict[str, CustomSpecAlgo
     ({"tp_size": 2}, "--tp-size 2"), ({"speculative_adaptive_config": None}, "--speculative-adaptive-config"),
     ({"speculative_adaptive_config": "/nowhere.json"}, "/nowhere.json"),
     ({"given": {"drafts": []}}, "slipstream.drafts"), ({"given": {"drafts": ["a:1"], "layers": [2]}}, "layers"),
+    ({"given": {"drafts": ["a:1"], "rounds": "/told"}}, "slipstream.rounds"),
     ({"speculative_num_draft_tokens": 1}, "at least 2"), ({"page_size": 16}, "--page-size above 1"),
 ])
 def test_what_cannot_be_is_refused_by_name(known: dict[str, CustomSpecAlgo], folder: Path, changes: dict[str, Any],

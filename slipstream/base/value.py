@@ -1,8 +1,8 @@
 """``value``: a dataclass that nobody changes, for what each session makes anew each round.
 
 The type checker refuses to set a field; Python does not look. That is what it is for: in Python 3.11 a frozen dataclass
-takes several times as long to make, and a named tuple's fields take longer to read. In a wheel its
-constructor is compiled (``build_hook``): it checks types, and nobody copies it.
+takes several times as long to make, and a named tuple's fields take longer to read. In a wheel a value is a class of C
+(``build_hook``): it raises TypeError for a field of another type, and ``copy`` and ``pickle`` cannot take it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Row:
     tokens: Callable[[], list[int]]  # all ``length`` of them; asked for when it is opened
     drafts: bool = True  # whether the engine can verify drafts for it
     sampling: Sampling = GREEDY  # how drafts rank for it
-    asked: Any = None  # what its user says of drafts: see ``allowed``
+    asked: Any = None  # what its user says of drafts: see ``allowed``; mypyc cannot take ``object`` here
     depth: int | None = None  # of the deepest that this step verified; None: they were a chain
     trace: Any = None  # the traceparent that its drafts continue, if its user gave one
     most: int | None = None  # draft tokens that its next step can verify rightly; None: any
