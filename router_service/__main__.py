@@ -31,8 +31,8 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     try:
         service = RouterService(config, clients if backends is None else backends, connect)
         async with following(addresses, config.wire.kubeconfig, service.seen, begun=service.vitals.follow):
+            await service.gateway.warm()
             await service.start()
-            service.gateway.warm()
             if ready is not None:
                 ready()
             try:

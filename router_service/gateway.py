@@ -187,9 +187,9 @@ class Gateway:
         """Say to whoever asks that the next request had better go elsewhere; this one is still answered."""
         self.leaving = True
 
-    def warm(self) -> None:
-        """Begin what the first grammar would have to wait for."""
-        self._trial.warm()
+    async def warm(self) -> None:
+        """Have ready what the first grammar would have to wait for."""
+        await asyncio.to_thread(self._trial.warm().join)
 
     def drain(self) -> None:
         """Take no new request; running ones go on."""

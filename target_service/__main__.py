@@ -73,13 +73,13 @@ async def host(config: Config, target: Target, known: list[Drafts], stop: asynci
 
     drafts = Drafts(connect, target.worker.following)
     known.append(drafts)
+    await target.service.warm()
     server = GrpcServer(config.target.listen, config.wire, [TargetServicer(target.service)], tls=tls)
     await server.start()
     up = asyncio.Event()
     metrics = MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals)
     metrics.start()
     target.worker.start()
-    target.service.warm()
     try:
         async with (drafts.dialled(config.target.drafts, config.wire.kubeconfig, target.metrics.drafts_expected,
                                    target.vitals.follow),

@@ -32,9 +32,9 @@ class Trials:
     def __init__(self, trial: Trial) -> None:
         self._trial, self._turns = trial, Turns()
 
-    def warm(self) -> None:
+    async def warm(self) -> None:
         """Have the process for trials ready."""
-        self._trial.warm()
+        await asyncio.to_thread(self._trial.warm().join)
 
     def check(self, grammar: Grammar, namespace: str = "") -> asyncio.Future[None]:
         """It may fail with InvalidRequest. Raises CapacityError."""
@@ -55,9 +55,9 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, trial: Trial) -> None:
         self._vocabulary, self._trials = vocabulary, Trials(trial)
 
-    def warm(self) -> None:
+    async def warm(self) -> None:
         """Have the process for trials ready."""
-        self._trials.warm()
+        await self._trials.warm()
 
     def compile(self, request: Request) -> asyncio.Future[Matcher]:
         """A matcher that stands where ``request`` goes on; it may fail with InvalidRequest. Raises CapacityError."""

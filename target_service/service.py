@@ -138,10 +138,10 @@ class TargetService:
         return TargetAnswer(self._worker, next(self._numbers), request, compiled,
                             Permitted.of(request, self._served.vocab_size) if bound else None)
 
-    def warm(self) -> None:
-        """Begin what the first grammar would have to wait for."""
+    async def warm(self) -> None:
+        """Have ready what the first grammar would have to wait for."""
         if self._grammars is not None:
-            self._grammars.warm()
+            await self._grammars.warm()
 
     async def info(self) -> TargetInfo:
         served, worker = self._served, self._worker

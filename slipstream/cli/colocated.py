@@ -39,14 +39,13 @@ async def serve(config: Config, stop: asyncio.Event, ready: Callable[[], None] |
     pages = [MetricsServer(config.target.metrics_listen, target.metrics.registry, up.is_set, target.vitals),
              MetricsServer(config.draft.metrics_listen, draft.metrics.registry, up.is_set, draft.worker.vitals)]
     router = RouterService(config, {"local": target.service})
+    await asyncio.gather(router.gateway.warm(), target.service.warm())
     for page in pages:
         page.start()
     draft.worker.start()
     target.worker.start()
     link.restore()
     await router.start()
-    router.gateway.warm()
-    target.service.warm()
     up.set()
     _tell(link, config)
     if ready is not None:

@@ -9,8 +9,10 @@ Rules:
    allows ``AGAIN_S``: what just passed at a router passes there.
 2. Whatever ends a trial is a refusal of that grammar; the process with the tokens lives on.
 3. The process is started by the first grammar, or before (``warm``), as that takes a second, and again where it has
-   ended. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody
-   what others asked for.
+   ended. A service waits for it before it takes requests: beside the first answers it would slow their steps, and what
+   is believed of steps.
+4. What was tried is remembered by its digest, for each namespace apart: how long a trial takes tells nobody what others
+   asked for.
 """
 
 from __future__ import annotations
@@ -55,9 +57,11 @@ class Trial:
         self.child: Child | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> problem
 
-    def warm(self) -> None:
-        """Have the process ready before somebody waits for it; returns at once."""
-        threading.Thread(target=self._ready, daemon=True, name="trial").start()
+    def warm(self) -> threading.Thread:
+        """Have the process ready before somebody waits for it; returns at once. The thread ends when it is."""
+        thread = threading.Thread(target=self._ready, daemon=True, name="trial")
+        thread.start()
+        return thread
 
     def _ready(self) -> None:
         with self._lock, suppress(ModelError, Unavailable, OSError):  # the next grammar is told
