@@ -131,9 +131,9 @@ async def test_many_grammars_of_one_hold_up_anothers_by_one() -> None:
 def test_a_process_for_trials_is_ready_before_and_begun_again(tiny_folder: Path) -> None:
     trial = Trial(tiny_folder)
     for source in ("a", "b"):
-        trial.warm()
-        while (child := trial.child) is None or child.ended:
-            time.sleep(0.01)
+        trial.warm().join()
+        child = trial.child
+        assert child is not None and not child.ended
         trial.check(Grammar("regex", source))
         assert trial.child is child, "it was begun for the grammar"
         child.end()
