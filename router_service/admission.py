@@ -18,9 +18,10 @@ Rules:
    tokens). Each piece of an answer that may speculate is a round. The first piece of an answer is none: its step was
    the prompt's. The decision is followed in its mode, and in whether it is a probe; it holds until one of them changes.
    How many nodes are verified and how long they are waited for is each target's own decision.
-7. While the pool does not pay, new answers begin plain and running ones are switched in mid-answer. While a probe runs,
-   a share of the answers speculates and is judged alone; the time of all of them pays for it. Nobody who asked for
-   plain decoding is ever switched.
+7. While the pool does not pay, new answers begin without drafts and running ones are switched in mid-answer; what a
+   target finds in an answer's own text needs no pool, and goes on. While a probe runs, a share of the answers
+   speculates and is judged alone; the time of all of them pays for it. Nobody who asked for plain decoding is ever
+   switched.
 8. Every transition is logged with its numbers and counted, with the scope ``pool``.
 9. Pieces are judged together, as many as there are answers, which are those of one step: a judge that is called for
    each piece has left the caches in between. A single answer's are judged at once.
@@ -381,9 +382,11 @@ class PoolFallback:
         self._metrics.fell_back(self._reason)
         return False
 
-    def follow(self, answer: Answer, wanted: bool, allowed: bool) -> Answer:
-        """``answer``, observed and switched from now on. ``wanted``: it may speculate; ``allowed``: it begins so."""
-        followed = FollowedAnswer(self, answer, wanted, allowed)
+    def follow(self, answer: Answer, wanted: bool) -> Answer:
+        """``answer``, observed and switched from its beginning on. ``wanted``: it may speculate."""
+        followed = FollowedAnswer(self, answer, wanted)
+        if wanted and not self.admits():
+            followed.set_speculation(False)
         self._followed.add(followed)
         return followed
 
@@ -400,7 +403,7 @@ class PoolFallback:
 
     def _judge(self, answer: FollowedAnswer, piece: Piece, now_s: float) -> None:
         beliefs = self._beliefs
-        if not piece.plain_s:  # a target that does not say tells nothing of what drafts cost
+        if not piece.plain_s:  # a target that does not say, or a text that was looked up, tells nothing of drafts
             return
         if not self._told:  # further rows are free until a piece with drafts says what they cost
             self._told, beliefs.costs = True, StepCosts({1: piece.plain_s, self._rows: piece.plain_s})
@@ -465,9 +468,8 @@ class FollowedAnswer:
 
     __slots__ = ("_answer", "_begun", "_fallback", "_pieces", "allowed", "wanted")
 
-    def __init__(self, fallback: PoolFallback, answer: Answer, wanted: bool, allowed: bool) -> None:
-        self.wanted = wanted
-        self.allowed = allowed
+    def __init__(self, fallback: PoolFallback, answer: Answer, wanted: bool) -> None:
+        self.wanted = self.allowed = wanted
         self._fallback = fallback
         self._answer = answer
         self._pieces = aiter(answer)

@@ -279,12 +279,12 @@ class Gateway:
         sampling = replace(options.sampling, seed=(options.sampling.seed + choice) % SEEDS,
                            stop_token_ids=self._stop_ids(options))
         request = Request(f"{request_id}-{number}", job.prompts[prompt], sampling, job.max_tokens[prompt],
-                          options.top_logprobs, options.speculate and self._fallback.admits(), trace=trace,
+                          options.top_logprobs, options.speculate, trace=trace,
                           namespace=_salted(tenant.namespace, options.salt), identity=job.identity,
                           grammar=options.grammar, prompt_logprobs=options.scored, logprobs_mode=options.logprobs_mode,
                           allowed_token_ids=options.allowed_token_ids, bad_words=job.bad_words).after(job.begun)
         routed = self._balancer.submit(request)
-        answer = self._fallback.follow(routed, options.speculate, request.speculate)
+        answer = self._fallback.follow(routed, options.speculate)
         return Completion(request, answer, self.codec, options.stop, job.vocab_size, lambda: routed.identity,
                           options.keep_stop, self._shown(options), options.echo)
 

@@ -22,7 +22,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.errors import DeviceFull, Draining, InvalidRequest, RanksLost
 from slipstream.decision.beliefs import StepCosts
 from slipstream.engine.runner import ModelRunner
-from slipstream.following.followed import RoundRecord, Step, Verified
+from slipstream.following.followed import LOOKED_UP, RoundRecord, Step, Verified
 from slipstream.following.following import Following
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
@@ -45,14 +45,16 @@ class Telling:
         self._metrics, self._costs, self._dispatch = metrics, costs, dispatch
         self._pieces: list[tuple[Sink, Piece | Exception]] = []
 
-    def plain_s(self, step: Step) -> float:
-        """What it would have taken without anybody's draft tokens."""
-        return step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
+    def plain_s(self, step: Step, looked_up: int) -> float:
+        """What it would have taken without anybody's drafter. ``looked_up``: nodes of the texts' own chains."""
+        return step.seconds * self._costs.cost(step.rows - step.nodes + looked_up) / self._costs.cost(step.rows)
 
     def round(self, outcome: Outcome, verified: Verified, record: RoundRecord, step: Step, plain_s: float) -> None:
         """A round of one sequence is committed."""
         one, tokens, finish = outcome.sequence, verified.tokens, verified.finish
         mode = one.followed.policy.mode
+        if record.outcome == LOOKED_UP:  # which says nothing of drafters
+            plain_s = 0.0
         one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows, step_s=step.seconds,
                        wait_s=record.waited_s, mode=mode.value, why=record.why)
         piece = Piece(tokens, record.accepted, record.drafted, outcome.logprobs[: len(tokens)], finish, step.seconds,
@@ -353,7 +355,8 @@ class TargetWorker:
             self._telling.prompt(one, scores)
         for one in done.prefilled:
             self._end_if_over(one)
-        plain_s = self._telling.plain_s(step)
+        looked_up = sum(record.drafted for _, _, record in committed if record.outcome == LOOKED_UP)
+        plain_s = self._telling.plain_s(step, looked_up)
         for outcome, verified, record in committed:
             self._telling.round(outcome, verified, record, step, plain_s)
             if verified.finish:

@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, Unavailable
@@ -54,10 +53,9 @@ class TargetAnswer:
         self._request = request
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._take: Callable[[Piece], bool] = _nobody
-        self._over = False
-        self._compiled = compiled
+        self._over, self._asked, self._allowed = False, False, True
         if compiled is None:
-            worker.ask(number, request, self._told, rule)
+            self._ask(rule)
         else:
             compiled.add_done_callback(self._begin)
 
@@ -68,7 +66,13 @@ class TargetAnswer:
         if isinstance(error, Exception):
             self._pieces.put_nowait(error)
         else:
-            self._worker.ask(self._number, self._request, self._told, compiled.result())
+            self._ask(compiled.result())
+
+    def _ask(self, rule: Rule | None) -> None:
+        self._asked = True
+        self._worker.ask(self._number, self._request, self._told, rule)
+        if not self._allowed:
+            self._worker.switch(self._number, False)
 
     def _told(self, piece: Piece | Exception) -> None:
         if isinstance(piece, Exception) or piece.finish or not self._pieces.empty() or not self._take(piece):
@@ -78,8 +82,8 @@ class TargetAnswer:
         self._take = take
 
     def set_speculation(self, allowed: bool) -> None:
-        if self._compiled is not None and not self._compiled.done():
-            self._request = replace(self._request, speculate=allowed)
+        if not self._asked:
+            self._allowed = allowed
         elif not self._over:
             self._worker.switch(self._number, allowed)
 

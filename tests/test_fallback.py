@@ -69,10 +69,9 @@ class World:
             self.begin(wanted)
 
     def begin(self, wanted: bool = True) -> PoolAnswer:
-        allowed = wanted and self.fallback.admits()
-        inner = PoolAnswer(self.pool, allowed)
+        inner = PoolAnswer(self.pool, wanted)
         self.inner.append(inner)
-        self.answers.append(self.fallback.follow(inner, wanted, allowed))
+        self.answers.append(self.fallback.follow(inner, wanted))
         return inner
 
     async def step(self) -> None:
@@ -182,12 +181,23 @@ async def test_the_prompt_s_step_is_no_round() -> None:
     world.begin()
     for _ in range(200):  # many short answers, whose first step is long
         world.pool.verify_s, world.pool.accepted = 0.5, 0
-        short = world.fallback.follow(PoolAnswer(world.pool, True), True, True)
+        short = world.fallback.follow(PoolAnswer(world.pool, True), True)
         await anext(aiter(short))
         await short.aclose()
         world.pool.verify_s, world.pool.accepted = 0.012, 3
         await world.step()
     assert world.fallback.mode is Mode.SPECULATE
+
+
+async def test_what_texts_foretell_is_no_reason_to_leave_the_pool() -> None:
+    """A target says what a step would have taken without drafts, but for rounds that verified the text's own chain."""
+    world = await prepared(4)
+    world.pool.accepted, world.pool.verify_s, world.pool.plain_s = 0, 0.030, 0.0
+    await world.run(5.0)
+    assert world.fallback.mode is Mode.SPECULATE
+    world.pool.plain_s = PLAIN_S
+    await world.run(5.0)
+    assert world.fallback.mode is not Mode.SPECULATE
 
 
 async def test_switched_off_is_plain_from_the_start() -> None:

@@ -149,7 +149,7 @@ def test_answers_are_the_engines_own_and_drafts_are_used(verify: Callable[[Follo
         assert one.side.tokens[len(PROMPT) :][:60] == plain(60)
 
 
-def test_a_text_foretells_from_all_of_it_after_drafts_were_off() -> None:
+def test_a_text_foretells_from_all_of_it_while_drafts_are_off() -> None:
     target, foretold = following(lookup=True), 0
     one = target.open(1, PROMPT, len(PROMPT), Sampling(), limit=400)
     target.begin([one], 0.0)
@@ -160,8 +160,19 @@ def test_a_text_foretells_from_all_of_it_after_drafts_were_off() -> None:
         target.committed([by_tree(one, tree)], Step(number * STEP_S, STEP_S, len(tree), 1, len(tree) - 1))
         chain = one.chain(4)
         assert chain == PromptLookup(one.side.tokens).chain(4)[0][: len(chain)]
-        foretold += bool(chain)
-    assert foretold > 30
+        foretold += bool(chain) and one.decision.why == "prompt lookup"
+        assert one.policy.allowed is not (10 <= number < 15 or 40 <= number < 45)
+    assert foretold > 40
+
+
+def test_who_wants_plain_decoding_is_not_looked_up_for() -> None:
+    target = following(lookup=True)
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), limit=400, speculate=False)
+    target.begin([one], 0.0)
+    for number in range(60):
+        (tree,) = target.take([one])
+        assert len(tree) == 1
+        target.committed([by_tree(one, tree)], Step(number * STEP_S, STEP_S, 1, 1))
 
 
 def test_nobody_waits_longer_than_told_and_never_where_nobody_drafts() -> None:

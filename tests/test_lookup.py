@@ -118,11 +118,11 @@ def test_nobody_is_asked_while_the_text_s_own_chain_is_verified() -> None:
     assert not decision.want and decision.wait_s == 0.0 and decision.follow
 
 
-def test_not_where_speculation_is_forbidden_or_a_drafter_is_on_probe() -> None:
+def test_not_where_a_drafter_is_on_probe_but_where_none_is_allowed() -> None:
     policy = policy_of()
     assert looked_up(policy, [0.9]) == 1
     policy.forbid(1.0)
-    assert looked_up(policy, [0.9]) == 0
+    assert looked_up(policy, [0.9]) == 1 and policy.decide(1.0, Seen(0, True, [0.9])).want == 0
     policy.allow(2.0)
     assert policy.probing and looked_up(policy, [0.9], followed=True) == 0
     assert looked_up(policy, [0.9]) == 1, "nobody is there to be tried"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -19,6 +21,7 @@ from slipstream.protocol.messages import PROTOCOL_VERSION, Close, Commit, DraftB
 from slipstream.protocol.requests import Piece, Request
 from target_service.loop import TargetWorker
 from target_service.sequence import Sink
+from target_service.service import TargetAnswer
 
 HELLO = DraftHello(PROTOCOL_VERSION, 0, "silent", 0, "", None, 0, 4096, 16, 8)
 
@@ -55,14 +58,15 @@ def test_the_drafter_hears_of_a_commit_before_the_client(tiny_folder: Path) -> N
     assert heard.log == ["Commit", "Piece", "Commit", "Piece", "Close", "Piece"]
 
 
-def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None) -> TargetWorker:
+def plain_worker(folder: Path, told: list[Piece | Exception], metrics: TargetMetrics | None = None,
+                 tokens: int = 3) -> TargetWorker:
     def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
         for sink, piece in pieces:
             sink(piece)
 
     worker = TargetWorker(ModelRunner(load_model(folder, ModelSection(dtype="float64")), 512), TargetSection(slots=512),
                           StepCosts({1: 1e-3, 64: 2e-3}), metrics or TargetMetrics("tiny"), dispatch)
-    worker.ask(1, Request("one", (1, 2, 3), Sampling(), 3), told.append)
+    worker.ask(1, Request("one", (1, 2, 3), Sampling(), tokens), told.append)
     return worker
 
 
@@ -107,3 +111,44 @@ def test_a_target_that_rests_uses_no_slot_though_its_cache_has_some(tiny_folder:
     while not told or worker.num_running:
         worker.poll()
     assert slots() == {"used": "0.0", "cached": "5.0", "free": "507.0"}
+
+
+def test_rounds_of_the_text_s_own_chain_say_nothing_of_drafts(tiny_folder: Path) -> None:
+    told = list[Piece | Exception]()
+    worker = plain_worker(tiny_folder, told, tokens=100)
+    while not told or worker.num_running:
+        worker.poll()
+    pieces = [piece for piece in told if isinstance(piece, Piece)][1:]
+    looked_up = [piece for piece in pieces if piece.drafted]
+    assert len(looked_up) > 5 and not any(piece.plain_s for piece in looked_up)
+    assert all(piece.plain_s for piece in pieces if not piece.drafted)
+
+
+class Posted:
+    """What a worker is asked, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def ask(self, number: int, request: Request, sink: Sink, rule: object) -> None:
+        self.log.append("ask")
+
+    def switch(self, number: int, allowed: bool) -> None:
+        self.log.append(f"switch {allowed}")
+
+    def cancel(self, number: int) -> None:
+        self.log.append("cancel")
+
+
+async def test_an_answer_that_waits_for_its_grammar_begins_as_it_was_switched() -> None:
+    for switched, behind in (([], []), ([False], ["switch False"]), ([False, True], [])):
+        posted, compiled = Posted(), asyncio.get_running_loop().create_future()
+        answer = TargetAnswer(cast(TargetWorker, posted), 1, Request("one", (1,), Sampling(), 3), compiled)
+        for allowed in switched:
+            answer.set_speculation(allowed)
+        assert not posted.log
+        compiled.set_result(None)
+        await asyncio.sleep(0)
+        answer.set_speculation(True)
+        assert posted.log == ["ask", *behind, "switch True"]
+        await answer.aclose()

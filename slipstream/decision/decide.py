@@ -241,7 +241,7 @@ def usual_wait_s(beliefs: Beliefs, rules: Rules) -> float:
 
 def _lookup(prices: Prices, nodes: int, beliefs: Beliefs, standing: Standing, seen: Seen, rules: Rules) -> int:
     """Tokens of the text's own chain to verify at once, where that gains more than a tree with the wait for it."""
-    if not standing.allowed or (standing.probe_left_s is not None and seen.followed):
+    if standing.probe_left_s is not None and seen.followed:
         return 0  # a probe is the drafter's, once there is one
     floor, reach = rules.lookup_gain, [0.0]
     if nodes and seen.followed and standing.wants:
@@ -471,10 +471,10 @@ def _follows(asks: bool, beliefs: Beliefs, standing: Standing, seen: Seen, rules
 
 def _why(turn: Turn, wait: Wait) -> Why:
     standing = turn.standing
-    if not standing.allowed:
-        return "forbidden"
     if turn.lookup:
         return "prompt lookup"
+    if not standing.allowed:
+        return "forbidden"
     if turn.plain and turn.wants:
         return "measures plain"
     if standing.probe_left_s is not None:

@@ -284,7 +284,7 @@ class SpeculationPolicy:
         return None
 
     def forbid(self, now_s: float) -> Transition | None:
-        """The operator, the client or the router wants plain decoding from now on."""
+        """The operator, the client or the router wants no drafter from now on."""
         self._at.allowed = False
         return self._go(now_s, PLAIN, "operator")
 

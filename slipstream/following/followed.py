@@ -72,6 +72,9 @@ class Verified:
     forced: Sequence[int] = ()  # by its grammar, behind ``tokens``: what has to come, though others may spell it
 
 
+LOOKED_UP = "prompt_lookup"  # an outcome: the text's own chain was verified
+
+
 @value
 class RoundRecord:
     """What became of a round, and why it was as it was."""
@@ -187,10 +190,12 @@ class Followed:
     """One session. Made by ``Following.open``."""
 
     __slots__ = ("_foretold", "_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared",
-                 "begun", "decision", "link", "policy", "reads", "session", "side", "waiting")
+                 "begun", "decision", "link", "plain", "policy", "reads", "session", "side", "waiting")
 
-    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int) -> None:
-        """limit: tokens that the session has at most, its prompt included."""
+    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int,
+                 plain: bool = False) -> None:
+        """limit: tokens that the session has at most, its prompt included. plain: nothing is ever drafted for it, its
+        text not looked up either."""
         self.session = side.session
         self.side = side
         self.policy = policy
@@ -200,6 +205,7 @@ class Followed:
         self.begun = False
         self.decision = self._alone()
         self.waiting = Waiting()
+        self.plain = plain
         self._shared = shared
         self._limit = limit
         self._lookup: PromptLookup | None = None
@@ -216,7 +222,7 @@ class Followed:
     @property
     def looks_up(self) -> bool:
         """Whether what its text and its grammar foretell may be verified."""
-        return self._shared.lookup and self._shared.policy.max_nodes > 0 and self.policy.allowed
+        return self._shared.lookup and self._shared.policy.max_nodes > 0 and not self.plain
 
     @property
     def nodes(self) -> int:
@@ -271,12 +277,15 @@ class Followed:
         self._leave(self.side.close())
 
     def allow(self, allowed: bool, now_s: float) -> None:
-        """Its client (or the router's policy) allows or forbids speculation from now on."""
+        """The router's policy allows or forbids drafts from now on. What its text foretells needs no drafter, and is
+        verified all the same."""
         if allowed:
+            self.plain = False
             self._note(self.policy.allow(now_s), self.link)
             return
-        self._note(self.policy.forbid(now_s), self.link)
-        self._lookup = None  # it would miss tokens
+        change = self.policy.forbid(now_s)
+        if self.begun:  # else it begins so
+            self._note(change, self.link)
         self.detach()
         self.decision = self._alone()
 
@@ -374,7 +383,7 @@ class Followed:
 
     def _outcome(self, drafted: int) -> str:
         if drafted:
-            return "prompt_lookup" if self.decision.lookup else "used"
+            return LOOKED_UP if self.decision.lookup else "used"
         if self.policy.mode is PLAIN:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"

@@ -239,7 +239,8 @@ class Following:
         policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled=not sampling.greedy)
         if not speculate:
             policy.forbid(now_s)
-        followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit)
+        followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit,
+                            plain=not speculate)
         self.sessions[session] = followed
         self._loaded()
         return followed

@@ -219,7 +219,7 @@ class Piece(NamedTuple):
     cached_tokens: int = 0  # of the prompt; in the first piece
     queue_s: float = 0.0  # arrival to first step; in the first piece
     lossy: bool = False  # accept thresholds below 1 were applied to it
-    plain_s: float = 0.0  # what the step would have taken without anybody's draft nodes; 0: unknown
+    plain_s: float = 0.0  # what the step would have taken without anybody's drafter; 0: unknown, or looked up
     prompt: PromptScores | None = None
 
 
@@ -262,7 +262,7 @@ class Answer(Protocol):
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
     def set_speculation(self, allowed: bool) -> None:
-        """Switch in mid-answer: False makes it plain, True leaves it to the target's policy again."""
+        """Switch in mid-answer: False takes its drafter away, True leaves it to the target's policy again."""
         ...
 
     async def aclose(self) -> None:
