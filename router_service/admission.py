@@ -403,20 +403,25 @@ class PoolFallback:
 
     def _judge(self, answer: FollowedAnswer, piece: Piece, now_s: float) -> None:
         beliefs = self._beliefs
-        if not piece.plain_s:  # a target that does not say, or a text that was looked up, tells nothing of drafts
-            return
-        if not self._told:  # further rows are free until a piece with drafts says what they cost
-            self._told, beliefs.costs = True, StepCosts({1: piece.plain_s, self._rows: piece.plain_s})
-        beliefs.costs.observe(1, piece.plain_s)
-        if piece.drafted:
-            beliefs.costs.observe(1 + piece.drafted, piece.verify_s)
+        if piece.plain_s:
+            self._learn(piece)
         if not answer.allowed:
             beliefs.purse.earn(piece.verify_s, len(self._followed))
+            return
+        if not piece.plain_s:  # a target that does not say, or a text that was looked up, tells nothing of drafts
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
                        plain_s=piece.plain_s)
         self._heed(self._policy.observe(now_s, round_))
+
+    def _learn(self, piece: Piece) -> None:
+        beliefs = self._beliefs
+        if not self._told:  # further rows are free until a piece with drafts says what they cost
+            self._told, beliefs.costs = True, StepCosts({1: piece.plain_s, self._rows: piece.plain_s})
+        beliefs.costs.observe(1, piece.plain_s)
+        if piece.drafted:
+            beliefs.costs.observe(1 + piece.drafted, piece.verify_s)
 
     def left(self, answer: FollowedAnswer) -> None:
         self._followed.discard(answer)
