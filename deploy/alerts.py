@@ -77,7 +77,7 @@ ALERTS = (
           f'min by ({WHERE}) (slipstream_mode{{scope="pool",mode="plain"}}) == 1 '
           f"and sum by ({WHERE}) (slipstream_drafts_connected) > 0 "
           f'and sum by ({WHERE}) (rate(slipstream_generation_tokens_total{{service="router"}}[5m])) > 0', "15m",
-          "warning", "Drafts are connected but do not pay", "All routers have decoded plainly for a quarter of an "
+          "warning", "Drafts are connected but do not pay", "All routers have gone without drafts for a quarter of an "
           "hour: the drafts' devices are idle."),
     Alert("SlipstreamModeFlapping",
           f'sum by ({WHERE}) (increase(slipstream_mode_transitions_total{{scope="pool"}}[10m])) > 6', "5m",

@@ -376,7 +376,7 @@ class PoolFallback:
         return self._decision.why == "a probe"
 
     def admits(self) -> bool:
-        """Whether an answer that may speculate begins so."""
+        """Whether an answer that may speculate begins with drafts."""
         if self.mode is Mode.SPECULATE or self._probe_room() > 0:
             return True
         self._metrics.fell_back(self._reason)
@@ -405,10 +405,9 @@ class PoolFallback:
         beliefs = self._beliefs
         if piece.plain_s:
             self._learn(piece)
-        if not answer.allowed:
+        # A target that does not say, or a text that was looked up, tells nothing of drafts.
+        if not answer.allowed or not piece.plain_s:
             beliefs.purse.earn(piece.verify_s, len(self._followed))
-            return
-        if not piece.plain_s:  # a target that does not say, or a text that was looked up, tells nothing of drafts
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,

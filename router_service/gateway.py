@@ -189,7 +189,7 @@ class Gateway:
 
     async def warm(self) -> None:
         """Have ready what the first grammar would have to wait for."""
-        await asyncio.to_thread(self._trial.warm().join)
+        await asyncio.to_thread(self._trial.wait)
 
     def drain(self) -> None:
         """Take no new request; running ones go on."""

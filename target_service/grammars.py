@@ -34,7 +34,7 @@ class Trials:
 
     async def warm(self) -> None:
         """Have the process for trials ready."""
-        await asyncio.to_thread(self._trial.warm().join)
+        await asyncio.to_thread(self._trial.wait)
 
     def check(self, grammar: Grammar, namespace: str = "") -> asyncio.Future[None]:
         """It may fail with InvalidRequest. Raises CapacityError."""

@@ -185,7 +185,7 @@ class TargetWorker:
         self.post(lambda: self._drop(number))
 
     def switch(self, number: int, allowed: bool) -> None:
-        """Whoever asked for the answer allows or forbids speculation from now on."""
+        """Whoever asked for the answer allows or forbids drafts from now on. Its text is looked up all the same."""
         def event() -> None:
             if (one := self._queues.find(number)) is not None:
                 one.followed.allow(allowed, self._clock())

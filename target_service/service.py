@@ -53,7 +53,7 @@ class TargetAnswer:
         self._request = request
         self._pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
         self._take: Callable[[Piece], bool] = _nobody
-        self._over, self._asked, self._allowed = False, False, True
+        self._over, self._asked, self._allowed = False, False, request.speculate
         if compiled is None:
             self._ask(rule)
         else:
@@ -71,8 +71,8 @@ class TargetAnswer:
     def _ask(self, rule: Rule | None) -> None:
         self._asked = True
         self._worker.ask(self._number, self._request, self._told, rule)
-        if not self._allowed:
-            self._worker.switch(self._number, False)
+        if self._allowed is not self._request.speculate:
+            self._worker.switch(self._number, self._allowed)
 
     def _told(self, piece: Piece | Exception) -> None:
         if isinstance(piece, Exception) or piece.finish or not self._pieces.empty() or not self._take(piece):

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
+from slipstream.following.chains import SWITCH
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
@@ -122,7 +123,10 @@ class VllmAnswer:
         asked = parameters(request, running.drafted, running.keyed, running.bounds)
         self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
                                  answered=request.answered)
-        followed = {"extra_args": {HEADER: self._span.parent}} if running.drafted and self._span.parent else {}
+        extra: dict[str, str | bool] = {HEADER: self._span.parent} if self._span.parent else {}
+        if not request.speculate:
+            extra |= {SWITCH: False}
+        followed = {"extra_args": extra} if running.drafted and extra else {}
         try:
             with self._refusing():
                 self._params = running.params(**asked, **followed)
@@ -210,7 +214,7 @@ class VllmAnswer:
         collected.put = self._outputs.put_nowait
         if (early := collected.get_nowait()) is not None:
             self._outputs.put_nowait(early)
-        if not self._allowed:
+        if self._allowed is not self._request.speculate:
             self._tell()
 
     @contextmanager
@@ -245,7 +249,7 @@ class VllmAnswer:
         if (taken := self._rounds.take(self._known, len(self._request.tokens) + self._tokens)) is not None:
             step, told = taken
             piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
-                                   plain_s=step.plain_s)
+                                   plain_s=0.0 if told.looked_up else step.plain_s)
             self._span.event("round", drafted=told.drafted, accepted=piece.accepted, step_s=step.seconds,
                              wait_s=told.waited_s, mode=told.state)
         if output.finished:

@@ -160,9 +160,9 @@ def test_a_text_foretells_from_all_of_it_while_drafts_are_off() -> None:
         target.committed([by_tree(one, tree)], Step(number * STEP_S, STEP_S, len(tree), 1, len(tree) - 1))
         chain = one.chain(4)
         assert chain == PromptLookup(one.side.tokens).chain(4)[0][: len(chain)]
-        foretold += bool(chain) and one.decision.why == "prompt lookup"
         assert one.policy.allowed is not (10 <= number < 15 or 40 <= number < 45)
-    assert foretold > 40
+        foretold += bool(chain) and not one.policy.allowed
+    assert foretold >= 6, "of ten rounds without drafts"
 
 
 def test_who_wants_plain_decoding_is_not_looked_up_for() -> None:

@@ -141,9 +141,12 @@ class Posted:
 
 
 async def test_an_answer_that_waits_for_its_grammar_begins_as_it_was_switched() -> None:
-    for switched, behind in (([], []), ([False], ["switch False"]), ([False, True], [])):
+    cases: list[tuple[bool, list[bool], list[str]]] = [
+        (True, [], []), (True, [False], ["switch False"]), (True, [False, True], []), (False, [True], ["switch True"])]
+    for speculate, switched, behind in cases:
         posted, compiled = Posted(), asyncio.get_running_loop().create_future()
-        answer = TargetAnswer(cast(TargetWorker, posted), 1, Request("one", (1,), Sampling(), 3), compiled)
+        request = Request("one", (1,), Sampling(), 3, speculate=speculate)
+        answer = TargetAnswer(cast(TargetWorker, posted), 1, request, compiled)
         for allowed in switched:
             answer.set_speculation(allowed)
         assert not posted.log

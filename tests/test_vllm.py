@@ -22,6 +22,7 @@ from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.chains import Chains, Row
+from slipstream.following.rounds import ToldStep
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
 from tests.pair import local_link_to
@@ -274,6 +275,21 @@ def test_what_ended_in_a_step_that_computes_nothing_is_closed() -> None:
     play(runner, chains, 3)
     chains.ended(["a", "b", "never seen"])
     assert not chains.following.sessions
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_request_without_drafts_is_looked_up_for_and_says_so(known: bool) -> None:
+    """Whether the router's switch comes before its first step or behind some."""
+    told, runner = list[ToldStep](), Runner(["a"], 400)
+    section = replace(OPTIONS, prompt_lookup=True, always=False).section(4)
+    chains = Chains(section, TargetMetrics("function"), tell=told.append)
+    if known:
+        play(runner, chains, 3)
+    chains.allow("a", False)
+    assert play(runner, chains, 60) > 10
+    assert {one.state for step in told[4:] for one in step.requests} == {"plain"}
+    rows = [one for step in told for one in step.requests]
+    assert all(one.looked_up is (one.drafted > 0) for one in rows) and any(one.looked_up for one in rows)
 
 
 def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:

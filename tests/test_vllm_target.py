@@ -330,8 +330,9 @@ def test_workers_tell_of_each_step_and_need_nobody_who_listens(tmp_path: Path) -
     assert {one.state for one in told} == {"speculate"} and all(step.plain_s > 0.0 for step in steps)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"3", b"[]", b"[1, 2, [3]]", b'[1, 2, [["r", 4, 1, 0.1, "angry"]]]',
-                                  b'[1, 2, [["r", 4, -1, 0.1, "plain"]]]', b"[-1, 2, []]", b"[1e999, 2, {}]"])
+@pytest.mark.parametrize("data", [b"", b"\xff", b"3", b"[]", b"[1, 2, [3]]", b"[-1, 2, []]", b"[1e999, 2, {}]",
+                                  b'[1, 2, [["r", 4, 1, 0.1, "angry", false]]]',
+                                  b'[1, 2, [["r", 4, -1, 0.1, "plain", false]]]'])
 async def test_what_is_no_step_is_nothing(data: bytes) -> None:
     assert decode(data) is None
     engine = FakeEngine()
@@ -504,8 +505,12 @@ async def test_speculation_is_switched_in_mid_answer() -> None:
         barred = service.submit(replace(request(), speculate=False))
         assert (await anext(aiter(barred))).state == "plain"
         await asyncio.sleep(0)
-        assert engine.said == [(ALLOW, ("r-1-0a1b2c3d", False)), (ALLOW, ("r-1-0a1b2c3d", True)),
-                               (ALLOW, ("r-2-0a1b2c3d", False))]
+        assert engine.said == [(ALLOW, ("r-1-0a1b2c3d", False)), (ALLOW, ("r-1-0a1b2c3d", True))]
+        switched = service.submit(request())
+        switched.set_speculation(False)
+        await anext(aiter(switched))
+        await asyncio.sleep(0)
+        assert engine.said[2:] == [(ALLOW, ("r-3-0a1b2c3d", False))]
 
 
 async def test_what_it_says_of_itself() -> None:

@@ -49,8 +49,8 @@ FALLBACK = Row("Fallback", (
           ((rate("slipstream_mode_transitions_total", "$any", "scope", "from", "to", "reason"),
             "{{scope}}: {{from}} to {{to}}, {{reason}}"),), width=16,
           text="pool: a router, for all answers; session: a target, for one of them."),
-    Panel("Answers made plain", "reqps", ((rate("slipstream_fallback_requests_total", "$router", "reason"),
-                                           "{{reason}}"),), text="Started plain, or changed to it."),
+    Panel("Answers without drafts", "reqps", ((rate("slipstream_fallback_requests_total", "$router", "reason"),
+                                           "{{reason}}"),), text="Begun so, as the pool does not pay."),
 ))
 
 BOARD = Dashboard("transport", "Transport and fallback",

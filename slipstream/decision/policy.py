@@ -7,7 +7,7 @@ nothing is awaited. PLAIN: no draft traffic.
     SPECULATE -> PLAIN      even a good drafter would not pay at this load (overload)
     SHADOW -> PLAIN         three probes in a row failed
     SHADOW, PLAIN -> SPECULATE   a probe reached ``enter_gain``
-    any -> PLAIN            the drafter is lost, or speculation is forbidden; at once
+    any -> PLAIN            the drafter is lost, or drafts are forbidden; at once
 
 Rules:
 1. Leaving is a running sum, quick and bounded in seconds: each round adds what it lost against ``leave_gain`` and takes

@@ -26,7 +26,7 @@ from slipstream.base.config import TargetSection
 from slipstream.base.value import value
 from slipstream.decision.beliefs import StepCosts
 from slipstream.following.changes import Changes
-from slipstream.following.followed import Followed, Step, Verified
+from slipstream.following.followed import LOOKED_UP, Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
 from slipstream.following.pool import no_rows
 from slipstream.following.rounds import Told, ToldStep
@@ -213,7 +213,8 @@ class Chains:
 
         records = self.following.committed([self._verified(row, one) for row, one in goes_on.values()], step, failed)
         for (row, one), record in zip(goes_on.values(), records, strict=True) if self._tell_step is not None else ():
-            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value))
+            self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value,
+                                   record.outcome == LOOKED_UP))
         if opens or self._states is not None:
             return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
         return [self._sessions.get(row.request) if row is not None else None for row in rows]
@@ -242,7 +243,8 @@ class Chains:
         """What became of it, to the target that serves the answers, if one does."""
         told, self._told = self._told, []
         if self._tell_step is not None and told:
-            plain_s = step.seconds * self._costs.cost(step.rows - step.nodes) / self._costs.cost(step.rows)
+            nodes = step.nodes - sum(one.drafted for one in told if one.looked_up)
+            plain_s = step.seconds * self._costs.cost(step.rows - nodes) / self._costs.cost(step.rows)
             self._tell_step(ToldStep(step.seconds, plain_s, tuple(told)))
 
     def _give_rows(self, row: Row, one: Followed) -> None:
@@ -277,8 +279,10 @@ class Chains:
         self._close(row.request)
         self._opened += 1
         one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.request not in self._forbidden,
-            well_formed(row.trace) if isinstance(row.trace, str) else "")
+            self._opened, row.tokens(), row.prompt, row.sampling, row.limit,
+            trace=well_formed(row.trace) if isinstance(row.trace, str) else "")
+        if row.request in self._forbidden:
+            one.allow(False, self._clock())
         return one
 
     def _end(self, requests: Iterable[str]) -> None:

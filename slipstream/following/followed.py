@@ -284,10 +284,12 @@ class Followed:
             self._note(self.policy.allow(now_s), self.link)
             return
         change = self.policy.forbid(now_s)
-        if self.begun:  # else it begins so
+        if self.begun or self.side.num_output:  # else it begins so
             self._note(change, self.link)
-        self.detach()
-        self.decision = self._alone()
+        if self.link is not None:
+            self.detach()
+        if not self.decision.lookup:  # that chain may be on its way through the engine
+            self.decision = self._alone()
 
     def learn(self, verified: Verified, step: Step, now_s: float) -> tuple[RoundRecord, Seen | None]:
         """What a step that ended at ``now_s`` gave. Returns what became of the round, and what the next one is decided

@@ -28,12 +28,13 @@ class Told:
     drafted: int  # draft tokens that the step verified
     waited_s: float  # for its drafter, before the step
     state: State
+    looked_up: bool = False  # the draft tokens were the text's own
 
 
 @dataclass(frozen=True, slots=True)
 class ToldStep:
     seconds: float
-    plain_s: float  # what it would have taken without anybody's draft tokens
+    plain_s: float  # what it would have taken without anybody's drafter
     requests: tuple[Told, ...]
 
 
@@ -45,8 +46,8 @@ def decode(data: bytes) -> ToldStep | None:
     """None: it is no step."""
     try:
         seconds, plain_s, requests = json.loads(data)
-        told = tuple(Told(str(request), int(length), int(drafted), float(waited_s), state)
-                     for request, length, drafted, waited_s, state in requests)
+        told = tuple(Told(str(request), int(length), int(drafted), float(waited_s), state, bool(looked_up))
+                     for request, length, drafted, waited_s, state, looked_up in requests)
         step = ToldStep(float(seconds), float(plain_s), told)
     except (ValueError, TypeError, ArithmeticError):
         return None

@@ -43,6 +43,7 @@ AGAIN_S = 2 * CPU_S
 MEMORY = 1 << 30  # bytes that the process may map
 STACK = 2 << 20  # bytes: a thread that answers has four times as much
 STEPS = 8
+WARM_S = 30.0
 REMEMBERED = 512
 TOO_MUCH = "cannot be compiled: it takes more work than a request may"
 
@@ -62,6 +63,10 @@ class Trial:
         thread = threading.Thread(target=self._ready, daemon=True, name="trial")
         thread.start()
         return thread
+
+    def wait(self) -> None:
+        """Have it ready; no longer than WARM_S, as answers without a grammar do not need it."""
+        self.warm().join(WARM_S)
 
     def _ready(self) -> None:
         with self._lock, suppress(ModelError, Unavailable, OSError):  # the next grammar is told

@@ -254,7 +254,7 @@ class RouterMetrics:
         self._prompt = registry.counter("prompt_tokens_total", "Prompt tokens of admitted requests.")
         self._generated = registry.counter("generation_tokens_total", "Tokens generated.", "mode")
         self._acceptance = registry.histogram("request_acceptance_ratio", "Accepted over drafted, per answer.", RATIOS)
-        self._fallbacks = registry.counter("fallback_requests_total", "Answers started plain or made so.",
+        self._fallbacks = registry.counter("fallback_requests_total", "Answers begun without drafts.",
                                            "reason").begin(*zip(LEAVING))
         self._retries = registry.counter("retries_total", "Requests moved to another target.", "peer")
         self._budget = registry.counter("retry_budget_exhausted_total", "Retries refused to spare the targets.")
