@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import CapacityError, Draining, InvalidRequest, SlipstreamError, Unavailable
-from slipstream.following.chains import SWITCH
+from slipstream.following.chains import PLAIN, SWITCH
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.spans import HEADER, Spans
@@ -123,9 +123,9 @@ class VllmAnswer:
         asked = parameters(request, running.drafted, running.keyed, running.bounds)
         self._span = spans.begin("target.answer", request.trace, prompt=len(request.tokens) - request.answered,
                                  answered=request.answered)
-        extra: dict[str, str | bool] = {HEADER: self._span.parent} if self._span.parent else {}
+        extra = {HEADER: self._span.parent} if self._span.parent else {}
         if not request.speculate:
-            extra |= {SWITCH: False}
+            extra[SWITCH] = PLAIN
         followed = {"extra_args": extra} if running.drafted and extra else {}
         try:
             with self._refusing():

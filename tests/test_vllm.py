@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 from draft_service.assembly import assemble
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
-from slipstream.following.chains import Chains, Row
+from slipstream.following.chains import PLAIN, SWITCH, Chains, Row
 from slipstream.following.rounds import ToldStep
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import PROTOCOL_VERSION, DraftBound, DraftHello, Open, TargetHello
@@ -290,6 +290,16 @@ def test_a_request_without_drafts_is_looked_up_for_and_says_so(known: bool) -> N
     assert {one.state for step in told[4:] for one in step.requests} == {"plain"}
     rows = [one for step in told for one in step.requests]
     assert all(one.looked_up is (one.drafted > 0) for one in rows) and any(one.looked_up for one in rows)
+
+
+def test_plain_decoding_is_not_looked_up_for_and_teaches_what_steps_cost() -> None:
+    runner, told = Runner(["a"], 400), list[ToldStep]()
+    runner.requests["a"].sampling_params.extra_args = {SWITCH: PLAIN}
+    chains = Chains(replace(OPTIONS, prompt_lookup=True, always=False).section(4), TargetMetrics("function"),
+                    tell=told.append)
+    with drafted(chains):
+        assert play(runner, chains, 40) == 0
+        assert {one.state for step in told for one in step.requests} == {"plain"} and len(told) > 30
 
 
 def test_what_is_said_of_a_request_behind_its_end_is_not_kept() -> None:

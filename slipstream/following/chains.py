@@ -42,6 +42,7 @@ GUESSED_COSTS = {1: 0.0200, 2: 0.0201, 4: 0.0202, 8: 0.0205, 16: 0.021, 32: 0.02
 GLANCE_S = 0.002  # for what drafts sent while the engine computed, before they hear of what it gave
 GREEDY = Sampling()
 SWITCH = "slipstream"  # what a request says of drafts stands under it
+PLAIN = "plain"  # there: plain decoding, which tells what steps cost and earns time for probes
 TOLD = 64  # problems that are told, so that one with a number in it does not fill the log
 OVER = 4096  # requests whose end is remembered: what is said of one may come behind it
 
@@ -266,7 +267,7 @@ class Chains:
 
     def _wanted(self, row: Row) -> bool:
         """Whether its user wants drafts."""
-        if row.asked is None:
+        if row.asked is None or row.asked == PLAIN:
             return True
         wanted = allowed(row.asked)
         if wanted is None and (kind := type(row.asked).__name__) not in self._problems:  # users may say much
@@ -279,7 +280,7 @@ class Chains:
         self._close(row.request)
         self._opened += 1
         one = self._sessions[row.request] = self.following.open(
-            self._opened, row.tokens(), row.prompt, row.sampling, row.limit,
+            self._opened, row.tokens(), row.prompt, row.sampling, row.limit, row.asked != PLAIN,
             trace=well_formed(row.trace) if isinstance(row.trace, str) else "")
         if row.request in self._forbidden:
             one.allow(False, self._clock())
