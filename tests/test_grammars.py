@@ -26,6 +26,7 @@ from slipstream.grammar.turns import MAX_EACH, Turns
 from slipstream.models.folder import load_tokenizer
 from slipstream.protocol.grammar import Grammar
 from slipstream.protocol.tree import DraftTree
+from target_service.grammars import Trials
 from tests.pair import target
 from tests.routing import CHAT, HELLO, routing
 from tests.tiny import EOS, VOCAB, tiny_tokenizer
@@ -136,6 +137,16 @@ def test_a_process_for_trials_is_ready_before_and_begun_again(tiny_folder: Path)
         trial.check(Grammar("regex", source))
         assert trial.child is child, "it was begun for the grammar"
         child.end()
+    trial.close()
+
+
+async def test_a_service_has_waited_for_the_process_when_it_is_warm(tiny_folder: Path) -> None:
+    trial = Trial(tiny_folder)
+    await Trials(trial).warm()
+    assert trial.child is not None and not trial.child.ended
+    child = trial.child
+    trial.check(Grammar("regex", "a"))
+    assert trial.child is child
     trial.close()
 
 

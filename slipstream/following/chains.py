@@ -310,8 +310,8 @@ class Chains:
 
 
 def allowed(asked: object) -> bool | None:
-    """What a request says under ``SWITCH``: false for no drafts (a server may make 0 of it), true or nothing for
-    drafts as elsewhere. None: neither."""
+    """What a request says under ``SWITCH``, PLAIN apart: false for no drafts (a server may make 0 of it), true or
+    nothing for drafts as elsewhere. None: neither."""
     if asked is None:
         return True
     return bool(asked) if isinstance(asked, int) and asked in (0, 1) else None
