@@ -167,6 +167,28 @@ def test_the_loss_of_a_block_is_the_one_on_the_page(tiny_folder: Path) -> None:
     assert found.loss.item() == pytest.approx(total.item() / count, rel=1e-4)
 
 
+def test_blocks_learn_the_same_from_some_tokens(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_folder(tiny_folder)
+    head = warm_block_head(config, load_tensors(tiny_folder), torch.arange(VOCAB).flip(0), 259, 0, DIRECT)
+    blocks = blocks_of([conversation(config, 60, 5)], head, 60, (ANSWER,), random.Random(3))
+    monkeypatch.setattr("slipstream.train.distil.COMMON", 8)
+
+    def slope(drawn: int) -> torch.Tensor:
+        loss = learn(head, blocks, drawn=drawn).loss
+        return torch.autograd.grad(loss, head.tensors["lm_head.weight"])[0]
+
+    whole = learn(head, blocks)
+    assert learn(head, blocks, drawn=VOCAB).agreement == whole.agreement
+    assert learn(head, blocks, drawn=VOCAB).loss.item() == pytest.approx(whole.loss.item(), rel=1e-5)
+    assert torch.allclose(slope(VOCAB), slope(0), atol=1e-6), "all are drawn"
+    monkeypatch.setattr("slipstream.train.distil.LIKELY", 0.02)
+    torch.manual_seed(0)
+    some, full = [slope(40) for _ in range(60)], slope(0)
+    assert not torch.equal(some[0], full)
+    off_mean, off = ((found - full).norm() / full.norm() for found in (torch.stack(some).mean(0), some[0]))
+    assert off_mean < 0.5 * off, (off_mean, off)
+
+
 def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
     dice = torch.Generator().manual_seed(0)
     states, lm_head, finals, teacher = (torch.randn(shape, generator=dice, dtype=torch.float64)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.engine.ops.layer import Rope
+from slipstream.train.distil import columns_of
 from slipstream.train.head import Head, Tensors
 from slipstream.train.shards import Conversation
 from slipstream.train.unroll import Unrolled, norm, rotated
@@ -103,27 +104,52 @@ def blocks_of(conversations: Sequence[Conversation], head: Head, max_rows: int, 
                   placed(found["counted"]).bool())
 
 
-def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32) -> Unrolled:
-    """The loss of all slots, and by slot the share whose best draft token is the target's. dtype: of the products."""
+def learn(head: Head, blocks: Blocks, dtype: torch.dtype = torch.float32, drawn: int = 0) -> Unrolled:
+    """The loss of all slots, and by slot the share whose best draft token is the target's. dtype: of the products;
+    drawn: tokens that are looked at besides the certain ones (rule 3 of ``distil``); 0: all are."""
     weight, kind = head.tensors, head.embedding.dtype
     with torch.autocast(blocks.states.device.type, dtype, enabled=dtype is not kind):
+        truth = F.linear(blocks.finals.to(kind), head.teacher).to(kind).softmax(-1)
+        looked = _looked_at(blocks, truth, drawn)
         states = states_of(head, blocks)
         told = F.embedding(blocks.before, weight["markov_head.markov_w1.weight"])
-        logits = F.linear(states, weight["lm_head.weight"]) + F.linear(told, weight["markov_head.markov_w2.weight"])
+        own, bias = (weight[name] if looked.tokens is None else weight[name][looked.tokens]
+                     for name in ("lm_head.weight", "markov_head.markov_w2.weight"))
+        logits = (F.linear(states, own) + F.linear(told, bias)).to(kind)
         sure = F.linear(torch.cat((states, told), -1), weight["confidence_head.proj.weight"],
                         weight["confidence_head.proj.bias"])[..., 0].to(kind)
-        truth = F.linear(blocks.finals.to(kind), head.teacher).to(kind).softmax(-1)
-    logs = logits.to(kind).log_softmax(-1)
+    logs = (logits + looked.counts.log()).log_softmax(-1)
     slots = torch.arange(logs.shape[1], device=logs.device)
     counted = blocks.counted.to(kind)
     shares = torch.exp(-slots / DECAY) * counted
     shares = shares / shares.sum().clamp(min=1e-9)
-    entropy = -logs.gather(-1, blocks.after.clamp(min=0)[..., None])[..., 0] * (blocks.after >= 0)
-    distance = (logs.exp() - truth).abs().sum(-1)
+    entropy = -(logs - looked.counts.log()).gather(-1, looked.after[..., None])[..., 0] * (blocks.after >= 0)
+    distance = (logs.exp() - looked.truth).abs().sum(-1)
     unsure = F.binary_cross_entropy_with_logits(sure, 1 - distance.detach() / 2, reduction="none")
     loss = (shares * (CE * entropy + L1 * distance + CONFIDENCE * unsure)).sum()
-    agreed = (logs.argmax(-1) == blocks.best) & blocks.counted
+    agreed = (logits.argmax(-1) == looked.best) & (blocks.best >= 0) & blocks.counted
     return Unrolled(loss, tuple((agreed.sum(0) / blocks.counted.sum(0).clamp(min=1)).tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The draft tokens that a loss is made of."""
+
+    tokens: torch.Tensor | None  # int64 [C] draft ids; None: all of them
+    counts: torch.Tensor  # [C] tokens that each stands for
+    truth: torch.Tensor  # [A, S, C] the target's shares, those that each stands for included
+    after: torch.Tensor  # int64 [A, S] where the token that followed stands
+    best: torch.Tensor  # int64 [A, S] where the target's likeliest stands
+
+
+def _looked_at(blocks: Blocks, truth: torch.Tensor, drawn: int) -> Looked:
+    """truth: [A, S, V']."""
+    after, best = blocks.after.clamp(min=0), blocks.best.clamp(min=0)
+    if not drawn:
+        return Looked(None, truth.new_ones(truth.shape[-1]), truth, after, best)
+    some = columns_of(truth.flatten(0, 1), torch.cat((after, best)).flatten(), drawn)
+    after, best = some.best.view(2, *after.shape)
+    return Looked(some.tokens, some.counts, truth[..., some.tokens] * some.counts, after, best)
 
 
 def states_of(head: Head, blocks: Blocks) -> torch.Tensor:

@@ -179,9 +179,10 @@ class Training:
         return rows_of(conversations, self.head, self.recipe.max_rows, roles)
 
     def _learn(self, rows: Rows | Blocks) -> Unrolled:
+        drawn = DRAWN if torch.is_grad_enabled() else 0
         if isinstance(rows, Blocks):
-            return learn(self.head, rows, self._dtype)
-        return unroll(self.head, rows, self.recipe.unroll, self._dtype, DRAWN if torch.is_grad_enabled() else 0)
+            return learn(self.head, rows, self._dtype, drawn)
+        return unroll(self.head, rows, self.recipe.unroll, self._dtype, drawn)
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, ...]:
