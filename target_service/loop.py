@@ -340,8 +340,9 @@ class TargetWorker:
             sequences.append(one)
             batch.append(Verified(one.number, tokens, len(outcome.tree) - 1, min(len(new) - 1, len(tokens)),
                                   outcome.depth, finish, newest, one.forced(finish)))
+        self._kv.give_prompt_rows(done.prefilled)  # before what is committed behind them
         records = self.following.committed(batch, done.step)
-        self._kv.give_prompt_rows([*done.prefilled, *sequences])
+        self._kv.give_prompt_rows(sequences)
         if self.following.flush() and self.alive and all(
                 one.followed.waits(now_s) for one in self._queues.running):
             # Frames are written by another thread, and Python runs one at a time: who has to wait lets it go on.

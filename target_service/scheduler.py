@@ -5,10 +5,11 @@ Rules of a schedule:
    the first of each, then the second of each. The oldest always advances, so nobody starves; when slots run out, the
    last in that order is put back and computed again later.
 2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
-   A row that is scored counts as ``SCORED``.
+   A row that is scored counts as ``SCORED``. The step that ends a prompt chooses the first token, too.
 3. Trees shrink before anyone is put back: draft nodes are a bet, answers are a promise.
-4. An answer that waits for its drafter is left out until growth comes or its deadline passes. The step itself is held
-   for it where one step of all is sooner over than two.
+4. An answer that waits for its drafter is left out until growth comes or its deadline passes; for its first token it
+   waits for nobody, as drafters read its prompt meanwhile. The step itself is held for it where one step of all is
+   sooner over than two.
 
 ``Queues`` (who is computed and who waits, in order of arrival) become the plain facts that ``schedule`` reads.
 
@@ -43,7 +44,7 @@ class Facts(NamedTuple):
     key: int
     held: int  # slots of its own that would come free if it were put back
     prefill: int  # committed tokens whose KV is missing, root not counted
-    nodes: int  # rows that it would verify now, root included
+    nodes: int  # rows that it would verify now, root included; 0: nothing is wanted but its prompt
     waits: bool  # for its drafter
     scored: bool = False  # rows of its prompt go through the head, too
 
@@ -106,6 +107,9 @@ def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_sl
         if rows > 0:
             prefill.append((facts.key, rows))
             rows_left, room = rows_left - each * rows, room - rows
+            if rows == facts.prefill and min(facts.nodes, rows_left, room) > 0:
+                verify.append((facts.key, 1))
+                rows_left, room = rows_left - 1, room - 1
     # The oldest is stuck in its prompt with nothing free: the youngest makes place.
     if kept and not verify and not prefill and not any(facts.waits for facts in kept) and len(kept) > 1:
         put_back.append(kept.pop().key)
@@ -179,7 +183,8 @@ class Queues:
 
     def schedule(self, now_s: float, free_slots: int, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
         """The next step, and who is left out of it because it waits for its drafter."""
-        standing = [one for one in self.running if not one.prefilling and one.followed.waits(now_s)]
+        standing = [one for one in self.running
+                    if not one.prefilling and one.followed.side.num_output and one.followed.waits(now_s)]
         for one in standing:
             one.followed.stands(now_s)
         # Between two rounds it is nearly always so. With nobody running, shedding still ends by ``limits``.
@@ -189,7 +194,7 @@ class Queues:
         for one in in_turn(self.running, have):
             held = one.computed - one.borrowed
             if one.prefilling:
-                facts.append(Facts(one.number, held, one.num_prefill, 1, False, one.scores))
+                facts.append(Facts(one.number, held, one.num_prefill, min(1, one.followed.left), False, one.scores))
             elif one.number in waits:
                 facts.append(Facts(one.number, held, 0, 1, True))
             else:

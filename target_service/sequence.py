@@ -266,10 +266,10 @@ class KV:
     def give_prompt_rows(self, ones: Iterable[Sequence]) -> None:
         """Hand their drafters the rows that they read and have not had."""
         for one in ones if self._rows is not None else ():
-            wanted = one.followed.wants_rows()
-            if wanted is None or self._rows is None or wanted[1] >= one.computed:
+            wanted, end = one.followed.wants_rows(), min(one.computed, one.base - 1)  # a root's goes with its commit
+            if wanted is None or self._rows is None or wanted[1] >= end:
                 continue
-            start = max(wanted[1], self._runner.features_from(one.slots[: one.computed]))
-            if start < one.computed:
-                rows = self._rows(self._runner.features(one.slots[start : one.computed]))
-                one.followed.give_rows(start, one.computed - start, rows)
+            start = max(wanted[1], self._runner.features_from(one.slots[:end]))
+            if start < end:
+                rows = self._rows(self._runner.features(one.slots[start:end]))
+                one.followed.give_rows(start, end - start, rows)

@@ -60,12 +60,16 @@ def check(plan: Schedule, running: list[Facts], waiting: list[Facts], free: int,
     assert list(plan.put_back) == [f.key for f in running[::-1][: len(plan.put_back)]], "the youngest go first"
     assert len(kept) + len(plan.admit) <= LIMITS.max_running
     assert list(plan.admit) == [f.key for f in waiting[: len(plan.admit)]], "admission is in order"
+    chunks = dict(plan.prefill)
     for key, count in plan.verify:
-        assert not by_key[key].waits and not by_key[key].prefill and 1 <= count <= by_key[key].nodes
+        assert not by_key[key].waits and 1 <= count <= (1 if key in chunks else by_key[key].nodes)
     for key, count in plan.prefill:
         assert 1 <= count <= min(by_key[key].prefill, LIMITS.prefill_chunk)
-    ready = [facts for facts in kept if not facts.prefill and not facts.waits]
-    assert {key for key, _ in plan.verify} == {facts.key for facts in ready}, "whoever can advance does"
+    ready = {facts.key for facts in kept if not facts.prefill and not facts.waits}
+    ending = {key for key, count in chunks.items() if count == by_key[key].prefill}
+    chosen = {key for key, _ in plan.verify}
+    assert ready <= chosen <= ready | ending, "whoever can advance does"
+    assert chosen == ready | ending or rows == min(room, LIMITS.max_step_rows), "a prompt that ends has its first token"
 
 
 def apply(plan: Schedule, waiting: list[Player], running: list[Player], finished: list[int],
@@ -102,6 +106,14 @@ def test_plain_rows_come_before_trees_and_both_before_prompts() -> None:
     running = [Facts(1, 10, 0, 17, False), Facts(2, 10, 0, 1, False), Facts(3, 5, 50, 1, False)]
     plan = schedule(running, [], 20, LIMITS)
     assert dict(plan.verify) == {1: 17, 2: 1} and dict(plan.prefill) == {3: 2}
+
+
+def test_the_step_that_ends_a_prompt_chooses_the_first_token() -> None:
+    running = [Facts(1, 0, 10, 1, False), Facts(2, 0, 20, 1, False), Facts(3, 0, 5, 0, False)]
+    plan = schedule(running, [], 100, LIMITS)
+    assert dict(plan.prefill) == {1: 10, 2: 16, 3: 5} and dict(plan.verify) == {1: 1}
+    plan = schedule(running[:1], [], 10, LIMITS)
+    assert dict(plan.prefill) == {1: 10} and not plan.verify, "no slot is left for it"
 
 
 def test_trees_shrink_before_anyone_is_put_back() -> None:
