@@ -244,14 +244,14 @@ class TargetWorker:
         """What was received is done already. Returns for how long there is nothing to do: 0.0 go on, None until
         something comes."""
         self.following.flush()
-        plan, waiting = self._queues.schedule(self._clock(), self.num_free_slots, self.shedding)
+        plan, waiting = self._queues.schedule(self._clock(), self._kv, self.shedding)
         held_s = self._held_s(plan, waiting)
         if held_s != 0.0:
             self._telling.deliver()
             return held_s
         if plan.admit:
             self._admit(plan)
-            plan, _ = self._queues.schedule(self._clock(), self.num_free_slots, self.shedding)  # with their prompts
+            plan, _ = self._queues.schedule(self._clock(), self._kv, self.shedding)  # with their prompts
         self._admit(plan)
         done = self._forward(plan)
         if done is not None:
@@ -332,6 +332,7 @@ class TargetWorker:
 
     def _commit(self, done: Done) -> Committed:
         """Make the verdicts part of the answers, and have their drafters told."""
+        self._kv.share(done.prefilled)
         rows = self._kv.newest_rows([(outcome.sequence, len(outcome.verdict.tokens)) for outcome in done.outcomes])
         batch, sequences, now_s = list[Verified](), list[Sequence](), done.step.ended_s
         for outcome, newest in zip(done.outcomes, rows, strict=True):

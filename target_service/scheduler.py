@@ -11,7 +11,8 @@ Rules of a schedule:
    waits for nobody, as drafters read its prompt meanwhile. The step itself is held for it where one step of all is
    sooner over than two.
 
-``Queues`` (who is computed and who waits, in order of arrival) become the plain facts that ``schedule`` reads.
+``Queues`` (who is computed and who waits, in order of arrival) become the plain facts that ``schedule`` reads. Who
+would compute what another computes just now stays where it is until the prefix cache has it, and holds nobody up.
 
 Shedding: what the target asks of a device whose memory ran out, until it has been calm for a while.
 
@@ -35,15 +36,15 @@ from typing import NamedTuple
 
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from target_service.sequence import Sequence
+from target_service.sequence import KV, Sequence
 
 
 class Facts(NamedTuple):
     """One answer as the scheduler sees it. ``key`` is the caller's. A named tuple: one is made of each every step."""
 
     key: int
-    held: int  # slots of its own that would come free if it were put back
-    prefill: int  # committed tokens whose KV is missing, root not counted
+    held: int  # slots that would come free if it were put back; of nobody while there are enough
+    prefill: int  # committed tokens whose KV is missing, root not counted; what others use costs nothing
     nodes: int  # rows that it would verify now, root included; 0: nothing is wanted but its prompt
     waits: bool  # for its drafter
     scored: bool = False  # rows of its prompt go through the head, too
@@ -54,6 +55,7 @@ class Facts(NamedTuple):
 STEP_ROWS = {"cpu": 512, "cuda": 1024}
 
 
+AT_ONCE = 64  # answers that a step may admit, as each is compared with what others compute
 SCORED = 2  # rows that a row counts for which is scored: the head may cost as much as all layers before it
 
 
@@ -181,7 +183,7 @@ class Queues:
         """It is over."""
         (self.running if one in self.running else self.waiting).remove(one)
 
-    def schedule(self, now_s: float, free_slots: int, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
+    def schedule(self, now_s: float, kv: KV, shedding: Shedding) -> tuple[Schedule, list[Sequence]]:
         """The next step, and who is left out of it because it waits for its drafter."""
         standing = [one for one in self.running
                     if not one.prefilling and one.followed.side.num_output and one.followed.waits(now_s)]
@@ -191,8 +193,10 @@ class Queues:
         if standing and len(standing) == len(self.running) and not self.waiting:
             return Schedule(), standing
         facts, waits, have = list[Facts](), {one.number for one in standing}, Counter[str]()
+        free_slots = kv.num_free
+        scarce = free_slots < len(self.running)
         for one in in_turn(self.running, have):
-            held = one.computed - one.borrowed
+            held = kv.held(one) if scarce else 0
             if one.prefilling:
                 facts.append(Facts(one.number, held, one.num_prefill, min(1, one.followed.left), False, one.scores))
             elif one.number in waits:
@@ -202,9 +206,23 @@ class Queues:
         # Nobody behind the first that could be admitted matters, and the queue may be long.
         limits = shedding.limits()
         room = max(0, limits.max_running - len(self.running))
-        first = in_turn(self.waiting, have)[:room] if room else []
-        queued = [Facts(one.number, 0, one.base - 1, 1, False) for one in first]
+        queued = self._queued(in_turn(self.waiting, have)[: min(room, AT_ONCE)], kv) if room and self.waiting else []
         return schedule(facts, queued, free_slots, limits), standing
+
+
+    def _queued(self, ones: abc.Sequence[Sequence], kv: KV) -> list[Facts]:
+        """Those of ``ones`` whose next tokens nobody is computing."""
+        coming = {one.beginning(one.computed) for one in self.running if one.prefilling} - {None}
+        queued = list[Facts]()
+        for one in ones:
+            known, used = kv.known(one)
+            beginning = one.beginning(known)
+            if beginning in coming:
+                continue
+            queued.append(Facts(one.number, 0, one.base - 1 - used, 1, False))
+            if beginning is not None:
+                coming.add(beginning)
+        return queued
 
 
 def in_turn(ones: abc.Iterable[Sequence], have: Counter[str]) -> list[Sequence]:

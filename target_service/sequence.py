@@ -10,7 +10,8 @@ Rules of a sequence:
 KV: which slots belong to which sequence, to the prefix cache, or to nobody; and what of it drafters read.
 
 Rules of the KV:
-1. Admission takes what the prefix cache holds; release gives back what was computed, so that the next prompt finds it.
+1. Admission takes what the prefix cache holds. What is computed of a prompt is the cache's at once, so that answers
+   with the same beginning share it while they run; release gives it the rest.
 2. Every slot is free or owned once (``prove``).
 3. Feature rows of the newest tokens of all sequences are made in one product.
 
@@ -57,6 +58,8 @@ class Rule(Protocol):
 
 
 NOTHING = np.zeros(0, np.int64)
+SHARED = 64  # tokens of a prompt, from which on it is better to wait for who computes them than to do so again
+Beginning = tuple[str, tuple[int, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +127,12 @@ class Sequence:
     def scores(self) -> bool:
         """Whether rows of its prompt are still to be scored."""
         return self.request.prompt_logprobs is not None and self.scored < self.followed.side.prompt_len - 1
+
+    def beginning(self, known: int) -> Beginning | None:
+        """What somebody has to compute next behind the first ``known`` tokens, if it is worth waiting for: for all who
+        have the same beginning it is the same."""
+        return None if self.scores or known + SHARED >= self.base else (
+            self.request.namespace, tuple(self.tokens[: known + SHARED]))
 
     @property
     def over(self) -> bool:
@@ -211,6 +220,33 @@ class KV:
             one.match = match
             one.take_slots(match.slots)
             one.borrowed = one.computed
+
+    def known(self, one: Sequence) -> tuple[int, int]:
+        """How many of its tokens the prefix cache holds, and how many of those others use, which cost nothing."""
+        if self._cache is None or one.scores:
+            return 0, 0
+        return self._cache.known(one.tokens[:-1], one.request.namespace)
+
+    def held(self, one: Sequence) -> int:
+        """Slots that would come free if it were put back."""
+        own = one.computed - one.borrowed
+        return own if self._cache is None or one.match is None else own + self._cache.kept_by(one.match)
+
+    def share(self, ones: Iterable[Sequence]) -> None:
+        """What is computed of their prompts is the prefix cache's from now on."""
+        for one in ones if self._cache is not None else ():
+            if self._cache is None or one.row is None:
+                continue
+            own, namespace = one.slots[: one.computed].copy(), one.request.namespace
+            tokens = one.tokens[: one.computed]
+            self._cache.insert(tokens, own, namespace)
+            match = self._cache.match(tokens, namespace)
+            self._cache.lock(match)
+            if one.match is not None:
+                self._cache.unlock(one.match)
+            if len(others := np.flatnonzero(match.slots != own)):  # that somebody else has computed, too
+                one.row.put(int(others[0]), match.slots[others[0] :])
+            one.match, one.borrowed = match, one.computed
 
     def release(self, one: Sequence) -> None:
         """Take its slots back, if it has any."""

@@ -196,6 +196,20 @@ class RadixCache:
         runs = [n.slots for n in _path(node)]
         return Match(length, np.concatenate(runs[::-1]) if runs else np.zeros(0, np.int64), node)
 
+    def known(self, tokens: ArrayLike, namespace: str = "") -> tuple[int, int]:
+        """How many of tokens [n] are cached in ``namespace``, and how many of those are locked. Changes nothing."""
+        tokens, at, locked = np.asarray(tokens, np.int64), 0, 0
+        node = self._roots.get(namespace)
+        while node is not None and at < len(tokens) and (child := node.children.get(int(tokens[at]))) is not None:
+            common = _common(child.tokens, tokens[at:])
+            node, at = child if common == len(child.tokens) else None, at + common
+            locked = at if child.locks else locked
+        return at, locked
+
+    def kept_by(self, match: Match) -> int:
+        """Slots that its lock alone keeps."""
+        return sum(len(node.slots) for node in _path(match.node) if node.locks == 1)
+
     def lock(self, match: Match) -> None:
         """Keep the matched prefix until ``unlock``; may be called more than once."""
         for node in _path(match.node):

@@ -1,0 +1,99 @@
+"""Answers that begin alike, asked at once: their prompt is computed once, it is kept once, and no answer differs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from slipstream.base.config import ModelSection, TargetSection
+from slipstream.decision.beliefs import StepCosts
+from slipstream.engine.loading import load_model
+from slipstream.engine.runner import ModelRunner
+from slipstream.observe.metrics import TargetMetrics
+from slipstream.protocol.messages import Sampling
+from slipstream.protocol.requests import Piece, Request
+from target_service.loop import TargetWorker
+from target_service.scheduler import Limits
+from target_service.sequence import SHARED, Sink
+
+LONG = tuple(range(1, 201))
+Told = list[Piece | Exception]
+
+
+def target(folder: Path, metrics: TargetMetrics | None = None, slots: int = 2048,
+           limits: Limits | None = None) -> TargetWorker:
+    def dispatch(pieces: list[tuple[Sink, Piece | Exception]]) -> None:
+        for sink, piece in pieces:
+            sink(piece)
+
+    runner = ModelRunner(load_model(folder, ModelSection(dtype="float64")), slots)
+    return TargetWorker(runner, TargetSection(slots=slots), StepCosts({1: 1e-3, 64: 2e-3}),
+                        metrics or TargetMetrics("tiny"), dispatch, limits=limits)
+
+
+def alone(folder: Path, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    """The plain answer, by a worker of its own."""
+    told, worker = Told(), target(folder)
+    worker.ask(2, Request("two", prompt, Sampling(), tokens), told.append)
+    finished(worker)
+    return said(told)
+
+
+def finished(worker: TargetWorker, turns: int = 3000) -> None:
+    """Turn until nobody is left, and prove that no slot is lost or owned twice, turn by turn."""
+    for _ in range(turns):
+        worker.poll()
+        proved = worker.check()
+        worker.following.inbox.drain()
+        proved.result(0)
+        if not worker.num_running and not worker.num_waiting:
+            worker.poll()
+            return
+    raise AssertionError("somebody waits for ever")
+
+
+def said(told: Told) -> list[int]:
+    assert not [error for error in told if isinstance(error, Exception)]
+    return [token for piece in told if isinstance(piece, Piece) for token in piece.tokens]
+
+
+def test_answers_that_begin_alike_at_once_have_one_prompt_computed(tiny_folder: Path) -> None:
+    """Also where their prompts part in the middle, and whoever begins otherwise is not held up."""
+    worker = target(tiny_folder)
+    prompts = {2: LONG, 3: LONG, 4: (*LONG[:150], 7, 7), 5: (9, 9, 9), 6: LONG}
+    told: dict[int, Told] = {number: [] for number in prompts}
+    for number, prompt in prompts.items():
+        worker.ask(number, Request(str(number), prompt, Sampling(), 20), told[number].append)
+    worker.poll()
+    assert worker.num_running == 2 and worker.num_waiting == 3, "of those who begin alike one is computed"
+    finished(worker)
+    cached = {number: sum(piece.cached_tokens for piece in pieces if isinstance(piece, Piece))
+              for number, pieces in told.items()}
+    assert cached == {2: 0, 3: 199, 4: 150, 5: 0, 6: 199}
+    for number, prompt in prompts.items():
+        assert said(told[number]) == alone(tiny_folder, prompt, 20), number
+
+
+def test_a_prompt_that_is_computed_in_chunks_is_shared_chunk_by_chunk(tiny_folder: Path) -> None:
+    told: tuple[Told, Told] = ([], [])
+    worker = target(tiny_folder, limits=Limits(8, 64, 32))
+    for number, pieces in enumerate(told, start=2):
+        worker.ask(number, Request(str(number), (*LONG[: 90 * number], number), Sampling(), 5), pieces.append)
+    finished(worker)
+    (first, second) = (next(piece.cached_tokens for piece in pieces if isinstance(piece, Piece)) for pieces in told)
+    assert first == 0 and second >= 180 - SHARED, "the second has waited for what the first computes, and no longer"
+    assert [said(pieces) for pieces in told] == [alone(tiny_folder, (*LONG[: 90 * number], number), 5)
+                                                 for number in (2, 3)]
+
+
+def test_answers_that_share_their_prompt_are_put_back_and_come_again(tiny_folder: Path) -> None:
+    metrics = TargetMetrics("tiny")
+    worker = target(tiny_folder, metrics, slots=260)
+    told: list[Told] = [[] for _ in range(6)]
+    for number, pieces in enumerate(told, start=2):
+        worker.ask(number, Request(str(number), LONG, Sampling(), 40), pieces.append)
+    finished(worker)
+    page = metrics.registry.page("")[1].decode()
+    assert not re.search(r"preemptions_total\{.*\} 0\.0", page), "the slots sufficed, so nothing was tested"
+    wanted = alone(tiny_folder, LONG, 40)
+    assert all(said(pieces) == wanted for pieces in told)
