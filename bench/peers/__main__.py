@@ -9,7 +9,8 @@ What is measured, and how:
    the request on. Ratios are medians over questions of the ratio at the same question.
 4. Batches: Slipstream alone, so many streams, each of which asks ``--waves`` questions, one behind the other; all
    tokens by the time until the last answer ends, the median of some runs, plain and drafted in turn. With one wave that
-   time is the slowest answer's, and what makes others faster does not count.
+   time is the slowest answer's, and what makes others faster does not count. A group is one prompt of copy, answered
+   so many times at once at T = 1.
 5. Sets: mt_bench of the folder, and ours of ``bench/sets``: copy, in which answers repeat their prompts; extraction
    and record, in which Slipstream's are bound to a schema of JSON, of several people and of one.
 6. Between questions, while nobody works, a sum over memory is timed. The table's title tells its rates, as a machine
@@ -45,7 +46,7 @@ from slipstream.models.folder import KNOWN, packaged_file, resolve
 LOGS = Path("build/bench/logs/peers")
 MODEL, DTYPE = ModelSection().path, "bfloat16"
 WARM_UP = "Name three rivers."
-BATCHES = (4, 16)
+BATCHES, GROUP = (4, 16), 8
 NAMES = ("slipstream-plain", "slipstream-alone", "slipstream-ngram", "slipstream-standalone", "slipstream-default",
          "slipstream-colocated", "transformers-plain", "transformers-lookup", "transformers-assisted", "llamacpp-plain",
          "llamacpp-speculative", "vllm-plain")
@@ -187,14 +188,16 @@ async def otherwise(systems: Sequence[System], sets: Sets, max_tokens: int, resu
             yield
 
 
-async def together(system: System, prompts: Sequence[Sequence[int]], streams: int, max_tokens: int) -> Answered:
-    """All prompts, ``streams`` at a time, as one answer."""
+async def together(system: System, prompts: Sequence[Sequence[int]], streams: int, max_tokens: int,
+                   how: Sequence[Mapping[str, Any] | None] = ()) -> Answered:
+    """All prompts, ``streams`` at a time, as one answer. how: of each prompt."""
     began_s = asyncio.get_running_loop().time()
-    left, all_ = list(reversed(prompts)), list[Answered]()
+    left, all_ = list(zip(prompts, how or [None] * len(prompts), strict=True))[::-1], list[Answered]()
 
     async def stream() -> None:
         while left:
-            all_.append(await answer_of(system, left.pop(), max_tokens))
+            prompt, own = left.pop()
+            all_.append(await answer_of(system, prompt, max_tokens, own))
 
     await asyncio.gather(*(stream() for _ in range(streams)))
     took_s = asyncio.get_running_loop().time() - began_s
@@ -212,6 +215,14 @@ async def in_batches(systems: Sequence[System], sets: Sets, arguments: argparse.
                     system = systems[(run + turn) % len(systems)]
                     results[system.name, batch, name].append(await together(system, few, batch, arguments.max_tokens))
                     yield
+    seeds = [{"temperature": 1.0, "seed": seed} for seed in range(GROUP)]
+    for run in range(arguments.runs):
+        group = [sets["copy"][run % len(sets["copy"])]] * GROUP
+        for turn in range(len(systems)):
+            system = systems[(run + turn) % len(systems)]
+            results[system.name, GROUP, "group"].append(
+                await together(system, group, GROUP, arguments.max_tokens, seeds))
+            yield
 
 
 def rows_of(results: Results) -> list[Row]:
@@ -264,7 +275,7 @@ async def run(arguments: argparse.Namespace) -> None:
             gb_s.append(reading.gb_s())
             save(name, rows_of(results))
         free = {set_: prompts for set_, prompts in sets.items() if set_ not in BOUND}
-        task = progress.add_task("in batches", total=len(many) * len(free) * len(BATCHES) * arguments.runs)
+        task = progress.add_task("in batches", total=len(many) * (len(free) * len(BATCHES) + 1) * arguments.runs)
         async for _ in in_batches(many, free, arguments, results):
             progress.advance(task)
             gb_s.append(reading.gb_s())
