@@ -122,7 +122,9 @@ async def test_a_batch_is_asked_by_as_many_streams_and_counts_all_tokens() -> No
         pass
     assert [a.tokens for a in results["slipstream-plain", 4, "copy"]] == [96, 96]
     assert [a.tokens for a in results["slipstream-plain", 16, "copy"]] == [384, 384]
-    assert len(system.asked) == 2 * 3 * (4 + 16) and system.most == 16
+    assert [a.tokens for a in results["slipstream-plain", 8, "group"]] == [64, 64]
+    assert len(system.asked) == 2 * 3 * (4 + 16) + 2 * 8 and system.most == 16
+    assert set(system.asked[-8:]) == {(2,)}, "a group is asked one prompt"
 
 
 def test_a_row_says_speed_of_decoding_and_of_the_whole_answer() -> None:

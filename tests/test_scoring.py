@@ -111,7 +111,7 @@ async def test_scores_are_the_same_with_drafts_and_beside_others(fate: str, fold
 
 async def test_an_answer_that_is_put_back_is_scored_once(folders: dict[str, Path], right: torch.Tensor) -> None:
     """So few slots that answers push each other out, in the midst of their prompts, too."""
-    async with target(folders["target"], limits=FEW, slots=200) as rig:
+    async with target(folders["target"], limits=FEW, slots=176) as rig:
         found = await asyncio.gather(*(rig.answer(asked(max_tokens=40)) for _ in range(4)))
         assert rig.count("preemptions_total") > 0
         await rig.check()

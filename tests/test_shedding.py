@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Open, Sampling
 from slipstream.protocol.requests import Request
 from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
+from target_service.sequence import KV
 from tests.pair import drafting, local_link, target
 
 PROMPT = tuple(b"one two three one two three one two three one two ")
@@ -120,7 +123,7 @@ def test_a_target_that_nobody_asks_takes_new_answers_again() -> None:
         shedding.failed(64)
     assert shedding.refuses
     now[0] += CALM_S
-    Queues().schedule(now[0], 100, shedding)
+    Queues().schedule(now[0], cast(KV, SimpleNamespace(num_free=100)), shedding)
     assert not shedding.refuses
 
 
