@@ -124,8 +124,9 @@ def _runner(config: TargetSection, model: CausalModel, max_context: int) -> Mode
     if not isinstance(model, GraphedDecoder | RankedModel):
         return ModelRunner(model, slots)
     runner = ModelRunner(model, slots, model.spare_slots)
+    # Two segments of each: a prompt's last rows, and the root behind them.
     if model.spare_slots:
-        logger("target").info("graphs captured", count=model.warm(runner.pool, config.max_sessions))
+        logger("target").info("graphs captured", count=model.warm(runner.pool, 2 * config.max_sessions))
     return runner
 
 

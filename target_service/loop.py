@@ -313,7 +313,7 @@ class TargetWorker:
             if isinstance(error, RanksLost):  # there will be no other step
                 raise
             self._log.exception("step failed", rows=rows)
-            for one, _ in [*prefill, *trees]:
+            for one in dict.fromkeys(one for one, _ in [*prefill, *trees]):  # a prompt that ends is in both
                 self._fail(one, error)
             return None
         step = Step(began_s, self._clock() - began_s, rows, len(trees), nodes, bool(prefill))
@@ -354,7 +354,8 @@ class TargetWorker:
         """Clients and counters hear of it, and who is done goes."""
         step = done.step
         for one, scores in done.scored:
-            self._telling.prompt(one, scores)
+            if one.row is not None:  # else it has been told that it failed
+                self._telling.prompt(one, scores)
         for one in done.prefilled:
             self._end_if_over(one)
         looked_up = sum(record.drafted for _, _, record in committed if record.outcome == LOOKED_UP)
@@ -390,7 +391,7 @@ class TargetWorker:
         self._end(one)
 
     def _end(self, one: Sequence) -> None:
-        """It is over: its drafter is told, its KV goes to the prefix cache."""
+        """It is over: its drafter is told, and what the prefix cache has not of its KV goes there."""
         self.following.close(one.followed)
         self._queues.remove(one)
         self._kv.release(one)  # nothing, of one that waits

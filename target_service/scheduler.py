@@ -55,7 +55,7 @@ class Facts(NamedTuple):
 STEP_ROWS = {"cpu": 512, "cuda": 1024}
 
 
-AT_ONCE = 64  # answers that a step may admit, as each is compared with what others compute
+EXAMINED = 256  # answers that wait, for whom a step looks whether somebody computes their prompt
 SCORED = 2  # rows that a row counts for which is scored: the head may cost as much as all layers before it
 
 
@@ -203,25 +203,27 @@ class Queues:
                 facts.append(Facts(one.number, held, 0, 1, True))
             else:
                 facts.append(Facts(one.number, held, 0, shedding.nodes(one.followed.nodes), False))
-        # Nobody behind the first that could be admitted matters, and the queue may be long.
         limits = shedding.limits()
         room = max(0, limits.max_running - len(self.running))
-        queued = self._queued(in_turn(self.waiting, have)[: min(room, AT_ONCE)], kv) if room and self.waiting else []
+        queued = self._queued(in_turn(self.waiting, have), room, kv) if room and self.waiting else []
         return schedule(facts, queued, free_slots, limits), standing
 
 
-    def _queued(self, ones: abc.Sequence[Sequence], kv: KV) -> list[Facts]:
-        """Those of ``ones`` whose next tokens nobody is computing."""
-        coming = {one.beginning(one.computed) for one in self.running if one.prefilling} - {None}
-        queued = list[Facts]()
-        for one in ones:
+    def _queued(self, ones: abc.Sequence[Sequence], room: int, kv: KV) -> list[Facts]:
+        """The first ``room`` of ``ones`` whose next tokens nobody is computing. Behind one that finds no slots nobody
+        matters, and the queue may be long."""
+        coming = {one.beginning(one.computed) for one in self.running if one.prefilling} if kv.caches else set()
+        queued, free_slots = list[Facts](), kv.num_free
+        for one in ones[:EXAMINED]:
             known, used = kv.known(one)
-            beginning = one.beginning(known)
-            if beginning in coming:
+            beginning = one.beginning(known) if kv.caches else None
+            if beginning is not None and beginning in coming:
                 continue
-            queued.append(Facts(one.number, 0, one.base - 1 - used, 1, False))
-            if beginning is not None:
-                coming.add(beginning)
+            missing = one.base - 1 - used
+            queued.append(Facts(one.number, 0, missing, 1, False))
+            if len(queued) == room or missing >= free_slots:
+                break
+            coming.add(beginning)
         return queued
 
 

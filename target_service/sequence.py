@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +59,7 @@ class Rule(Protocol):
 
 NOTHING = np.zeros(0, np.int64)
 SHARED = 64  # tokens of a prompt, from which on it is better to wait for who computes them than to do so again
-Beginning = tuple[str, tuple[int, ...]]
+Beginning = tuple[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,6 +83,8 @@ class Sequence:
     first_step_s: float | None = None
     told: bool = False  # its reader has had a piece
     scored: int = 0  # rows of its prompt, each of which scores the token behind it
+    array: NDArray[np.int64] = field(default_factory=lambda: NOTHING)  # its tokens, while it waits
+    blocks: list[int] = field(default_factory=list)  # hashes of its first SHARED tokens, of twice as many, and so on
 
     @staticmethod
     def begin(number: int, request: Request, sink: Sink, arrived_s: float, following: Following,
@@ -131,8 +133,13 @@ class Sequence:
     def beginning(self, known: int) -> Beginning | None:
         """What somebody has to compute next behind the first ``known`` tokens, if it is worth waiting for: for all who
         have the same beginning it is the same."""
-        return None if self.scores or known + SHARED >= self.base else (
-            self.request.namespace, tuple(self.tokens[: known + SHARED]))
+        count = 1 - -known // SHARED
+        if self.scores or count * SHARED >= self.base:
+            return None
+        while len(self.blocks) < count:
+            first = len(self.blocks) * SHARED
+            self.blocks.append(hash((*self.blocks[-1:], *self.tokens[first : first + SHARED])))
+        return self.request.namespace, self.blocks[count - 1]
 
     @property
     def over(self) -> bool:
@@ -216,16 +223,24 @@ class KV:
         if self._cache is not None:
             # A row that is to be scored has to be computed, whatever is known of it.
             match = self._cache.match(one.tokens[: one.scored if one.scores else -1], one.request.namespace)
+            one.array = NOTHING
             self._cache.lock(match)
             one.match = match
             one.take_slots(match.slots)
             one.borrowed = one.computed
 
+    @property
+    def caches(self) -> bool:
+        """Whether prompts are kept for the next ones."""
+        return self._cache is not None
+
     def known(self, one: Sequence) -> tuple[int, int]:
         """How many of its tokens the prefix cache holds, and how many of those others use, which cost nothing."""
         if self._cache is None or one.scores:
             return 0, 0
-        return self._cache.known(one.tokens[:-1], one.request.namespace)
+        if len(one.array) != one.base:
+            one.array = np.array(one.tokens, np.int64)
+        return self._cache.known(one.array[:-1], one.request.namespace)
 
     def held(self, one: Sequence) -> int:
         """Slots that would come free if it were put back."""
@@ -245,6 +260,7 @@ class KV:
             if one.match is not None:
                 self._cache.unlock(one.match)
             if len(others := np.flatnonzero(match.slots != own)):  # that somebody else has computed, too
+                self._runner.copy_features(own[others], match.slots[others])
                 one.row.put(int(others[0]), match.slots[others[0] :])
             one.match, one.borrowed = match, one.computed
 

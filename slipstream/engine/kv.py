@@ -10,7 +10,8 @@ RadixCache: prompts that were computed once, kept by their tokens so that the ne
 Rules of the cache:
 1. A tree of runs: an edge carries tokens and the slots of their KV, one each; children of a node differ in their first
    token.
-2. The cache owns every slot in it. ``insert`` hands ownership over; what the cache holds already is freed.
+2. The cache owns every slot in it, those of running answers' prompts too, which lock them. ``insert`` hands ownership
+   over; what the cache holds already is freed.
 3. A locked node and everything above it stays; the rest may be evicted, leaves first, the least recently used first.
 4. Each namespace has a tree of its own: what is kept in one is found from no other, so that nobody learns what others
    asked from what his own prompts cost. Eviction is over all of them.
@@ -208,7 +209,7 @@ class RadixCache:
 
     def kept_by(self, match: Match) -> int:
         """Slots that its lock alone keeps."""
-        return sum(len(node.slots) for node in _path(match.node) if node.locks == 1)
+        return sum([len(node.slots) for node in _path(match.node) if node.locks == 1])
 
     def lock(self, match: Match) -> None:
         """Keep the matched prefix until ``unlock``; may be called more than once."""

@@ -275,6 +275,15 @@ class ModelRunner:
         near, device = np.asarray(slots, np.int64), self._features.device
         return self._features.index_select(0, torch.from_numpy(near) if device.type == "cpu" else sent(near, device))
 
+    @torch.inference_mode()
+    def copy_features(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
+        """Tokens at slots ``old`` are at ``new`` from now on; rows that are not there are not needed."""
+        if self.taps:
+            had = self._known[old]
+            near, there = (sent(slots[had], self._features.device) for slots in (old, new))
+            self._features.index_copy_(0, there, self._features.index_select(0, near))
+            self._known[new[had]] = True
+
     def features_from(self, slots: NDArray[np.int64]) -> int:
         """The index in ``slots`` from which on every feature row is there (their number: none is)."""
         unknown = np.flatnonzero(~self._known[slots])

@@ -305,7 +305,7 @@ class Followed:
         waiting.first = waiting.first and (lookup or first_token)
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._note(change, link)
-        outcome = "used" if drafted and not lookup else self._outcome(drafted)
+        outcome = "used" if drafted and not lookup else self._outcome(drafted, first_token)
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
         if verified.finish:
             return record, None
@@ -383,10 +383,10 @@ class Followed:
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
 
-    def _outcome(self, drafted: int) -> str:
+    def _outcome(self, drafted: int, first_token: bool) -> str:
         if drafted:
             return LOOKED_UP if self.decision.lookup else "used"
-        if self.policy.mode is PLAIN:
+        if self.policy.mode is PLAIN or (first_token and not self.waiting.stood):
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 
