@@ -9,6 +9,7 @@ Rules:
 4. Draft latency is learned only from answers to commits that left nothing but the root (``Waiting``): what a drafter
    says to a target that holds nodes tells how it deepens, not how long an answer takes.
 5. What it stood still counts from its newest commit on; before the first token, from the step that went without it.
+6. A drafter that has the whole text to read is not waited for: plain steps make tokens meanwhile.
 
 It belongs to the engine thread.
 """
@@ -456,8 +457,8 @@ class Followed:
     def _await(self, now_s: float) -> None:
         """Its drafter hears of its newest token now; from here on it may wait."""
         tells = self.link is not None and self.decision.want and len(self.side.tree.token_list) == 1
-        self.waiting.begin(now_s, self.decision.wait_s if self.link is not None else 0.0,
-                           self.side.base if tells else None)
+        waits = self.link is not None and (not self.waiting.first or self._shared.policy.always)
+        self.waiting.begin(now_s, self.decision.wait_s if waits else 0.0, self.side.base if tells else None)
 
     def _rows_of(self, verified: Verified, reads: FeatureSpec) -> Features:
         start, count = self.side.base - 1, len(verified.tokens)
