@@ -208,7 +208,6 @@ class Queues:
         queued = self._queued(in_turn(self.waiting, have), room, kv) if room and self.waiting else []
         return schedule(facts, queued, free_slots, limits), standing
 
-
     def _queued(self, ones: abc.Sequence[Sequence], room: int, kv: KV) -> list[Facts]:
         """The first ``room`` of ``ones`` whose next tokens nobody is computing. Behind one that finds no slots nobody
         matters, and the queue may be long."""

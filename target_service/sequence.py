@@ -249,16 +249,18 @@ class KV:
 
     def share(self, ones: Iterable[Sequence]) -> None:
         """What is computed of their prompts is the prefix cache's from now on."""
-        for one in ones if self._cache is not None else ():
-            if self._cache is None or one.row is None:
+        if (cache := self._cache) is None:
+            return
+        for one in ones:
+            if one.row is None:  # it has failed in the step that computed it
                 continue
             own, namespace = one.slots[: one.computed].copy(), one.request.namespace
             tokens = one.tokens[: one.computed]
-            self._cache.insert(tokens, own, namespace)
-            match = self._cache.match(tokens, namespace)
-            self._cache.lock(match)
+            cache.insert(tokens, own, namespace)
+            match = cache.match(tokens, namespace)
+            cache.lock(match)
             if one.match is not None:
-                self._cache.unlock(one.match)
+                cache.unlock(one.match)
             if len(others := np.flatnonzero(match.slots != own)):  # that somebody else has computed, too
                 self._runner.copy_features(own[others], match.slots[others])
                 one.row.put(int(others[0]), match.slots[others[0] :])
