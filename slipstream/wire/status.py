@@ -41,6 +41,8 @@ Context = aio.ServicerContext[bytes, bytes]
 
 METADATA = "slipstream-error-bin"
 MAX_RETRY_S = 3600.0
+# What grpc.aio puts over the peer's status when a call ends while it is written to.
+OVERWRITTEN = "Internal error from Core"
 CODES = {code.name: code for code in grpc.StatusCode}
 KINDS: dict[str, type[SlipstreamError]] = {kind.__name__: kind for kind in (
     InvalidRequest, NotFound, PairingError, RemoteProtocolError, CapacityError, QuotaExceeded, Draining, ModelChanged,
@@ -111,6 +113,8 @@ def error_of(error: grpc.RpcError, who: str) -> SlipstreamError:
         return told
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return InvalidRequest("api_key", details, "invalid_api_key")
+    if details == OVERWRITTEN:
+        return Unavailable(f"{who} ended the call while it was written to; the next attempt tells why")
     code = call.code()
     return Unavailable(f"{who}: {code.name if code is not None else 'no status'} {details}".rstrip())
 
