@@ -25,6 +25,7 @@ class Pool:
     verify_s: float = 0.012
     wait_s: float = 0.001
     plain_s: float = PLAIN_S  # as the target says with each piece
+    looks_up: bool = False  # all texts copy: no target asks for drafts
 
     def clock(self) -> float:
         return self.now_s
@@ -45,6 +46,8 @@ class PoolAnswer:
         if not self.speculate:
             return Piece((1,), verify_s=PLAIN_S, state="plain", plain_s=PLAIN_S)
         pool = self.pool
+        if pool.looks_up:
+            return Piece((1,) * 4, 3, 4, verify_s=PLAIN_S, state="lookup")
         return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s,
                      plain_s=pool.plain_s)
 
@@ -136,6 +139,41 @@ async def test_probes_are_few_and_it_comes_back() -> None:
     await world.run(Rules().probe_max_s + 5.0)
     assert world.fallback.mode is Mode.SPECULATE
     assert sum(a.speculate for a in world.inner) == 40
+
+
+async def left_for(world: World) -> None:
+    """The pool of ``world`` turns bad and is left, and gets well again before anybody has tried it."""
+    world.pool.accepted, world.pool.wait_s = 0, 0.010
+    while world.fallback.mode is Mode.SPECULATE or world.fallback.probing:
+        await world.step()
+    world.pool.accepted, world.pool.wait_s = 3, 0.001
+
+
+async def test_a_time_without_answers_fails_no_probe() -> None:
+    world = await prepared(4)
+    await left_for(world)
+    for answer in world.answers:
+        await answer.aclose()
+    world.answers.clear()
+    for _ in range(1000):
+        world.pool.now_s += 1.0
+        world.fallback.tick()
+    assert world.fallback.mode is Mode.SHADOW
+    world.begin()
+    await world.run(2.0)
+    assert world.fallback.mode is Mode.SPECULATE
+
+
+async def test_texts_that_are_looked_up_fail_no_probe_and_pay_for_it() -> None:
+    world = await prepared(4)
+    await left_for(world)
+    world.pool.looks_up = True
+    await world.run(60.0)
+    assert world.fallback.mode is Mode.SHADOW and world.fallback.probing
+    assert world.fallback._beliefs.purse.left_s > 0.1, "time passed, whatever it was spent on"
+    world.pool.looks_up = False
+    await world.run(2.0)
+    assert world.fallback.mode is Mode.SPECULATE
 
 
 @pytest.mark.parametrize("answers", [1, 8])

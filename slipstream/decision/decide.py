@@ -44,7 +44,7 @@ class Rules:
     probe_rounds: int = 8  # drafted rounds of one probe: fewer say nothing about acceptance
     probe_after_s: float = 1.0  # before the first probe; doubles after each that fails
     probe_max_s: float = 30.0  # so that a drafter that is good again is seen within half a minute
-    probe_limit_s: float = 5.0  # a drafter that has not answered by then has failed the probe
+    probe_limit_s: float = 5.0  # of rounds without its answer: the drafter has failed the probe
     repay_s: float = 10.0  # what a drafter took to catch up must have come back by then
     overload_s: float = 0.1  # between two looks whether an overload is over
     plain_every: int = 64  # rounds: then one is plain, so that the cost of a plain step is measured, not remembered

@@ -56,10 +56,11 @@ from slipstream.decision.decide import (
 class Probe:
     """One try at speculation while it is off."""
 
-    began_s: float
     granted_s: float  # what it may lose
+    heard_s: float  # when the latest round was over
     ledger: Ledger = field(default_factory=Ledger)  # since the drafter first spoke
-    answered_s: float | None = None  # when it did
+    answered: bool = False
+    silent_s: float = 0.0  # of rounds, until it spoke
     restart_s: float = 0.0  # what was lost until then: the price of the restart, not of the rounds
 
     @property
@@ -71,9 +72,13 @@ class Probe:
         return self.granted_s - self.restart_s - self.ledger.loss_s
 
     def add(self, now_s: float, earned_s: float, spent_s: float, round_: Round, answered: bool) -> None:
-        """Count a round."""
-        if answered and self.answered_s is None:
-            self.answered_s = now_s
+        """Count a round that asked for drafts."""
+        # Neither looked-up text nor a time without answers is the drafter's silence.
+        if not self.answered:
+            self.silent_s += min(now_s - self.heard_s, round_.verify_s + round_.wait_s)
+            self.heard_s = now_s
+        if answered and not self.answered:
+            self.answered = True
             self.restart_s = self.ledger.loss_s + round_.wait_s
             self.ledger = Ledger()
             self.ledger.add(earned_s, spent_s - round_.wait_s, 0.0, round_.drafted > 0)
@@ -258,10 +263,8 @@ class SpeculationPolicy:
         return answered
 
     def tick(self, now_s: float) -> Transition | None:
-        """Time passes: a probe begins or runs out, as in ``observe``."""
-        if self._probe is not None:
-            return self._judge(now_s, self._probe)
-        if self._at.mode is not SPECULATE and self._due(now_s):
+        """Time passes: a probe begins, as in ``observe``."""
+        if self._probe is None and self._at.mode is not SPECULATE and self._due(now_s):
             self._start_probe(now_s)
         return None
 
@@ -275,7 +278,7 @@ class SpeculationPolicy:
 
     def drafter_ready(self, now_s: float) -> Transition | None:
         """A drafter is there (again): probe soon, though later each time that it is lost at once."""
-        if self._at.mode is not SPECULATE and (self._probe is None or self._probe.answered_s is None):
+        if self._at.mode is not SPECULATE and (self._probe is None or not self._probe.answered):
             self._end_probe()
             self._beliefs.latency.forget()  # how long the last one took says nothing about this one
             # _postpone has doubled the wait already; an eighth of it is a quarter of the one that was due.
@@ -344,7 +347,7 @@ class SpeculationPolicy:
         self.num_probes += 1
         at, beliefs, rules = self._at, self._beliefs, self._rules
         most_s = rules.probe_rounds * (usual_wait_s(beliefs, rules) + self._plain_s)
-        self._probe = Probe(now_s, min(beliefs.purse.left_s, most_s))
+        self._probe = Probe(min(beliefs.purse.left_s, most_s), now_s)
         beliefs.purse.pay(self._probe.granted_s)
         # It is judged afresh: what was believed is what may have changed.
         at.acceptance, at.recent, at.share = at.acceptance.fresh(), Ledger(keep=at.recent.keep), 1.0
@@ -358,12 +361,12 @@ class SpeculationPolicy:
 
     def _judge(self, now_s: float, probe: Probe) -> Transition | None:
         ledger, rounds = probe.ledger, self._rules.probe_rounds
-        if probe.answered_s is not None and (ledger.drafted >= rounds or ledger.rounds >= 4 * rounds):
-            gain = ledger.gain / (1 + (probe.answered_s - probe.began_s) / self._rules.repay_s)
+        if probe.answered and (ledger.drafted >= rounds or ledger.rounds >= 4 * rounds):
+            gain = ledger.gain / (1 + probe.silent_s / self._rules.repay_s)
             return self._enter(now_s) if not ledger.drafted or gain >= self._rules.enter_gain else self._fail(now_s)
         if ledger.drafted and (probe.left_s < 0 or self._at.idle):
             return self._fail(now_s)
-        silent = probe.answered_s is None and now_s - probe.began_s > self._rules.probe_limit_s
+        silent = not probe.answered and probe.silent_s > self._rules.probe_limit_s
         return self._fail(now_s, "draft_timeout") if silent else None
 
     def _enter(self, now_s: float) -> Transition | None:
