@@ -303,10 +303,11 @@ class Followed:
                        waiting.stood and not side.heard, None, None if lookup else waiting.latency(), waiting.first,
                        lookup)
         # At the first token the drafter has the prompt to read, and so it may have behind it.
+        reading = not waiting.stood and (first_token or (waiting.first and link is not None))
         waiting.first = waiting.first and (lookup or first_token)
         if (change := self.policy.observe(now_s, round_)) is not None:
             self._note(change, link)
-        outcome = "used" if drafted and not lookup else self._outcome(drafted, first_token)
+        outcome = "used" if drafted and not lookup else self._outcome(drafted, reading)
         record = RoundRecord(drafted, accepted, len(tokens), waited_s, outcome, before.why, None if lookup else link)
         if verified.finish:
             return record, None
@@ -384,10 +385,10 @@ class Followed:
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
 
-    def _outcome(self, drafted: int, first_token: bool) -> str:
+    def _outcome(self, drafted: int, reading: bool) -> str:
         if drafted:
             return LOOKED_UP if self.decision.lookup else "used"
-        if self.policy.mode is PLAIN or (first_token and not self.waiting.stood):
+        if self.policy.mode is PLAIN or reading:
             return "plain"
         return "draft_missing" if self.link is None or self.side.heard else "discarded_late"
 
