@@ -533,3 +533,43 @@ def test_a_few_sessions_are_drafted_for_ahead_and_of_a_crowd_none() -> None:
     assert not SpeculationPolicy(CONFIG, beliefs).decide(2.0, ahead).ahead
     shared = SpeculationPolicy(CONFIG, Beliefs(StepCosts(PROFILE), shared_cores=True))
     assert not shared.decide(0.0, ahead).ahead, "what is grown ahead would take the target's own time"
+
+
+def test_an_answer_that_ends_in_its_probe_leaves_what_it_has_not_lost() -> None:
+    policy, beliefs = policy_of(PROFILE)
+    beliefs.purse.left_s = 0.6
+    policy.forbid(0.0)
+    policy.allow(0.1)
+    assert policy.probing and beliefs.purse.left_s < 0.6
+    policy.close()
+    assert beliefs.purse.left_s == pytest.approx(0.6)
+
+
+def answered_by(beliefs: Beliefs, now_s: float, exchange_s: float, rounds: int = 150) -> tuple[float, int]:
+    """One answer alone on shared cores, whose exchanges take so long. Returns when it ends, and its drafted rounds."""
+    policy, followed, drafted = SpeculationPolicy(CONFIG, beliefs, now_s), False, 0
+    for _ in range(rounds):
+        decision = policy.decide(now_s, Seen(0, followed))
+        first, followed = not followed, decision.follow
+        wait_s = min(decision.wait_s, exchange_s)
+        late = exchange_s > wait_s
+        nodes = decision.verify if wait_s and not late else 0
+        now_s += 0.050 + wait_s
+        drafted += nodes > 0
+        policy.observe(now_s, Round(nodes, min(3, nodes), min(nodes, 5), 0.050, wait_s, 1 + nodes, late,
+                                    exchange_s=exchange_s if nodes else None, first=first))
+    policy.close()
+    return now_s, drafted
+
+
+def test_a_slow_hour_is_not_the_end_of_drafting_on_shared_cores() -> None:
+    """A neighbour makes every exchange too long for its deadline. When he is gone, somebody has to find out."""
+    beliefs, now_s = Beliefs(StepCosts({1: 0.050, 8: 0.051, 64: 0.100}), shared_cores=True), 0.0
+    beliefs.latency.load = 1
+    for exchange_s, answers in ((0.030, 4), (0.400, 30)):
+        for _ in range(answers):
+            now_s, drafted = answered_by(beliefs, now_s, exchange_s)
+    assert drafted == 0 and beliefs.latency.mean_s == 0.25
+    for _ in range(40):
+        now_s, drafted = answered_by(beliefs, now_s, 0.030)
+    assert drafted > 100

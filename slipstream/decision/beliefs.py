@@ -131,7 +131,7 @@ TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
 
 
 class Purse:
-    """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most."""
+    """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most for each wait of a row."""
 
     __slots__ = ("_together", "left_s", "row")
 
@@ -142,7 +142,8 @@ class Purse:
 
     def earn(self, seconds: float, sessions: int = 1) -> None:
         """A round took so long, beside as many others as ``sessions`` says with it."""
-        left_s, most_s = self.left_s, SHARE * KEPT_S * (sessions or 1)
+        # For a whole row of the longest waits, too, or after a slow hour none would ever be tried again.
+        left_s, most_s = self.left_s, SHARE * KEPT_S * self._together * (sessions or 1)
         if left_s < most_s:
             left_s += SHARE * seconds
             self.left_s = left_s if left_s < most_s else most_s
@@ -463,11 +464,12 @@ class Beliefs:
 
     def begin(self, sampled: bool, price_s: float) -> tuple[Acceptance, float]:
         """What a new session believes of draft tokens, and in which share of exchanges there are any: as others have
-        seen it. If the purse has ``price_s`` it begins with a guess, so that a changed world is seen."""
+        seen it. If the purse has ``price_s`` it begins with a guess, so that a changed world is seen; what a row of
+        tried waits would lose stays there, as behind waits that are too long a guess shows nothing."""
         known = self._accepted[sampled]
         if not known.known:
             return known.fresh(), 1.0
-        if self.purse.left_s < price_s:
+        if self.purse.left_s < price_s + self.purse.row * self.latency.least_s(0.0):
             return known.heir(), self._share
         self.purse.pay(price_s)
         return known.fresh(), 1.0

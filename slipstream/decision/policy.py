@@ -173,7 +173,10 @@ class SpeculationPolicy:
             self._beliefs.asks(asks)
 
     def close(self) -> None:
-        """The session is over: it asks for no drafts."""
+        """The session is over: it asks for no drafts, and others may spend what it has not."""
+        if self._stands is not None:
+            self._take_back(self._stands)
+        self._end_probe()
         self._asks(False)
 
     def _take_back(self, decision: Decision) -> None:
