@@ -4,9 +4,9 @@ Rules of a schedule:
 1. First come, first served: answers are admitted, prefilled and kept in order of arrival, where namespaces take turns:
    the first of each, then the second of each. The oldest always advances, so nobody starves; when slots run out, the
    last in that order is put back and computed again later.
-2. Rows go first to answers that decode, then to prompts, chunk by chunk, so long prompts do not stop running answers.
-   A row that is scored counts as ``SCORED``. The step that ends a prompt chooses the first token, too.
-3. Trees shrink before anyone is put back: draft nodes are a bet, answers are a promise.
+2. Rows go first to answers that decode, one each, then to prompts, chunk by chunk, so long prompts do not stop running
+   answers. A row that is scored counts as ``SCORED``. The step that ends a prompt chooses the first token, too.
+3. Trees have what is left, and shrink before anyone is put back: draft nodes are a bet, answers are a promise.
 4. An answer that waits for its drafter is left out until growth comes or its deadline passes; for its first token it
    waits for nobody, as drafters read its prompt meanwhile. The step itself is held for it where one step of all is
    sooner over than two.
@@ -99,7 +99,8 @@ def schedule(running: abc.Sequence[Facts], waiting: abc.Sequence[Facts], free_sl
         put_back.append(youngest.key)
         room += youngest.held
         ready = [facts for facts in ready if facts.key != youngest.key]
-    verify = _share(ready, min(room, limits.max_step_rows))
+    rows = min(room, limits.max_step_rows)
+    verify = _share(ready, rows, rows - min(sum([facts.prefill for facts in kept]), limits.prefill_chunk))
     room -= sum(rows for _, rows in verify)
     rows_left = limits.max_step_rows - sum(rows for _, rows in verify)
     prefill: list[tuple[int, int]] = []
@@ -128,10 +129,10 @@ def holds(ready: int, coming: int, missing_s: float, cost: Callable[[int], float
     return missing_s + cost(ready + coming) < cost(ready) + cost(coming)
 
 
-def _share(ready: abc.Sequence[Facts], rows: int) -> list[tuple[int, int]]:
-    # One row each first; what is left goes to trees, oldest first.
+def _share(ready: abc.Sequence[Facts], rows: int, most: int) -> list[tuple[int, int]]:
+    # One row each first; what is left of the first ``most`` goes to trees, oldest first.
     served = ready[:rows]
-    spare = rows - len(served)
+    spare = max(0, most - len(served))
     shares = []
     for facts in served:
         extra = min(facts.nodes - 1, spare)

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slipstream.base.config import PolicySection
@@ -17,7 +18,7 @@ from slipstream.decision.policy import SpeculationPolicy
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.following import HELD
 from slipstream.protocol.grammar import Grammar
-from slipstream.protocol.lookup import PromptLookup
+from slipstream.protocol.lookup import Doubt, PromptLookup
 from slipstream.protocol.messages import Commit, DraftBound, Faults, Peer, PeerEvents, Sampling
 from slipstream.protocol.requests import Piece, Request
 from tests.pair import STUBBORN, drafting, local_link, target
@@ -103,6 +104,19 @@ def test_as_many_are_verified_as_pay() -> None:
     assert looked_up(alone, [0.05]) == 1  # a second row is free here
     assert looked_up(alone, [0.3, 0.09, 0.027]) < 3
     assert looked_up(alone, [0.3], others=31) == 0
+
+
+def test_a_text_begins_with_what_others_of_its_kind_have_shown() -> None:
+    known, rng = Doubt(), np.random.default_rng(0)
+    for _ in range(20):
+        lookup = PromptLookup([1, 2, 3], known)
+        for token in rng.integers(0, 8, 40).tolist():  # matches that mean nothing
+            lookup.commit([token])
+    late = PromptLookup([1, 2, 3, 4, 1, 2, 3], known)
+    assert PromptLookup([1, 2, 3]).doubt == 2.0 < 4.0 < late.doubt
+    assert late.chain(1)[1][0] < 0.45 < PromptLookup([1, 2, 3, 4, 1, 2, 3]).chain(1)[1][0]
+    known.wrong *= 1e6
+    assert PromptLookup([1], known).doubt == 16.0, "and can learn better soon"
 
 
 def test_a_drafter_is_asked_where_its_tree_is_worth_the_wait() -> None:

@@ -102,10 +102,12 @@ def test_everyone_finishes_and_no_step_takes_more_than_there_is(seed: int) -> No
     assert sorted(finished) == [player.key for player in everyone]
 
 
-def test_plain_rows_come_before_trees_and_both_before_prompts() -> None:
+def test_plain_rows_come_before_prompts_and_both_before_trees() -> None:
     running = [Facts(1, 10, 0, 17, False), Facts(2, 10, 0, 1, False), Facts(3, 5, 50, 1, False)]
     plan = schedule(running, [], 20, LIMITS)
-    assert dict(plan.verify) == {1: 17, 2: 1} and dict(plan.prefill) == {3: 2}
+    assert dict(plan.verify) == {1: 3, 2: 1} and dict(plan.prefill) == {3: 16}, "a chunk of it"
+    plan = schedule(running, [], 3, LIMITS)
+    assert dict(plan.verify) == {1: 1, 2: 1} and dict(plan.prefill) == {3: 1}
 
 
 def test_the_step_that_ends_a_prompt_chooses_the_first_token() -> None:
@@ -114,6 +116,14 @@ def test_the_step_that_ends_a_prompt_chooses_the_first_token() -> None:
     assert dict(plan.prefill) == {1: 10, 2: 16, 3: 5} and dict(plan.verify) == {1: 1}
     plan = schedule(running[:1], [], 10, LIMITS)
     assert dict(plan.prefill) == {1: 10} and not plan.verify, "no slot is left for it"
+
+
+def test_trees_leave_a_prompt_its_rows_and_slots() -> None:
+    running = [Facts(1, 0, 5000, 1, False), *(Facts(key, 0, 0, 64, False) for key in range(2, 10))]
+    full = schedule(running, [], 20_000, Limits(64, 512, 256))
+    assert full.prefill == ((1, 256),) and sum(rows for _, rows in full.verify) == 256
+    short = schedule(running, [], 136, Limits(64, 512, 256))
+    assert short.prefill == ((1, 128),) and {rows for _, rows in short.verify} == {1}
 
 
 def test_trees_shrink_before_anyone_is_put_back() -> None:

@@ -131,7 +131,8 @@ TOGETHER = 3  # tried waits in a row, on shared cores: one alone is not believed
 
 
 class Purse:
-    """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most for each wait of a row."""
+    """SHARE of the time of all rounds of one target or draft pool, of the last KEPT_S at most, for each wait of a
+    row."""
 
     __slots__ = ("_together", "left_s", "row")
 

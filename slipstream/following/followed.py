@@ -28,7 +28,7 @@ from slipstream.decision.policy import SpeculationPolicy
 from slipstream.following.pool import DraftPool
 from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.lookup import PromptLookup
+from slipstream.protocol.lookup import Doubt, PromptLookup
 from slipstream.protocol.messages import (
     Close,
     DraftBound,
@@ -190,13 +190,13 @@ LOOK_S = 0.2  # between two looks whether a drafter would pay, on shared cores
 class Followed:
     """One session. Made by ``Following.open``."""
 
-    __slots__ = ("_foretold", "_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead", "_shared",
-                 "begun", "decision", "link", "plain", "policy", "reads", "session", "side", "waiting")
+    __slots__ = ("_doubt", "_foretold", "_limit", "_lookup", "_opened_s", "_retry_at_s", "_rows_from", "_runs_ahead",
+                 "_shared", "begun", "decision", "link", "plain", "policy", "reads", "session", "side", "waiting")
 
-    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int,
+    def __init__(self, side: TargetSide, policy: SpeculationPolicy, shared: Shared, limit: int, doubt: Doubt,
                  plain: bool = False) -> None:
-        """limit: tokens that the session has at most, its prompt included. plain: nothing is ever drafted for it, its
-        text not looked up either."""
+        """limit: tokens that the session has at most, its prompt included. doubt: of what texts like its own foretell.
+        plain: nothing is ever drafted for it, its text not looked up either."""
         self.session = side.session
         self.side = side
         self.policy = policy
@@ -209,6 +209,7 @@ class Followed:
         self.plain = plain
         self._shared = shared
         self._limit = limit
+        self._doubt = doubt
         self._lookup: PromptLookup | None = None
         self._foretold = NOTHING  # what the text foretold at the newest commit, and its chances
         self._retry_at_s = 0.0  # no drafter is looked for before
@@ -396,7 +397,7 @@ class Followed:
         if not self.looks_up:
             return NOTHING
         if self._lookup is None:
-            self._lookup = PromptLookup([*self.side.tokens, *tokens])
+            self._lookup = PromptLookup([*self.side.tokens, *tokens], self._doubt)
         else:
             self._lookup.commit(tokens)
         return self._lookup.chain(min(self._shared.policy.max_nodes, self.left - len(tokens) - 1), forced)

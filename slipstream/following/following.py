@@ -32,6 +32,7 @@ from slipstream.observe.log import logger
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.observe.trace import Trace, commit_key, growth_key
 from slipstream.protocol.conduct import FaultRate
+from slipstream.protocol.lookup import Doubt
 from slipstream.protocol.messages import Commit, DraftBound, DraftHello, Growth, Link, Sampling, TargetBound
 from slipstream.protocol.session import TargetSide
 from slipstream.protocol.tree import DraftTree
@@ -166,6 +167,7 @@ class Following:
         self._post = Post()
         self._shared = Shared(self.pool, self._post.say, config.policy, self._beliefs, metrics, config.prompt_lookup,
                               changed or logged)
+        self._doubts = {sampled: Doubt() for sampled in (False, True)}
         self._most = config.max_sessions
         self._costs = costs
         self._metrics = metrics
@@ -235,12 +237,12 @@ class Following:
              speculate: bool = True, trace: str = "") -> Followed:
         """A session that may be drafted for once it begins. ``tokens``: what is committed, the first ``prompt_len`` of
         them the prompt; ``limit``: at most so many in the end."""
-        now_s = self._clock()
-        policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled=not sampling.greedy)
+        now_s, sampled = self._clock(), not sampling.greedy
+        policy = SpeculationPolicy(self._shared.policy, self._beliefs, now_s, sampled)
         if not speculate:
             policy.forbid(now_s)
         followed = Followed(TargetSide(session, tokens, prompt_len, sampling, trace), policy, self._shared, limit,
-                            plain=not speculate)
+                            self._doubts[sampled], plain=not speculate)
         self.sessions[session] = followed
         self._loaded()
         return followed

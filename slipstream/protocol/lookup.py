@@ -20,6 +20,7 @@ It knows nothing about drafters, models or whether verifying pays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 CHAIN = 24  # occurrences looked at for one suffix length, the newest first
@@ -126,19 +127,32 @@ ORDERS = (1, 4)  # suffixes that are looked up; the shorter one is the shortest 
 LONGEST = 32  # tokens of a match that are counted
 KEEP = 1 << 15  # tokens of a text
 PRIOR = 6.0  # right tokens that a beginning is worth
+ALL_PRIOR = 20.0  # and that of all texts
+MOST_DOUBT = 16.0  # to begin with, so that a text that does repeat itself is soon seen to
 FADE = 0.97  # of what was seen, for each token more
+FADE_ALL = 0.999  # and of what all texts have shown
 KEPT, BROKEN = 19.0, 1.0  # forced chains that a beginning is worth: those that came, and others
+
+
+@dataclass(slots=True)
+class Doubt:
+    """Of all texts of a kind: rule 3's sums. Sampled ones repeat themselves less than greedy ones."""
+
+    right: float = ALL_PRIOR
+    wrong: float = ALL_PRIOR * DOUBT
 
 
 class PromptLookup:
     """Of one answer."""
 
-    __slots__ = ("_broken", "_forced", "_index", "_kept", "_match", "_right", "_wrong")
+    __slots__ = ("_broken", "_forced", "_index", "_kept", "_known", "_match", "_right", "_wrong")
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        """tokens: prompt and answer so far."""
+    def __init__(self, tokens: Sequence[int], known: Doubt | None = None) -> None:
+        """tokens: prompt and answer so far. known: of texts of its kind, which it adds to; None: it is
+        the only one."""
         self._index = SuffixIndex(ORDERS, LONGEST, KEEP)
-        self._right, self._wrong = PRIOR, PRIOR * DOUBT
+        self._known = known = known or Doubt()
+        self._right, self._wrong = PRIOR, PRIOR * min(known.wrong / known.right, MOST_DOUBT)
         self._kept, self._broken = KEPT, BROKEN
         self._forced: Sequence[int] = ()
         self._index.extend(tokens)
@@ -150,7 +164,7 @@ class PromptLookup:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """``tokens`` came."""
-        match = self._match
+        match, known = self._match, self._known
         if self._forced:
             came = all(token == forced for token, forced in zip(tokens, self._forced, strict=False))
             self._kept, self._broken = FADE * self._kept + came, FADE * self._broken + (not came)
@@ -158,8 +172,9 @@ class PromptLookup:
             foretold = self._index.continuation(match.end, len(tokens))
             for ahead, (token, told) in enumerate(zip(tokens, foretold, strict=True)):
                 right = told == token
-                self._right = FADE * self._right + right
-                self._wrong = FADE * self._wrong + (not right) * (match.length + ahead)
+                wrong = (not right) * (match.length + ahead)
+                self._right, self._wrong = FADE * self._right + right, FADE * self._wrong + wrong
+                known.right, known.wrong = FADE_ALL * known.right + right, FADE_ALL * known.wrong + wrong
                 if not right:
                     break
         self._index.extend(tokens)
