@@ -58,6 +58,7 @@ class Rule(Protocol):
 
 
 NOTHING = np.zeros(0, np.int64)
+LUMPS = 128  # in which a full prefix cache is given up: to find what is oldest it looks at all that it holds
 SHARED = 64  # tokens of a prompt, from which on it is better to wait for who computes them than to do so again
 Beginning = tuple[str, int]
 
@@ -285,8 +286,9 @@ class KV:
 
     def make_room(self, rows: int) -> None:
         """Have so many slots free, as far as the cache can help."""
-        if (short := rows - self._runner.slots.num_free) > 0 and self._cache is not None:
-            self._cache.evict(short)
+        slots = self._runner.slots
+        if (short := rows - slots.num_free) > 0 and self._cache is not None:
+            self._cache.evict(max(short, slots.num_slots // LUMPS))
 
     def prove(self, running: Iterable[Sequence]) -> None:
         """Raises AssertionError unless every slot is free or owned once."""

@@ -17,6 +17,7 @@ from draft_service.assembly import assemble
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import RemoteProtocolError
 from slipstream.decision.beliefs import StepCosts
+from slipstream.decision.decide import Mode
 from slipstream.drafting.ngram import NgramDrafter, NgramShape
 from slipstream.following.followed import Followed, Step, Verified
 from slipstream.following.following import Following, Inbox
@@ -28,6 +29,7 @@ from slipstream.protocol.messages import (
     Commit,
     DraftBound,
     DraftHello,
+    Drop,
     Features,
     FeatureSpec,
     Growth,
@@ -251,6 +253,23 @@ def test_nonsense_parts_the_drafter_and_a_lost_one_costs_nothing() -> None:
     target.link_down(link, "cut")
     target.inbox.drain()
     assert again.link is None and not again.waits(0.0) and len(again.take(again.nodes)) == 1
+
+
+def test_a_lease_that_ends_in_a_long_prompt_costs_no_speculation() -> None:
+    target, link = following(), Heard()
+    target.link_up(link, SILENT)
+    target.inbox.drain()
+    one = target.open(1, PROMPT, len(PROMPT), Sampling(), 100)
+    target.begin([one], 0.0)
+    target.received(link, [Drop(1, "expired")], [])
+    target.inbox.drain()
+    assert one.link is None and one.policy.mode is Mode.SPECULATE
+    target.committed([Verified(1, (5,), 0, 0, 0)], Step(60.0, STEP_S, 1, 1))
+    target.flush()
+    assert one.link is link and [type(item) for item in link.items] == [Open, Open]
+    target.received(link, [Drop(1, "expired")], [])
+    target.inbox.drain()
+    assert one.link is None and one.policy.mode is Mode.PLAIN, "behind its first token it is spoken of all the time"
 
 
 def test_it_needs_neither_torch_nor_grpc() -> None:

@@ -19,7 +19,7 @@ from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Piece, Request
 from target_service.loop import TargetWorker
 from target_service.scheduler import Limits
-from target_service.sequence import SHARED, Sink
+from target_service.sequence import KV, LUMPS, SHARED, Sink
 
 LONG = tuple(range(1, 201))
 Told = list[Piece | Exception]
@@ -170,3 +170,16 @@ def test_feature_rows_move_with_tokens_to_the_slots_that_the_cache_has(tiny_fold
     assert torch.allclose(cached, fresh.features(range(len(LONG))), atol=1e-9)
     finished(worker)
     assert said(second)[:2] == said(first)
+
+
+def test_a_full_cache_gives_way_in_lumps(tiny_folder: Path) -> None:
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 1024)
+    kv = KV(runner, True)
+    assert kv._cache is not None
+    for start in range(0, 1024, 8):
+        kv._cache.insert(range(start, start + 8), runner.slots.alloc(8))
+    assert runner.slots.num_free == 0
+    kv.make_room(1)
+    assert runner.slots.num_free == 1024 // LUMPS
+    kv.make_room(100)
+    assert runner.slots.num_free == 100

@@ -382,7 +382,9 @@ class Followed:
             self._retry_at_s = now_s + RETRY_S
         else:  # whoever drops what it was just given must not have the whole text again for each token
             self._retry_at_s = max(self._retry_at_s, self._opened_s + RETRY_S)
-        self.lost(now_s, "draft_unavailable", moves=reason == "draining", had=link)
+        # A drafter hears nothing while a long prompt is computed, and its lease ends: it is opened again behind it.
+        moves = reason == "draining" or (reason == "expired" and not self.side.num_output)
+        self.lost(now_s, "draft_unavailable", moves, had=link)
         if now_s >= self._retry_at_s:
             self.policy.drafter_ready(now_s)
 
