@@ -411,7 +411,7 @@ class PoolFallback:
             return
         # A chain is the shallowest tree of so many nodes that can have had what was accepted.
         round_ = Round(piece.drafted, min(piece.accepted, piece.drafted), piece.drafted, piece.verify_s, piece.wait_s,
-                       plain_s=piece.plain_s)
+                       late=piece.late, plain_s=piece.plain_s)
         self._heed(self._policy.observe(now_s, round_))
 
     def _learn(self, piece: Piece) -> None:

@@ -58,7 +58,7 @@ class Telling:
         one.span.event("round", drafted=record.drafted, accepted=record.accepted, rows=step.rows, step_s=step.seconds,
                        wait_s=record.waited_s, mode=mode.value, why=record.why)
         piece = Piece(tokens, record.accepted, record.drafted, outcome.logprobs[: len(tokens)], finish, step.seconds,
-                      record.waited_s, mode.value, lossy=outcome.lossy, plain_s=plain_s)
+                      record.waited_s, mode.value, lossy=outcome.lossy, plain_s=plain_s, late=record.late)
         piece = self._first(one, piece)
         if outcome.lenient:
             self._metrics.lenient(outcome.lenient)

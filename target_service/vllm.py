@@ -249,7 +249,7 @@ class VllmAnswer:
         if (taken := self._rounds.take(self._known, len(self._request.tokens) + self._tokens)) is not None:
             step, told = taken
             piece = piece._replace(drafted=told.drafted, verify_s=step.seconds, wait_s=told.waited_s, state=told.state,
-                                   plain_s=0.0 if told.looked_up else step.plain_s)
+                                   plain_s=0.0 if told.looked_up else step.plain_s, late=told.late)
             self._span.event("round", drafted=told.drafted, accepted=piece.accepted, step_s=step.seconds,
                              wait_s=told.waited_s, mode=told.state)
         if output.finished:

@@ -26,6 +26,7 @@ class Pool:
     wait_s: float = 0.001
     plain_s: float = PLAIN_S  # as the target says with each piece
     looks_up: bool = False  # all texts copy: no target asks for drafts
+    hangs: bool = False  # the drafts are connected and never answer: a first wait of each answer is in vain
 
     def clock(self) -> float:
         return self.now_s
@@ -37,7 +38,7 @@ class PoolAnswer:
     def __init__(self, pool: Pool, speculate: bool) -> None:
         self.pool = pool
         self.speculate = speculate
-        self.closed = False
+        self.closed = self.waited = False
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self
@@ -46,13 +47,16 @@ class PoolAnswer:
         if not self.speculate:
             return Piece((1,), verify_s=PLAIN_S, state="plain", plain_s=PLAIN_S)
         pool = self.pool
+        if pool.hangs:
+            wait_s, self.waited = (0.0 if self.waited else 0.25), True
+            return Piece((1,), 0, 0, verify_s=PLAIN_S, wait_s=wait_s, plain_s=PLAIN_S, late=wait_s > 0.0)
         if pool.looks_up:
             return Piece((1,) * 4, 3, 4, verify_s=PLAIN_S, state="lookup")
         return Piece((1,) * (1 + pool.accepted), pool.accepted, 4, verify_s=pool.verify_s, wait_s=pool.wait_s,
                      plain_s=pool.plain_s)
 
     def set_speculation(self, allowed: bool) -> None:
-        self.speculate = allowed
+        self.speculate, self.waited = allowed, False
 
     async def aclose(self) -> None:
         self.closed = True
@@ -174,6 +178,18 @@ async def test_texts_that_are_looked_up_fail_no_probe_and_pay_for_it() -> None:
     world.pool.looks_up = False
     await world.run(2.0)
     assert world.fallback.mode is Mode.SPECULATE
+
+
+async def test_a_pool_that_never_answers_is_left_and_passes_no_probe() -> None:
+    world = await prepared(8)
+    world.pool.hangs = True
+    returns = 0
+    for _ in range(6000):
+        before = world.fallback.mode
+        await world.step()
+        returns += before is not Mode.SPECULATE and world.fallback.mode is Mode.SPECULATE
+    assert world.fallback.mode is not Mode.SPECULATE and not returns
+    assert 'reason="draft_timeout"' in world.page()
 
 
 @pytest.mark.parametrize("answers", [1, 8])

@@ -215,7 +215,7 @@ class Chains:
         records = self.following.committed([self._verified(row, one) for row, one in goes_on.values()], step, failed)
         for (row, one), record in zip(goes_on.values(), records, strict=True) if self._tell_step is not None else ():
             self._told.append(Told(row.request, row.length, row.drafted, record.waited_s, one.policy.mode.value,
-                                   record.outcome == LOOKED_UP))
+                                   record.outcome == LOOKED_UP, record.late))
         if opens or self._states is not None:
             return [self._ready(row, row.request in opens, step) if row is not None else None for row in rows]
         return [self._sessions.get(row.request) if row is not None else None for row in rows]

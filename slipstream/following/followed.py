@@ -88,6 +88,11 @@ class RoundRecord:
     why: Why
     link: Link | None  # who drafted, if anybody did
 
+    @property
+    def late(self) -> bool:
+        """Whether it stood still in vain."""
+        return self.outcome == "discarded_late" and self.waited_s > 0.0
+
 
 Changed = Callable[[int, Transition, Why, Link | None], None]
 Say = Callable[[Link | None, DraftBound | None], None]  # with the next flush

@@ -29,6 +29,7 @@ class Told:
     waited_s: float  # for its drafter, before the step
     state: State
     looked_up: bool = False  # the draft tokens were the text's own
+    late: bool = False  # the wait was in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +47,9 @@ def decode(data: bytes) -> ToldStep | None:
     """None: it is no step."""
     try:
         seconds, plain_s, requests = json.loads(data)
-        told = tuple(Told(str(request), int(length), int(drafted), float(waited_s), state, bool(looked_up))
-                     for request, length, drafted, waited_s, state, looked_up in requests)
+        told = tuple(Told(str(request), int(length), int(drafted), float(waited_s), state, bool(looked_up),
+                          bool(late))
+                     for request, length, drafted, waited_s, state, looked_up, late in requests)
         step = ToldStep(float(seconds), float(plain_s), told)
     except (ValueError, TypeError, ArithmeticError):
         return None

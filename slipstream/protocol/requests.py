@@ -221,6 +221,7 @@ class Piece(NamedTuple):
     lossy: bool = False  # accept thresholds below 1 were applied to it
     plain_s: float = 0.0  # what the step would have taken without anybody's drafter; 0: unknown, or looked up
     prompt: PromptScores | None = None
+    late: bool = False  # the wait was in vain: the drafter had not answered when the step began
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ def _fill_piece(wire: target_pb2.GenerateResponse, piece: Piece) -> None:
     wire.finish_reason, wire.state = FINISH_NUMBERS[piece.finish], STATE_NUMBERS[piece.state]
     wire.verify_us, wire.wait_us = microseconds(piece.verify_s), microseconds(piece.wait_s)
     wire.queue_us, wire.plain_us = microseconds(piece.queue_s), microseconds(piece.plain_s)
-    wire.cached_tokens, wire.lossy = piece.cached_tokens, piece.lossy
+    wire.cached_tokens, wire.lossy, wire.late = piece.cached_tokens, piece.lossy, piece.late
     if piece.prompt is not None:
         scores = piece.prompt
         wire.prompt.CopyFrom(target_pb2.PromptScores(
@@ -253,7 +253,7 @@ def _piece_of(wire: target_pb2.GenerateResponse) -> Piece:
     return Piece(
         tokens, accepted, wire.drafted, tuple(map(_logprob, entries)) if entries else (), finish, wire.verify_us / 1e6,
         wire.wait_us / 1e6, state, wire.cached_tokens, wire.queue_us / 1e6, wire.lossy,
-        wire.plain_us / 1e6, _scores_of(wire.prompt) if wire.HasField("prompt") else None,
+        wire.plain_us / 1e6, _scores_of(wire.prompt) if wire.HasField("prompt") else None, wire.late,
     )
 
 
