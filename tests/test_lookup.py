@@ -232,3 +232,20 @@ async def test_beside_a_drafter_it_is_counted_apart_and_asks_nobody(folder: Path
     drafted = sum(piece.drafted > 0 for piece in pieces)
     assert outcomes["prompt_lookup"] > 0 and outcomes["prompt_lookup"] + outcomes["used"] == drafted
     assert rig.count("drafter_tokens_total") < sum(piece.drafted + piece.accepted for piece in pieces)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=5)], ids=["greedy", "sampled"])
+async def test_a_router_that_takes_the_drafters_away_leaves_the_lookup_and_the_text(folder: Path,
+                                                                                    sampling: Sampling) -> None:
+    request = replace(asked(1, max_tokens=60), sampling=replace(sampling, logit_bias=asked(1).sampling.logit_bias))
+    async with target(folder) as rig:
+        plain = await rig.answer(request)
+    async with (target(folder, STUBBORN, prompt_lookup=True) as rig, drafting(ngrams()) as peers,
+                local_link(rig, peers)):
+        answer, pieces = rig.service.submit(request), list[Piece]()
+        async for piece in answer:
+            pieces.append(piece)
+            answer.set_speculation(len(pieces) % 8 < 3)
+        await rig.check()
+    assert tokens_of(pieces) == tokens_of(plain)
+    assert any(piece.drafted for piece in pieces if piece.state == "plain"), "what the text foretold"
