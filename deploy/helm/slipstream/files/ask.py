@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +19,34 @@ PROMPT = ("Copy this text exactly: The quick brown fox jumps over the lazy dog. 
 PATIENCE_S = 120
 
 
-def call(address: str, path: str, key: str, body: dict[str, Any] | None = None) -> Any:
+def call(address: str, path: str, key: str, body: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, str]]:
+    """The reply and its headers."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(address + path, data, headers), timeout=PATIENCE_S) as reply:
-        return json.load(reply)
+        return json.load(reply), reply.headers
 
 
 def model_when_ready(address: str, key: str) -> str:
     end_s = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return str(call(address, "/v1/models", key)["data"][0]["id"])
+            return str(call(address, "/v1/models", key)[0]["data"][0]["id"])
         except OSError as error:
             if time.monotonic() > end_s or (isinstance(error, urllib.error.HTTPError) and error.code == 401):
                 raise
             time.sleep(2)
 
 
-def accepted(address: str, key: str, model: str) -> int:
-    """Ask; returns how many tokens of the answer came from drafts."""
-    answer = call(address, "/v1/chat/completions", key, {
+def drafted(address: str, key: str, model: str) -> bool:
+    """Ask; returns whether drafts served the answer. Accepted tokens alone may be copies of the prompt, which need no
+    draft: the mode says that one is connected."""
+    answer, headers = call(address, "/v1/chat/completions", key, {
         "model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 64, "temperature": 0})
-    usage = answer["usage"]
+    usage, mode = answer["usage"], headers.get("x-slipstream-mode", "")
     count = int(usage["completion_tokens_details"]["accepted_prediction_tokens"])
-    print(f"{usage['completion_tokens']} tokens, {count} of them from drafts", flush=True)
-    return count
+    print(f"{usage['completion_tokens']} tokens, {count} of them drafted or copied, mode {mode}", flush=True)
+    return count > 0 and mode == "speculative"
 
 
 def first_key(file: str) -> str:
@@ -55,9 +58,9 @@ def main(address: str, wanted: str, keys: str = "") -> None:
     key = first_key(keys) if keys else ""
     model = model_when_ready(address, key)
     end_s = time.monotonic() + PATIENCE_S
-    while not accepted(address, key, model) and wanted == "drafts":
+    while not drafted(address, key, model) and wanted == "drafts":
         if time.monotonic() > end_s:
-            sys.exit("no draft token was accepted: see docs/runbooks/SlipstreamDraftDown.md")
+            sys.exit("drafts did not serve the answer: see docs/runbooks/SlipstreamDraftDown.md")
         time.sleep(3)
 
 
