@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from slipstream.base.errors import ConfigError
+from slipstream.cli.commands import app
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
 from slipstream.drafting.heads.checkpoint import read_head
@@ -360,6 +363,29 @@ def test_held_out_conversations_without_an_answer_say_nothing(tiny_folder: Path,
                         lambda step, checkpoint: saved.append(step))
     training.run(math.inf, lambda progress, share: None)
     assert saved == [2] and [point.held_out for point in training.progress.history] == [()]
+
+
+@pytest.mark.parametrize(("option", "place", "said"), [
+    ("--out", "target", "--out: .*target is the target's own folder"),
+    ("--out", "full", "--out: .*full holds other things"),
+    ("--out", "work", "--out: .*work is the folder of --work"),
+    ("--out", "full/README.md/head", "--out: cannot write"),
+    ("--out", ".", "--out: .*holds other things"),
+    ("--work", "full/README.md", "--work: cannot write")])
+def test_a_place_that_cannot_be_is_refused_before_anything_is_made(simple_folder: Path, tmp_path: Path, option: str,
+                                                                   place: str, said: str,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").symlink_to(simple_folder)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/README.md").write_text("of somebody else")
+    options = {"--target": "target", "--work": "work", "--out": "head", option: place}
+    result = CliRunner().invoke(app, ["train-head", "--minutes", "0", "--tokens", "1", "--steps", "1",
+                                      *(word for pair in options.items() for word in pair)])
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert re.search(said, str(result.exception)), result.exception
+    assert not list(tmp_path.rglob("shard-*")) and not list(tmp_path.rglob("head/*"))
+    assert (tmp_path / "full/README.md").read_text() == "of somebody else"
 
 
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from slipstream.train.evaluate import Worth, evaluate, prompts_of
 from slipstream.train.export import export
 from slipstream.train.fit import Progress, Training, threads
 from slipstream.train.head import Head, answer_counts, coverage, draft_vocabulary, warm_head
+from slipstream.train.places import check_out, check_work, named
 from slipstream.train.plot import curves
 from slipstream.train.recipe import Recipe
 from slipstream.train.shards import Shards, Totals
@@ -66,6 +67,9 @@ class Job:
 def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
     recipe, config = job.recipe, ModelConfig.from_folder(job.target)
+    check_work(job.work)
+    if recipe.train:
+        check_out(job.out, job.target, job.work)
     if recipe.generate:
         with threads(1 if recipe.processes > 1 else torch.get_num_threads()):
             collect(job.target, job.work, recipe, watcher.collecting)
@@ -81,15 +85,17 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     head, covered, training = _train(job, config, shards, watcher)
     dtype = dtype_of(recipe.dtype)
     weights = weights_hash(job.target)
-    export(head, job.out, dtype, weights=weights)
+    with named("--out", job.out):
+        export(head, job.out, dtype, weights=weights)
     watcher.say("drafting for held-out prompts")
     prompts = prompts_of(list(shards.conversations(held_out=True)), EVALUATED)
     found = evaluate(job.target, job.out, prompts, dtype=recipe.dtype, device=recipe.device,
                      drafter=DRAFTERS[recipe.kind]) if prompts else []
     now = training.progress
-    export(head, job.out, dtype, {
-        "training.svg": curves(now.history),
-        "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}, weights)
+    texts = {"training.svg": curves(now.history),
+             "README.md": card(job.name, head, recipe, shards, covered, now, found, len(prompts))}
+    with named("--out", job.out):
+        export(head, job.out, dtype, texts, weights)
     return found
 
 

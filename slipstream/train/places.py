@@ -1,0 +1,56 @@
+"""Where a head goes, and what is made on the way: looked at before hours of work go into them.
+
+Rules:
+1. A head replaces nothing but an earlier head of ours: its folder is empty, not there, or says whom it was made for.
+2. What the system says of a folder becomes an error that names the option.
+
+It knows nothing about what is written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slipstream.base.errors import ConfigError
+from slipstream.models.folder import made_for
+
+
+@contextmanager
+def named(option: str, folder: Path) -> Iterator[None]:
+    """Inside, an OSError becomes a ConfigError about ``option``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot write {folder}: {error}; choose another folder") from error
+
+
+def check_work(folder: Path) -> None:
+    """Make ``folder`` and write into it. Raises ConfigError."""
+    with named("--work", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _try(folder)
+
+
+def check_out(folder: Path, target: Path, work: Path) -> None:
+    """Whether a head may go into ``folder``; its parent is made. Raises ConfigError, ModelError."""
+    for taken, what in ((target, "the target's own folder"), (work, "the folder of --work")):
+        if folder.resolve() == taken.resolve():
+            raise ConfigError(f"--out: {folder} is {what}; choose another folder")
+    with named("--out", folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _try(folder.parent)
+        if not folder.exists():
+            return
+        if any(folder.iterdir()) and not made_for(folder):
+            raise ConfigError(f"--out: {folder} holds other things than a head made here, and files of theirs would be "
+                              "replaced; choose a new or an empty folder")
+        _try(folder)
+
+
+def _try(folder: Path) -> None:
+    """Raises OSError where no file can be made. What permissions say is not asked: it is not all there is to it."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
