@@ -138,7 +138,7 @@ def test_listing_names_every_known_model(tmp_path: Path) -> None:
 
 def test_heads_come_along(tmp_path: Path) -> None:
     name = "smollm2-135m-eagle3"
-    with pytest.raises(ModelError, match=f"train-head --target smollm2-135m --out {name}"):
+    with pytest.raises(ModelError, match="train-head --target smollm2-135m,"):
         resolve(name, heads=tmp_path)
     assert not any(model.prepared for model in list_models(tmp_path, heads=tmp_path))
     (tmp_path / name).mkdir()

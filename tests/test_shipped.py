@@ -11,7 +11,7 @@ from slipstream.base.config import Config, load
 from slipstream.base.errors import ConfigError
 from slipstream.drafting import create
 from slipstream.drafting.ngram import NgramDrafter
-from slipstream.models.folder import FORMAT, HEADS, RECEIPT, default_root, head_for, settled
+from slipstream.models.folder import FORMAT, HEADS, HEADS_ROOT, RECEIPT, default_root, head_for, resolve, settled
 
 
 def head_folder(root: Path) -> Path:
@@ -42,9 +42,12 @@ def test_a_model_without_a_head_gets_ngrams() -> None:
     assert isinstance(create(load().draft, config.model), NgramDrafter)
 
 
-def test_the_default_model_gets_its_head() -> None:
+def test_the_default_model_gets_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, also where a folder of its name is in the way."""
+    monkeypatch.chdir(head_folder(tmp_path))
     draft = settled(Config()).draft
-    assert (draft.drafter, draft.model) == ("eagle3", "smollm2-135m-eagle3")
+    assert (draft.drafter, Path(draft.model)) == ("eagle3", HEADS_ROOT / "smollm2-135m-eagle3")
+    assert resolve(draft.model) == HEADS_ROOT / "smollm2-135m-eagle3"
 
 
 def test_a_named_drafter_is_left_alone() -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.base.errors import ConfigError
+from slipstream.cli import training
 from slipstream.cli.commands import app
 from slipstream.drafting.heads.block import BlockNetwork
 from slipstream.drafting.heads.block_checkpoint import read_block_head
@@ -29,7 +30,7 @@ from slipstream.drafting.heads.checkpoint import read_head
 from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.engine.batch import BatchBuilder
 from slipstream.engine.model import ModelConfig, load_tensors
-from slipstream.models.folder import made_for, weights_hash
+from slipstream.models.folder import HEADS, made_for, weights_hash
 from slipstream.protocol.messages import Features
 from slipstream.train.anchors import blocks_of, learn
 from slipstream.train.anchors import states_of as block_states
@@ -386,6 +387,16 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_made(simple_folder
     assert re.search(said, str(result.exception)), result.exception
     assert not list(tmp_path.rglob("shard-*")) and not list(tmp_path.rglob("head/*"))
     assert (tmp_path / "full/README.md").read_text() == "of somebody else"
+
+
+def test_a_head_is_named_unlike_those_that_come_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jobs = list[Job]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "resolve", Path)
+    monkeypatch.setattr(training, "make_head", lambda job, watcher: jobs.append(job))
+    result = CliRunner().invoke(app, ["train-head"])
+    assert result.exit_code == 0, result.exception
+    assert [job.out.name for job in jobs] == ["smollm2-135m-eagle3-trained"] and jobs[0].out.name not in HEADS
 
 
 def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> None:

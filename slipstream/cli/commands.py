@@ -235,7 +235,7 @@ def tune(
 Target = Annotated[str, typer.Option(metavar="NAME", help="The model to draft for: a name or a folder.")]
 Minutes = Annotated[float, typer.Option(min=0, help="For all runs together: about 60 % talking, 35 % training. 0: no "
                                                     "limit but --tokens and --steps.")]
-Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-KIND here.")]
+Out = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Where the head goes; else TARGET-KIND-trained here.")]
 Work = Annotated[Path | None, typer.Option(
     metavar="FOLDER", help="What is made on the way, to go on from; else in the user's cache folder.")]
 Data = Annotated[list[Path] | None, typer.Option(

@@ -35,7 +35,7 @@ def run(target: str, out: Path | None, work: Path | None, data: tuple[Path, ...]
     processes = min(torch.get_num_threads(), MOST_PROCESSES) if device == "cpu" else 1
     name, recipe = Path(target).name, replace(recipe, device=device, processes=processes)
     work = work or default_root().parent / "train" / name
-    out = (out or Path(f"{name}-{recipe.kind}")).expanduser().resolve()  # "." has no name to write beside
+    out = (out or Path(f"{name}-{recipe.kind}-trained")).expanduser().resolve()  # "." has no name to write beside
     job = Job(resolve(target), name, out, work.expanduser().resolve(), data, recipe)
     with _shown(console) as watcher:
         found = make_head(job, watcher)

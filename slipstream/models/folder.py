@@ -160,7 +160,7 @@ def packaged_head(head: KnownHead, heads: Path = HEADS_ROOT) -> Path:
     folder = heads / head.name
     if not is_head(folder):
         raise ModelError(f"head {head.name} is not in {folder}: this installation lacks it; train one with: slipstream "
-                         f"train-head --target {head.target} --out {head.name}, and give that folder instead")
+                         f"train-head --target {head.target}, and give the folder that it names instead")
     return folder
 
 
@@ -337,7 +337,7 @@ def settled(config: Config) -> Config:
 
 
 def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
-    """The same for the section alone."""
+    """The same for the section alone. A head's folder, not its name, as a folder of that name here would come first."""
     if draft.drafter != "auto":
         return draft
     for field in ("model", "token_map"):
@@ -346,7 +346,7 @@ def settled_draft(draft: DraftSection, model: ModelSection) -> DraftSection:
     head = head_for(model.path)
     if head is None:
         return draft.model_copy(update={"drafter": "ngram"})
-    return draft.model_copy(update={"drafter": "eagle3", "model": head.name})
+    return draft.model_copy(update={"drafter": "eagle3", "model": str(packaged_head(head))})
 
 
 def head_for(target: str, heads: Path = HEADS_ROOT) -> KnownHead | None:
