@@ -252,6 +252,19 @@ def test_who_reaches_whom(profile: str) -> None:
     assert policies["target"]["egress"][0]["ports"] == [{"protocol": "TCP", "port": 50052}]
 
 
+@pytest.mark.parametrize(("value", "port"), [("dns", 53), ("collector", 4317), ("apiServer", 6443)])
+def test_a_list_of_nobody_denies(value: str, port: int) -> None:
+    """An empty ``to`` in a policy would allow every destination."""
+    def opened(*changes: str) -> set[int]:
+        objects = rendered("h100", "--set", "config.log.spans=http://collector:4317", *changes)
+        rules = [rule for o in objects if o["kind"] == "NetworkPolicy" for rule in o["spec"]["egress"]]
+        assert all(rule["to"] for rule in rules), rules
+        return {found["port"] for rule in rules for found in rule["ports"]}
+
+    assert port in opened()
+    assert port not in opened("--set-json", f"networkPolicy.{value}=[]")
+
+
 def test_spans_reach_their_collector_and_nobody_else_does() -> None:
     place = "http://collector.monitoring:4317"
     for given, expected in (((), []), (("--set", f"config.log.spans={place}"), [{"protocol": "TCP", "port": 4317}])):
