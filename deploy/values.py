@@ -124,16 +124,18 @@ class HpaValues(Section):
 class KedaValues(Section):
     enabled: bool = Field(False, description="needs KEDA and the address of a Prometheus")
     serverAddress: str = ""
-    fallbackReplicas: int = Field(0, ge=0, description="while Prometheus cannot be asked; 0: minReplicas")
+    fallbackReplicas: int = Field(0, ge=0, description="while Prometheus cannot be asked; 0: maxReplicas")
 
 
 class AutoscalingValues(Section):
-    """Targets follow the answers that wait in them. One of the two, or neither."""
+    """Targets follow the answers that run and wait in them. One of the two, or neither."""
 
     minReplicas: int = Field(1, ge=1)
     maxReplicas: int = Field(4, ge=1)
+    runningPerTarget: int = Field(0, ge=0, description="answers that a target is meant to decode at the same time; 0: "
+                                                       "three quarters of config.target.max_sessions")
     waitingPerTarget: int = Field(4, ge=1, description="answers that may wait for room in a target")
-    cooldownSeconds: int = Field(300, ge=0)
+    cooldownSeconds: int = Field(300, ge=0, le=3600, description="a target goes when it was not needed for so long")
     hpa: HpaValues = HpaValues()
     keda: KedaValues = KedaValues()
 

@@ -299,6 +299,29 @@ def test_a_scaler_has_the_replicas_to_itself(scaler: str) -> None:
     assert deployments(objects)["r-slipstream-router"]["replicas"] == 2
     kinds = {o["kind"] for o in objects} & {"HorizontalPodAutoscaler", "ScaledObject"}
     assert kinds == {"HorizontalPodAutoscaler" if scaler == "hpa" else "ScaledObject"}
+    assert only(objects, "PodDisruptionBudget", "r-slipstream-target"), "it may grow: 1 to 4 by default"
+
+
+@pytest.mark.parametrize(("changes", "most"), [((), 12), (("config.target.max_sessions=64",), 48),
+                                               (("target.autoscaling.runningPerTarget=7",), 7)])
+def test_a_scaler_follows_what_runs_and_what_waits(changes: tuple[str, ...], most: int) -> None:
+    given = [word for change in changes for word in ("--set", change)]
+    metrics = only(rendered("cpu", *given, "--set", "discovery.enabled=true", "--set",
+                            "target.autoscaling.hpa.enabled=true"), "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert [(one["pods"]["metric"]["selector"]["matchLabels"]["state"], one["pods"]["target"]["averageValue"])
+            for one in metrics] == [("running", str(most)), ("waiting", "4")]
+
+
+@pytest.mark.parametrize(("given", "held"), [(0, 4), (2, 2)])
+def test_keda_takes_no_loaded_target_away(given: int, held: int) -> None:
+    """Nor while Prometheus is gone, nor sooner than it may."""
+    spec = only(rendered("h100", "--set", "target.autoscaling.keda.enabled=true", "--set",
+                         "target.autoscaling.keda.serverAddress=http://prometheus:9090", "--set",
+                         f"target.autoscaling.keda.fallbackReplicas={given}"), "ScaledObject")["spec"]
+    assert spec["fallback"]["replicas"] == held and "cooldownPeriod" not in spec
+    behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    assert behavior == {"scaleDown": {"stabilizationWindowSeconds": 300}}
+    assert len(spec["triggers"]) == 2
 
 
 @pytest.mark.parametrize(("total", "shares", "expected"), [

@@ -199,8 +199,10 @@ def test_scalers_name_what_exists(scaler: str) -> None:
     objects = rendered("h100", "--set", f"target.autoscaling.{scaler}.enabled=true",
                        "--set", "target.autoscaling.keda.serverAddress=http://prometheus:9090")
     if scaler == "keda":
-        query = only(objects, "ScaledObject")["spec"]["triggers"][0]["metadata"]["query"]
-        assert NAME.search(query) and not unknown(query)
+        for trigger in only(objects, "ScaledObject")["spec"]["triggers"]:
+            query = trigger["metadata"]["query"]
+            assert NAME.search(query) and not unknown(query)
         return
-    metric = only(objects, "HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]
-    assert set(metric["selector"]["matchLabels"]) <= KNOWN[metric["name"]]
+    for one in only(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]:
+        metric = one["pods"]["metric"]
+        assert set(metric["selector"]["matchLabels"]) <= KNOWN[metric["name"]]
