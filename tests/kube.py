@@ -39,7 +39,7 @@ def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def helm(command: str, profile: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     files = [word for file in {**PROFILES, **VLLM}[profile] for word in ("-f", str(file))]
-    release = ["r"] if command == "template" else []
+    release = {"template": ["r"], "install": ["r", "--dry-run=client", "-n", "ns"]}.get(command, [])
     return run("helm", command, *release, CHART, *files, *arguments)
 
 

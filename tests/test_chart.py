@@ -531,6 +531,18 @@ def test_the_question_of_helm_test(key: str, mode: str, patience_s: int, said: s
     assert (done.returncode == 0) == (said.startswith("64")) and said in done.stdout + done.stderr
 
 
+def notes(*changes: str) -> str:
+    """What the install of the CPU profile says."""
+    done = helm("install", "cpu", *(word for change in changes for word in ("--set-json", change)))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
+
+
+def test_the_notes_ask_for_no_log_of_a_pod_that_goes() -> None:
+    policy = only(rendered("cpu"), "Pod")["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+    assert "helm test r -n " in notes() and ("hook-succeeded" not in policy or "--logs" not in notes())
+
+
 def test_extra_objects_are_rendered(tmp_path: Path) -> None:
     file = tmp_path / "extra.yaml"
     file.write_text("extraObjects:\n- apiVersion: v1\n  kind: Secret\n  metadata: {name: '{{ .Release.Name }}-x'}\n")
