@@ -543,6 +543,15 @@ def test_the_notes_ask_for_no_log_of_a_pod_that_goes() -> None:
     assert "helm test r -n " in notes() and ("hook-succeeded" not in policy or "--logs" not in notes())
 
 
+def test_the_notes_say_when_a_service_is_open_and_its_policy_is_not() -> None:
+    for kind in ("NodePort", "LoadBalancer"):
+        opened = f'router.service.type="{kind}"'
+        assert f"{kind}, but networkPolicy.clients" in notes(opened)
+        for enough in ('networkPolicy.clients=[{"ipBlock":{"cidr":"10.0.0.0/8"}}]', "networkPolicy.enabled=false"):
+            assert "networkPolicy.clients" not in notes(opened, enough)
+    assert "networkPolicy.clients" not in notes()
+
+
 def test_extra_objects_are_rendered(tmp_path: Path) -> None:
     file = tmp_path / "extra.yaml"
     file.write_text("extraObjects:\n- apiVersion: v1\n  kind: Secret\n  metadata: {name: '{{ .Release.Name }}-x'}\n")
