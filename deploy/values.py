@@ -60,7 +60,8 @@ class ModelValues(Section):
 
     path: str = Field("smollm2-135m", pattern="^[A-Za-z0-9][A-Za-z0-9._/-]*$", description="a folder of the volume")
     prepare: bool = Field(True, description="an init container makes it from the image's package; known names only")
-    prepareResources: Blob = Field({"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": "3Gi"}})
+    # Less than the pods' own where it can be: each pod, a router too, is scheduled by the larger of the two.
+    prepareResources: Blob = Field({"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}})
     sizeLimit: str = Field("2Gi", description="of the volume when there is no claim")
     claim: ClaimValues = Field(ClaimValues(), description="neither: an emptyDir of each pod, which needs prepare")
 

@@ -167,13 +167,14 @@ def test_the_page_says_what_the_pods_of_the_small_profile_ask_for() -> None:
     helm = ROOT / "deploy" / "helm"
     values = yaml.safe_load((helm / "slipstream" / "values.yaml").read_text(encoding="utf-8"))
     profile = yaml.safe_load((helm / "values-cpu.yaml").read_text(encoding="utf-8"))
+    preparing = values["model"]["prepareResources"]
     cpus = asked = most = 0.0
     for role in ("router", "target", "draft"):
         section = values[role] | profile.get(role, {})
-        wanted, count = section["resources"], section["replicas"]
-        cpus += count * _amount(wanted["requests"]["cpu"])
-        asked += count * _amount(wanted["requests"]["memory"])
-        most += count * _amount(wanted["limits"]["memory"])
+        both, count = (section["resources"], preparing), section["replicas"]  # a pod counts with the larger of the two
+        cpus += count * max(_amount(wanted["requests"]["cpu"]) for wanted in both)
+        asked += count * max(_amount(wanted["requests"]["memory"]) for wanted in both)
+        most += count * max(_amount(wanted["limits"]["memory"]) for wanted in both)
     told = f"ask for {cpus:g} CPUs and {asked / 2**30:.1f} GiB"
     assert f"{told}, and may take {most / 2**30:.1f} GiB" in (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
     assert told in (helm / "values-cpu.yaml").read_text(encoding="utf-8")
