@@ -339,7 +339,8 @@ def test_a_head_of_more_layers_begins_as_the_earlier_one(simple_folder: Path, tm
         make_head(second, Silent())
     after = make_head(replace(second, work=tmp_path / "more", data=(first.work,)), Silent())
     assert before and before == after
-    with pytest.raises(ConfigError, match="was trained with another layers of the head"):
+    keeps = f"was trained with another layers of the head; choose another --work .--data {tmp_path / 'more'} keeps"
+    with pytest.raises(ConfigError, match=keeps):
         make_head(replace(second, work=tmp_path / "more", recipe=replace(still, layers=1), data=(first.work,)),
                   Silent())
     with pytest.raises(ConfigError, match="--layers"):
@@ -410,6 +411,13 @@ def test_processes_share_the_talking(simple_folder: Path, tmp_path: Path) -> Non
     assert sorted(numbers) == list(range(20)) and totals.conversations == 20
     marks = {path.name[len("shard-00000"):] for path in (tmp_path / "work").glob("shard-*")}
     assert marks == {"", "b", "c"}  # who begins late counts on from the others' shards: numbers may differ
+
+
+def test_conversations_of_another_target_are_refused_by_the_name_of_the_option(tmp_path: Path) -> None:
+    (place := tmp_path / "work" / "shard-00000").mkdir(parents=True)
+    (place / "index.json").write_text('{"format": 1, "identity": {"target": "another"}, "conversations": []}')
+    with pytest.raises(ConfigError, match=f"choose another --work or --data, or remove {tmp_path / 'work'}"):
+        Shards([tmp_path / "work"], {"target": "this"})
 
 
 def test_processes_stop_when_it_is_enough(simple_folder: Path, tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def newest(folder: Path, identity: Mapping[str, Any]) -> Checkpoint | None:
     was = content["identity"]
     differing = sorted(name for name in was.keys() | identity.keys() if was.get(name) != identity.get(name))
     if differing:
-        raise ConfigError(f"{place}: was trained with another {', '.join(differing)}; choose another --out, or remove "
-                          f"{folder} to train anew on the same data")
+        raise ConfigError(f"{place}: was trained with another {', '.join(differing)}; choose another --work "
+                          f"(--data {folder.parent} keeps its conversations), or remove {folder} to train anew")
     return Checkpoint(load_file(place / "head.safetensors"), load_file(place / "optimizer.safetensors"),
                       content["state"])
 

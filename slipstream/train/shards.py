@@ -102,8 +102,8 @@ class Shards:
         for place in [place for folder in folders for place in _places(folder)]:
             index = json.loads((place / "index.json").read_text(encoding="utf-8"))
             if index["format"] != FORMAT or index["identity"] != dict(identity):
-                raise ConfigError(f"{place}: was made with another target or layout; choose another folder, or remove "
-                                  f"{place.parent}")
+                raise ConfigError(f"{place}: was made with another target or layout; choose another --work or "
+                                  f"--data, or remove {place.parent}")
             self._entries.append((place, index))
 
     def numbers(self) -> set[int]:
