@@ -281,7 +281,9 @@ def test_a_short_run_learns_to_draft(simple_folder: Path, tmp_path: Path) -> Non
     assert tree.length > before[1].length + 0.3, (tree, before)
     assert (job.out / "training.svg").read_text().count("<polyline") == 7
     assert made_for(job.out) == weights_hash(simple_folder) and not made_for(tmp_path / "untrained")
-    assert f"| {chain.shape} | {chain.length:.2f} |" in (job.out / "README.md").read_text()
+    text = (job.out / "README.md").read_text()
+    assert f"| {chain.shape} | {chain.length:.2f} |" in text
+    assert "draft.drafter=eagle3 --set draft.model=THIS_FOLDER --set model.path=TARGET_FOLDER\n" in text
 
 
 def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path) -> None:
@@ -296,6 +298,7 @@ def test_a_short_run_learns_to_draft_blocks(simple_folder: Path, tmp_path: Path)
     assert (head.from_anchor, head.reach, head.markov, head.confidence) == (True, 6, "vanilla", True)
     assert made_for(job.out) == weights_hash(simple_folder)
     text = (job.out / "README.md").read_text()
+    assert "draft.drafter=block --set draft.model=THIS_FOLDER --set model.path=TARGET_FOLDER\n" in text
     assert "# A DSpark head for simple" in text and f"| {tree.shape} | {tree.length:.2f} |" in text
     again = Silent()
     make_head(replace(job, recipe=replace(recipe, steps=104, generate=False)), again)
@@ -388,6 +391,14 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_made(simple_folder
     assert re.search(said, str(result.exception)), result.exception
     assert not list(tmp_path.rglob("shard-*")) and not list(tmp_path.rglob("head/*"))
     assert (tmp_path / "full/README.md").read_text() == "of somebody else"
+
+
+def test_a_target_of_another_family_is_refused_with_those_that_are_trained_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    result = CliRunner().invoke(app, ["train-head", "--target", str(tmp_path)])
+    assert isinstance(result.exception, ConfigError), result.exception
+    assert "'gemma2', and heads are trained for llama, mistral" in str(result.exception)
+    assert "--set" not in str(result.exception)
 
 
 def test_a_head_is_named_unlike_those_that_come_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def _matter(target: str, kind: str) -> tuple[str, ...]:
 
 
 def _top(target: str, head: Head) -> tuple[str, ...]:
+    pair = "draft.model=THIS_FOLDER" + ("" if target in KNOWN else " --set model.path=TARGET_FOLDER")
     if head.block is not None:
         return (
             f"# A DSpark head for {target}", "",
@@ -36,14 +37,14 @@ def _top(target: str, head: Head) -> tuple[str, ...]:
             f"{head.num_parameters / 1e6:.1f} million parameters; it reads what enters the target's layers "
             f"{', '.join(map(str, head.taps[:-1]))} and the final state. The layout is that of vLLM's speculators "
             "(`dspark`, `sample_from_anchor` true). The embedding is the target's.", "",
-            "    slipstream run --set draft.drafter=block --set draft.model=THIS_FOLDER", "")
+            f"    slipstream run --set draft.drafter=block --set {pair}", "")
     return (
         f"# An EAGLE-3 head for {target}", "",
         f"It drafts for {target} and for no other model. {head.num_parameters / 1e6:.1f} million parameters; it reads "
         f"what enters the target's layers {', '.join(map(str, head.taps))}. The layout is the published one "
         f"(`LlamaForCausalLMEagle3`, arXiv 2503.01840): `{_named(head)}`, `fc`, `norm`, `lm_head`, `d2t` as "
         "differences, `t2d` as a mask. The embedding is the target's.", "",
-        "    slipstream run --set draft.drafter=eagle3 --set draft.model=THIS_FOLDER", "")
+        f"    slipstream run --set draft.drafter=eagle3 --set {pair}", "")
 
 
 def _named(head: Head) -> str:

@@ -23,8 +23,8 @@ import torch
 from slipstream.base.errors import ConfigError
 from slipstream.drafting.heads.block_checkpoint import BlockHead, read_block_head
 from slipstream.drafting.heads.checkpoint import EagleHead, read_head
-from slipstream.engine.model import ModelConfig, device_of, dtype_of, load_tensors
-from slipstream.models.folder import weights_hash
+from slipstream.engine.model import FAMILY, ModelConfig, device_of, dtype_of, load_tensors
+from slipstream.models.folder import read_json, weights_hash
 from slipstream.train.block_head import mask_token, warm_block_head
 from slipstream.train.card import card
 from slipstream.train.checkpoint import Checkpoint, newest, save
@@ -66,7 +66,7 @@ class Job:
 
 def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     """Run all stages. Returns what the head is worth on held-out prompts. Raises ConfigError, ModelError."""
-    recipe, config = job.recipe, ModelConfig.from_folder(job.target)
+    recipe, config = job.recipe, _config_of(job.target)
     check_work(job.work)
     if recipe.train:
         check_out(job.out, job.target, job.work)
@@ -97,6 +97,15 @@ def make_head(job: Job, watcher: Watcher) -> Sequence[Worth]:
     with named("--out", job.out):
         export(head, job.out, dtype, texts, weights)
     return found
+
+
+def _config_of(target: Path) -> ModelConfig:
+    """What a head is built from. Raises ConfigError for a model that serves with another engine alone, ModelError."""
+    kind = read_json(target / "config.json").get("model_type")
+    if kind not in tuple(FAMILY):  # whatever kind of value it is
+        raise ConfigError(f"--target: {target} is of model_type {kind!r}, and heads are trained for "
+                          f"{', '.join(FAMILY)}; choose a model of one of these")
+    return ModelConfig.from_folder(target)
 
 
 def _train(job: Job, config: ModelConfig, shards: Shards, watcher: Watcher) -> tuple[Head, float, Training]:
