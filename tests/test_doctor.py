@@ -5,7 +5,10 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from slipstream.base.config import Config
+from typer.testing import CliRunner
+
+from slipstream.base.config import Config, load
+from slipstream.cli.commands import app
 from slipstream.cli.doctor import Check, checks
 
 
@@ -41,3 +44,15 @@ def test_a_missing_model_fails(tmp_path: Path) -> None:
 def test_a_model_folder_is_fine(tiny_folder: Path) -> None:
     (model,) = found("model", Config.model_validate({"model": {"path": str(tiny_folder)}}))
     assert (model.status, model.found) == ("ok", str(tiny_folder))
+
+
+def test_a_target_alone_has_no_pair_to_check(tiny_folder: Path, tmp_path: Path) -> None:
+    """Its configuration says where drafts are, not which ones: a tick would be for a pair that does not run."""
+    file = tmp_path / "slipstream.yaml"
+    file.write_text(f"model: {{path: {tiny_folder}}}\ntarget: {{drafts: ['draft:50052']}}\n")
+    (pairing,) = found("pairing", load(file))
+    assert pairing.status == "warn" and "not checked" in pairing.found
+    shown = CliRunner().invoke(app, ["doctor", "--config", str(file)])
+    assert "not checked" in shown.output
+    (pairing,) = found("pairing", load(file, ("draft.drafter=ngram",)))
+    assert pairing.status == "ok" and "ngram" in pairing.found

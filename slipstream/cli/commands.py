@@ -170,7 +170,7 @@ def doctor(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """
     from slipstream.cli.doctor import checks
 
-    found = checks(_settings(config, overrides))
+    found = checks(load(config, tuple(overrides or ())))
     rows = [(Text(*SIGNS[check.status]), check.name, check.found, check.advice) for check in found]
     Console().print(plain_table(("", "check", "found", "what to do"), rows))
     if any(check.status == "fail" for check in found):

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from slipstream.base.config import Config
+from slipstream.base.config import Config, DraftSection, ModelSection
 from slipstream.base.errors import ConfigError, ModelError, SlipstreamError
 from slipstream.cli.process import places, refused
 from slipstream.following.pool import SUSPECT_ROUNDS, Agreement
-from slipstream.models.folder import KNOWN, default_root, resolve
+from slipstream.models.folder import KNOWN, default_root, resolve, settled_draft
 from slipstream.protocol.tree import Thresholds
 
 Status = Literal["ok", "warn", "fail"]
@@ -190,11 +190,21 @@ def _model(config: Config) -> Iterator[Check]:
 
 
 def _pairing(config: Config) -> Iterator[Check]:
-    """A few questions answered by both models in this process: is the drafter right more often than by chance?"""
-    draft, model = config.draft, config.model
-    if draft.drafter == "ngram":
-        yield Check("pairing", "ok", "an ngram drafter fits every target")
+    if "draft" not in config.model_fields_set and "drafts" in config.target.model_fields_set:
+        yield Check("pairing", "warn", "not checked: target.drafts is set, and without a section draft it is not known "
+                    "which drafter runs", "run it with the drafts' configuration, in a pod of theirs")
         return
+    try:
+        yield _tried(settled_draft(config.draft, config.model), config.model)
+    except SlipstreamError as error:
+        yield Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")
+
+
+def _tried(draft: DraftSection, model: ModelSection) -> Check:
+    """A few questions answered by both models in this process: is the drafter right more often than by chance? Raises
+    SlipstreamError."""
+    if draft.drafter == "ngram":
+        return Check("pairing", "ok", "an ngram drafter fits every target")
     from router_service.text.tokens import TextCodec
     from slipstream.cli.tuning import prompts_of
     from slipstream.drafting import create
@@ -202,26 +212,21 @@ def _pairing(config: Config) -> Iterator[Check]:
     from slipstream.engine.loading import load_model
     from slipstream.engine.runner import ModelRunner
 
-    try:
-        folder = resolve(model.path)
-        prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
-        slots = slots_needed(prompts, CHECK_TOKENS)
-        drafter = create(draft.model_copy(update={"compile": False}), model, 2 * slots)
-        runner = ModelRunner(load_model(folder, model), slots)
-        tally = Tally()
-        Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
-    except SlipstreamError as error:
-        yield Check("pairing", "fail", str(error), "set model.path and draft.model to a pair that fits")
-        return
+    folder = resolve(model.path)
+    prompts = prompts_of(None, TextCodec(folder))  # as a chat has them: raw questions end some answers at once
+    slots = slots_needed(prompts, CHECK_TOKENS)
+    drafter = create(draft.model_copy(update={"compile": False}), model, 2 * slots)
+    runner = ModelRunner(load_model(folder, model), slots)
+    tally = Tally()
+    Rounds(runner, drafter, CHECK_TOKENS).answer(prompts, draft.growth.num_draft_tokens, tally)
     acceptance = tally.acceptance
     agreement = Agreement(acceptance.rounds, acceptance.reached[0] if acceptance.reached else 0)
     if agreement.suspect:
-        yield Check("pairing", "warn", agreement.problem(), "use a head that was made for this target, or "
-                    "--set draft.drafter=ngram")
-        return
+        return Check("pairing", "warn", agreement.problem(), "use a head that was made for this target, or "
+                     "--set draft.drafter=ngram")
     few = "" if agreement.rounds >= SUSPECT_ROUNDS else ", too few rounds to judge by"
-    yield Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
-                f"questions{few}")
+    return Check("pairing", "ok", f"{draft.drafter}: acceptance length {acceptance.length:.2f} on {len(prompts)} "
+                 f"questions{few}")
 
 
 def _exactness(config: Config) -> Iterator[Check]:
