@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from typer.main import get_command
 
 from deploy.manual import markdown, pages, tables, with_tables
-from deploy.values import Values
+from deploy.values import ImagesValues, ImageValues, Values
 from slipstream.base.config import Config, config_yaml, load
 from slipstream.cli.commands import app
 from slipstream.protocol.session import DRAFT_TABLE, TARGET_TABLE
@@ -178,6 +178,12 @@ def test_the_page_says_what_the_pods_of_the_small_profile_ask_for() -> None:
     told = f"ask for {cpus:g} CPUs and {asked / 2**30:.1f} GiB"
     assert f"{told}, and may take {most / 2**30:.1f} GiB" in (ROOT / "docs" / "INSTALL.md").read_text(encoding="utf-8")
     assert told in (helm / "values-cpu.yaml").read_text(encoding="utf-8")
+
+
+def test_the_page_of_images_names_the_repository_of_each() -> None:
+    page = (ROOT / "docs" / "KUBERNETES.md").read_text(encoding="utf-8")
+    kinds = [name for name, field in ImagesValues.model_fields.items() if isinstance(field.default, ImageValues)]
+    assert len(kinds) == 3 and not [kind for kind in kinds if f"`images.{kind}.repository`" not in page]
 
 
 def _amount(quantity: str) -> float:
