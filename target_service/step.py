@@ -94,6 +94,7 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         sessions, known = _bound(trees, sessions)
         choices = choose(logits, sessions, best, runner.race) if sessions else []
         scored = [] if states is None else [part.scores(states, runner.model.logits) for part in scoring]
+        outcomes = _outcomes(trees, levels, sessions, known, choices, logits, thresholds)
     except Exception as error:
         runner.slots.free(taken)  # nobody owns them yet
         for one, rows in prefill:  # what nobody has computed must not reach the prefix cache
@@ -101,7 +102,14 @@ def run_step(runner: ModelRunner, prefill: abc.Sequence[tuple[Sequence, int]], t
         if isinstance(error, torch.OutOfMemoryError):
             raise DeviceFull("the device has no memory for this step") from error
         raise
-    outcomes = _outcomes(runner, trees, levels, sessions, known, choices, logits, thresholds, slots)
+    refused, first = list[int](), 0  # nothing fails from here on: slots of accepted nodes are the answers', others free
+    for outcome, level in zip(outcomes, levels, strict=True):
+        held, path = slots[first : first + len(level)], outcome.verdict.path
+        if path:
+            outcome.sequence.take_path(held, path)
+        refused += [slot for node, slot in enumerate(held) if node not in path] if len(path) < len(held) else ()
+        first += len(level)
+    runner.slots.free(np.array(refused, np.int64))
     return outcomes, [part.keep(scores) for part, scores in zip(scoring, scored, strict=True)]
 
 
@@ -135,14 +143,14 @@ def _bound(trees: Trees, sessions: list[ChoiceRows]) -> tuple[list[ChoiceRows], 
     return bound, known
 
 
-def _outcomes(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]], sessions: list[ChoiceRows],
+def _outcomes(trees: Trees, levels: abc.Sequence[list[int]], sessions: list[ChoiceRows],
               known: abc.Mapping[int, frozenset[int]], choices: abc.Sequence[int], logits: torch.Tensor,
-              thresholds: Thresholds, slots: list[int]) -> list[Outcome]:
-    """Walk all trees. Slots of accepted nodes are the answers', all others are given back at once."""
-    outcomes, refused, first = list[Outcome](), list[int](), 0
+              thresholds: Thresholds) -> list[Outcome]:
+    """Walk all trees. The device may run out of memory here, so no slot changes hands yet."""
+    outcomes, first = list[Outcome](), 0
     for place, ((one, tree), level) in enumerate(zip(trees, levels, strict=True)):
         end = first + len(level)
-        own, held, lenient = choices[first:end], slots[first:end], 0
+        own, lenient = choices[first:end], 0
         lossy = thresholds.lossy and end - first > 1 and not one.request.sampling.greedy
         verdict = walk(tree, _relaxed(tree, own, logits, sessions[place], thresholds) if lossy else own)
         if place in known and not known[place].issuperset(verdict.path):
@@ -155,11 +163,7 @@ def _outcomes(runner: ModelRunner, trees: Trees, levels: abc.Sequence[list[int]]
         ranked = () if wanted is None else tuple(
             chosen_logprobs(logits, sessions[place], path, verdict.tokens, wanted, one.request.logprobs_mode))
         outcomes.append(Outcome(one, tree, verdict, max(level), ranked, lossy, lenient))
-        if path:
-            one.take_path(held, path)
-        refused += [slot for node, slot in enumerate(held) if node not in path] if len(path) < len(held) else ()
         first = end
-    runner.slots.free(np.array(refused, np.int64))
     return outcomes
 
 

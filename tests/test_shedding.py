@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import CapacityError, DeviceFull
+from slipstream.choosing.scores import chosen_logprobs
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
@@ -23,7 +25,7 @@ from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
 from slipstream.observe.metrics import TargetMetrics
 from slipstream.protocol.messages import Open, Sampling
-from slipstream.protocol.requests import Request
+from slipstream.protocol.requests import Request, TokenLogprob
 from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
 from target_service.sequence import KV
 from tests.pair import drafting, local_link, target
@@ -85,6 +87,36 @@ async def test_answers_are_the_same_on_a_device_that_is_too_small(tiny_folder: P
     found, cramped, level = await answers(tiny_folder, 40)
     assert cramped.refused and level > 0
     assert found == right
+
+
+async def test_memory_that_runs_out_behind_the_forward_loses_no_slots_and_no_answers(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the answers of a step, some have their log probabilities then, and others have not."""
+    asked = [replace(request((*PROMPT, 48 + i)), top_logprobs=2) for i in range(4)]
+    full, seen = set[int](), [0]
+
+    def cramped(*args: Any) -> list[TokenLogprob]:
+        seen[0] += 1
+        if seen[0] in full:
+            raise torch.OutOfMemoryError("no memory in float64")
+        return chosen_logprobs(*args)
+
+    monkeypatch.setattr("target_service.step.chosen_logprobs", cramped)
+
+    async def found() -> tuple[list[list[int]], float]:
+        ngram, seen[0] = NgramDrafter(8), 0
+        async with target(tiny_folder, limits=Limits(64, 512, 32)) as rig, drafting(ngram) as peers:
+            async with local_link(rig, peers):
+                done = await asyncio.gather(*map(rig.answer, asked))
+            await rig.check()
+            assert all(len(piece.logprobs) == len(piece.tokens) for pieces in done for piece in pieces)
+            texts = [[token for piece in pieces for token in piece.tokens] for pieces in done]
+            return texts, rig.count("device_full_total")
+
+    right, times = await found()
+    assert times == 0
+    full.update((2, 11))
+    assert await found() == (right, 2)
 
 
 async def test_a_device_with_no_room_at_all_ends_its_answers_and_refuses_new_ones(tiny_folder: Path) -> None:
