@@ -22,12 +22,15 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from slipstream.base.errors import DeviceFull
 from slipstream.choosing.permitted import Masks
 from slipstream.choosing.sampling import TokenHistory
 from slipstream.engine.kv import Match, RadixCache, Row
@@ -296,9 +299,17 @@ class KV:
         self._runner.slots.check([*owned, *(self._cache.owned() if self._cache else ())])
 
     def keep_rows(self, spec: FeatureSpec) -> bool:
-        """Feature rows of what is computed from now on are kept as ``spec`` says."""
-        self._runner.set_taps(spec.layers)
-        self._rows = FeatureRows(spec, self._runner.linear)
+        """Feature rows of what is computed from now on are kept as ``spec`` says. False: there is no memory for them;
+        they are kept as before then, or, where that fails too, not at all."""
+        had = self._runner.taps
+        try:
+            self._runner.set_taps(spec.layers)
+            self._rows = FeatureRows(spec, self._runner.linear)
+        except (DeviceFull, torch.OutOfMemoryError):
+            with suppress(DeviceFull):
+                self._runner.set_taps(had)
+            self._rows = self._rows if self._runner.taps else None
+            return False
         return True
 
     def newest_rows(self, verified: abc.Sequence[tuple[Sequence, int]]) -> list[bytes | None]:

@@ -166,6 +166,17 @@ def test_a_size_that_fails_is_given_up_alone_and_tried_again_later(decoder: Deco
     assert torch.equal(with_graphs.forward(many), without.forward(many))
 
 
+def test_graphs_of_taps_that_nobody_reads_any_more_are_given_up(decoder: Decoder) -> None:
+    model = graphed(decoder)
+    runner, _ = runners(decoder, model)
+    fill(runner)
+    batch = segments(np.random.default_rng(3), 1, 4).build()
+    for taps in ((), (0,), (0, 1), (2,), (2,)):
+        runner.set_taps(taps)
+        runner.forward(batch)
+        assert model.num_serving == 1
+
+
 def test_a_graph_that_comes_late_is_tried_on_slots_that_nobody_has(decoder: Decoder) -> None:
     def lies(run: Callable[[], None]) -> Replay:
         run()

@@ -115,4 +115,5 @@ def test_rows_that_the_engine_has_not_are_refused_by_name() -> None:
     wrong = [engine.join(name, FeatureSpec((9,), 2)) for name in ("x", "y", "z")]
     right = engine.join("a", USUAL)
     assert engine.target.pool.follows(right)
-    assert {engine.problem(link) for link in wrong} == {"features.layers: this engine has no rows of layers (9,)"}
+    assert {engine.problem(link) for link in wrong} == {
+        "features.layers: this engine has no rows of layers (9,), or no memory for them"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,11 +24,13 @@ from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
 from slipstream.engine.runner import ModelRunner
+from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import Open, Sampling
-from slipstream.protocol.requests import Request, TokenLogprob
+from slipstream.protocol.messages import FeatureSpec, Open, Sampling
+from slipstream.protocol.requests import DraftStatus, Request, TokenLogprob
 from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
 from target_service.sequence import KV
+from tests.loop import eventually
 from tests.pair import drafting, local_link, target
 
 PROMPT = tuple(b"one two three one two three one two three one two ")
@@ -127,6 +130,53 @@ async def test_a_device_with_no_room_at_all_ends_its_answers_and_refuses_new_one
             await rig.answer(request())
         assert refused.value.retry_after_s == CALM_S
         await rig.check()
+
+
+def problem(pool: DraftPool, status: DraftStatus, words: str) -> bool:
+    return words in pool.with_problem(status).problem
+
+
+HOSTILE = FeatureSpec((0,) * 64, 64 * 48, "float64")
+
+
+async def test_a_draft_that_wants_more_rows_than_memory_holds_is_refused_by_name(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asks again: the target serves on, its rows are as they were, and other drafts have a part."""
+    monkeypatch.setattr("slipstream.engine.runner.free_memory", lambda _: (16 << 20, 16 << 20))  # the pool is there
+    usual, hungry = NgramDrafter(8), NgramDrafter(8)
+    usual.features, hungry.features = FeatureSpec((1,), 48, "float64"), HOSTILE
+    async with target(tiny_folder) as rig, drafting(usual) as peers, drafting(hungry) as others:
+        pool = rig.worker.following.pool
+        for _ in range(2):
+            async with local_link(rig, others) as link:
+                status = link.status()
+                await eventually(partial(problem, pool, status, "no memory for them"))
+        assert await rig.answer(request())
+        async with local_link(rig, peers) as first, local_link(rig, others) as link, local_link(rig, others):
+            assert await rig.answer(request())
+            assert pool.follows(first) and not pool.follows(link) and rig.runner.taps == (1,)
+        await rig.check()
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["the new ones", "not even the old ones"])
+def test_rows_that_find_no_memory_leave_those_that_were_kept(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             times: int) -> None:
+    runner = ModelRunner(load_model(tiny_folder, ModelSection(dtype="float64")), 64)
+    kv, failures, real = KV(runner, True), [0], torch.empty
+
+    def full(*args: Any, **settings: Any) -> torch.Tensor:
+        if args[0] == 64 and failures[0]:
+            failures[0] -= 1
+            raise torch.OutOfMemoryError("no memory for rows")
+        return real(*args, **settings)
+
+    assert kv.keep_rows(FeatureSpec((1,), 48, "float64"))
+    failures[0] = times
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", full)
+        assert not kv.keep_rows(FeatureSpec((0, 1), 96, "float64"))
+    assert runner.taps == ((1,) if times == 1 else ())
+    assert kv.keep_rows(FeatureSpec((0, 1), 96, "float64")) and runner.features([3]).shape == (1, 96)
 
 
 def test_levels_go_up_one_by_one_and_come_back_one_by_one() -> None:

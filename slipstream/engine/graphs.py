@@ -284,6 +284,7 @@ class GraphedDecoder:
             refusal.left -= 1
             return None
         assert self._pool is not None
+        self._keep(taps)
         reason, step = "", None
         try:
             step = self._capture_step(size, self._pool, taps)
@@ -298,6 +299,11 @@ class GraphedDecoder:
         logger("engine").warning("no graph of this size: each kernel is launched by itself", rows=size.rows,
                                  segments=size.segments, taps=len(taps), again_in_steps=missed, reason=reason)
         return None
+
+    def _keep(self, taps: tuple[int, ...]) -> None:
+        """Graphs of other taps are given up: a draft that names new ones with each handshake takes no memory so."""
+        self._steps = {key: step for key, step in self._steps.items() if key[1] == taps}
+        self._refusals = {key: refusal for key, refusal in self._refusals.items() if key[1] == taps}
 
     def _capture_step(self, size: Size, pool: KVPool, taps: tuple[int, ...]) -> CapturedStep:
         first = pool.num_slots - self.spare_slots

@@ -28,7 +28,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from slipstream.base.errors import CapacityError, ConfigError
+from slipstream.base.errors import CapacityError, ConfigError, DeviceFull
 from slipstream.choosing.sampling import Race
 from slipstream.choosing.transfer import sent
 from slipstream.engine.batch import BatchBuilder, ForwardBatch
@@ -220,13 +220,25 @@ class ModelRunner:
 
     def set_taps(self, layers: tuple[int, ...]) -> None:
         """Keep the states of ``layers`` (see FeatureSpec) from the next forward on; () stops. Rows that were kept
-        under other taps are forgotten: tokens computed before need a new prefill to have features."""
+        under other taps are forgotten: tokens computed before need a new prefill to have features. Raises DeviceFull
+        where there is no memory for them; the taps are as before then, or none."""
         assert all(0 <= layer <= self.config.num_layers for layer in layers), f"no such layers: {layers}"
-        if layers != self.taps:
-            self.taps = layers
-            self._known[:] = False
-            self._features = torch.empty(self.slots.num_slots if layers else 0, self.feature_width,
-                                         dtype=self.model.dtype, device=self.model.device)
+        if layers == self.taps:
+            return
+        rows, width = self.slots.num_slots if layers else 0, len(layers) * self.config.hidden_size
+        dtype, device = self.model.dtype, self.model.device
+        # Asked first: a CPU gives out memory that is not there, and ends who writes to it.
+        size, had = rows * width * dtype.itemsize, self._features.nbytes
+        problem = f"feature rows of layers {layers} need {_gb(size)} GB, which are not free"
+        if size > SHARE * free_memory(device)[0] + had:
+            raise DeviceFull(problem)
+        self.taps, self._features = (), torch.empty(0, 0)  # both do not have to fit
+        self._known[:] = False
+        try:
+            self._features = torch.empty(rows, width, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull(problem) from error
+        self.taps = layers
 
     @torch.inference_mode()
     def states(self, batch: ForwardBatch) -> torch.Tensor:

@@ -150,7 +150,8 @@ class DraftPool:
         for link in links:
             del self._aside[link]
             self._log.warning("draft refused", address=link.address, field="features", found=str(spec.layers))
-            self._problems[link.address] = f"features.layers: this engine has no rows of layers {spec.layers}"
+            self._problems[link.address] = (f"features.layers: this engine has no rows of layers {spec.layers}, or "
+                                            "no memory for them")
         return False
 
     def _stand_aside(self, link: Link, hello: DraftHello) -> None:

@@ -117,6 +117,8 @@ class NativeDecoder:
             self._lists.clear()
         key = (taps, few is not None)
         if key not in self._lists:
+            # Buffers of other taps are given up: a draft may name new ones with each handshake.
+            self._lists = {other: listed for other, listed in self._lists.items() if other[0] == taps}
             self._lists[key] = self._list(*key)
         return self._lists[key]
 
