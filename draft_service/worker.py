@@ -43,6 +43,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 
+import torch
+
 from slipstream.base.errors import RemoteProtocolError, SlipstreamError
 from slipstream.drafting import Drafter
 from slipstream.drafting.tree import GrowingTree
@@ -391,7 +393,7 @@ class DraftWorker:
             self._tell(round_)
             self._intake.told(self._clock() - began_s)
             self._grow(round_)
-        except SlipstreamError as error:
+        except (SlipstreamError, torch.OutOfMemoryError) as error:  # memory may run out in any part of a drafter
             # The drafter is at fault, not a peer: targets go on alone and open their sessions again.
             self._log.error("drafter failed", error=str(error))
             self._give_up_all("failed", round_)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 
 from draft_service.worker import DraftWorker
 from slipstream.base.errors import CapacityError, PairingError, RemoteProtocolError
@@ -48,12 +49,27 @@ class Listener:
 class FailingDrafter(NgramDrafter):
     """Fails once, when it is told to."""
 
-    fails = False
+    error: Exception | None = None
+    place = "grow"
+
+    def _fail(self, place: str) -> None:
+        if (error := self.error) is not None and place == self.place:
+            self.error = None
+            raise error
+
+    def open(self, opens: Sequence[Open]) -> list[int]:
+        self._fail("open")
+        return super().open(opens)
+
+    def absorb(self, features: Sequence[Features]) -> None:
+        self._fail("absorb")
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        self._fail("commit")
+        super().commit(commits)
 
     def grow(self, ids: Sequence[int], budgets: Sequence[int], steps: int = 0) -> list[Growth]:
-        if self.fails:
-            self.fails = False
-            raise CapacityError("no room")
+        self._fail("grow")
         return super().grow(ids, budgets, steps)
 
 
@@ -174,11 +190,15 @@ def test_a_fault_costs_one_session() -> None:
     assert isinstance(growth, Growth)
 
 
-def test_a_drafter_that_fails_gives_its_sessions_up_and_goes_on() -> None:
+@pytest.mark.parametrize("error", [CapacityError("no room"), torch.OutOfMemoryError("no memory")],
+                         ids=["slots", "memory"])
+@pytest.mark.parametrize("place", ["open", "absorb", "commit", "grow"])
+def test_a_drafter_that_fails_gives_its_sessions_up_and_goes_on(place: str, error: Exception) -> None:
     bench = Bench()
     bench.deliver(opened(1))
-    bench.drafter.fails = True
-    assert bench.deliver(commit(10, 3)) == [Drop(1, "failed")]
+    bench.drafter.place, bench.drafter.error = place, error
+    told = {"open": opened(1), "absorb": Features(1, 0, bytes(8), 1, "float64")}.get(place, commit(10, 3))
+    assert bench.deliver(told) == [Drop(1, "failed")] and bench.worker.num_open == 0
     (growth,) = bench.deliver(opened(1))
     assert isinstance(growth, Growth)
 

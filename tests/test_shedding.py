@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,22 +17,30 @@ import torch
 from slipstream.base.config import GrowthSection, ModelSection
 from slipstream.base.errors import CapacityError, DeviceFull
 from slipstream.choosing.scores import chosen_logprobs
+from slipstream.drafting import neural
+from slipstream.drafting.heads.checkpoint import EagleHead, read_head
+from slipstream.drafting.heads.eagle import EagleNetwork
 from slipstream.drafting.neural import NeuralDrafter
 from slipstream.drafting.ngram import NgramDrafter
 from slipstream.drafting.standalone import StandaloneNetwork
+from slipstream.drafting.tree import DraftContext
 from slipstream.engine.batch import ForwardBatch
 from slipstream.engine.kv import KVPool
 from slipstream.engine.loading import load_model
 from slipstream.engine.model import CausalModel
-from slipstream.engine.runner import ModelRunner
+from slipstream.engine.native.draft import Grown, Seed
+from slipstream.engine.runner import FeatureReader, ModelRunner
 from slipstream.following.pool import DraftPool
 from slipstream.observe.metrics import TargetMetrics
-from slipstream.protocol.messages import FeatureSpec, Open, Sampling
+from slipstream.protocol.messages import Commit, FeatureSpec, Open, Sampling
 from slipstream.protocol.requests import DraftStatus, Request, TokenLogprob
 from target_service.scheduler import CALM_S, LEVELS, Limits, Queues, Shedding
 from target_service.sequence import KV
+from tests.both import Both
+from tests.eagle_folder import eagle_config, eagle_tensors, write_eagle_folder
 from tests.loop import eventually
 from tests.pair import drafting, local_link, target
+from tests.tiny import write_tiny_model
 
 PROMPT = tuple(b"one two three one two three one two three one two ")
 LIMITS = Limits(64, 512, 256)
@@ -232,3 +241,73 @@ def test_a_draft_whose_device_is_full_says_so_and_keeps_no_slots(tiny_draft_fold
     device.room = 1000
     drafter.open([opening])
     assert len(drafter.grow([1], [8])[0].tokens) == 8
+
+
+class NoLevels:
+    """Grows no tree: there is no memory for any."""
+
+    most_rows, samples = 64, True
+
+    def takes(self, levels: int, topk: int) -> bool:
+        return True
+
+    def trees(self, seeds: Sequence[Seed], topk: int) -> Grown:
+        raise torch.OutOfMemoryError("no memory for trees")
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> EagleHead:
+    folder, config = tmp_path_factory.mktemp("full"), eagle_config()
+    return read_head(write_eagle_folder(folder / "head", config, eagle_tensors(config)),
+                     write_tiny_model(folder / "target", num_hidden_layers=8))
+
+
+PLACES: dict[str, tuple[object, str]] = {
+    "pending rows": (DraftContext, "pull"), "levels": (DraftContext, "states_of"), "ranks": (neural, "ranked"),
+    "states": (FeatureReader, "__call__"), "forwards": (EagleNetwork, "forward"), "gaps": (torch.Tensor, "new_zeros")}
+
+
+def draft_on(drafter: NeuralDrafter) -> None:
+    """Two sessions grow; one hears nothing of a long part, and goes beyond its window then."""
+    both = Both([drafter], drafter.features.width if drafter.features else 0, torch.float64, 0.0)
+    both.open(1, 12)
+    both.open(2, 20)
+    drafter.grow([1, 2], [8, 8])
+    both.commit(2, [5, 6])
+    drafter.commit([Commit(1, 12, np.arange(60, dtype=np.int32))])
+    drafter.absorb([both.states(1, 70, 1)])
+    drafter.grow([1, 2], [8, 8])
+    both.bases[1] = 72
+    both.commit(1, [*range(60)])
+    drafter.grow([1, 2], [8, 8])
+
+
+@pytest.mark.parametrize("levels", [None, NoLevels()], ids=["by levels", "whole"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_draft_keeps_no_slots_wherever_its_memory_runs_out(head: EagleHead, monkeypatch: pytest.MonkeyPatch,
+                                                             place: str, levels: NoLevels | None) -> None:
+    owner, name = PLACES[place]
+    real, left = getattr(owner, name), [0]
+
+    def full(*args: Any, **settings: Any) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError(f"no memory for {place}")
+        return real(*args, **settings)
+
+    monkeypatch.setattr(owner, name, full)
+    drafter = NeuralDrafter("eagle3", EagleNetwork(head, "float64", torch.device("cpu"), 400),
+                            GrowthSection(topk=3, num_steps=3, num_draft_tokens=8), 4, 100, levels)
+    call, done = 0, False
+    while not done:
+        call += 1
+        left[0] = call
+        try:
+            draft_on(drafter)
+            assert levels is None
+        except (DeviceFull, torch.OutOfMemoryError):
+            assert left[0] <= 0 or levels is not None
+        done = left[0] > 0  # it was not called so often
+        drafter.close([1, 2])
+        drafter.slots.check([])
+    assert call > 1 or levels is not None

@@ -72,17 +72,18 @@ def grow_whole(backend: Levels, slots: Slots, contexts: Sequence[DraftContext], 
     done: dict[int, int] = {}
     for first in range(0, len(fitting), MOST_SESSIONS):
         taken: list[tuple[DraftContext, Seed]] = []
-        for context in fitting[first : first + MOST_SESSIONS]:
-            levels, row = wanted[context.session] - 1, context.done
-            try:
-                room = slots.alloc(len(context.tokens) - row + levels * topk)
-            except CapacityError:
-                break
-            taken.append((context, context.seed(row, room, levels)))
-        if not taken:
-            break
-        left = {context.session: seed.slots for context, seed in taken}
+        left: dict[int, Indices] = {}  # slots that are nobody's yet
         try:
+            for context in fitting[first : first + MOST_SESSIONS]:
+                levels, row = wanted[context.session] - 1, context.done
+                try:
+                    room = slots.alloc(len(context.tokens) - row + levels * topk)
+                except CapacityError:
+                    break
+                left[context.session] = room
+                taken.append((context, context.seed(row, room, levels)))
+            if not taken:
+                break
             found = backend.trees([seed for _, seed in taken], topk)
             taken, found = _known(taken, found)
             counts = adopted([context.tree for context, _ in taken], found, (found.known - 1).tolist(), topk)
@@ -293,22 +294,25 @@ class NeuralDrafter:
         """Compute pending rows. Returns the sessions that reached their newest token and have a new tree."""
         builder, taken, rows_left = BatchBuilder(), list[tuple[DraftContext, Indices, bool]](), PREFILL_ROWS
         inputs: list[torch.Tensor] = []
-        for context in sorted(contexts, key=lambda c: c.num_pending):
-            count = min(context.num_pending, rows_left)
-            slots = self._alloc(count)
-            if slots is None:
-                continue
-            rows = range(context.done, context.done + count)
-            builder.add(context.tokens[rows.start:rows.stop], [row - context.origin for row in rows], slots.tolist(),
-                        context.slots, logits="last")
-            taken.append((context, slots, context.done + count == context.base))
-            states = context.pull(count)
-            if states is not None:
-                inputs.append(states)
-            rows_left -= count
-        if not taken:
-            return set()
-        output = self._forward(builder, inputs, [slots for _, slots, _ in taken])
+        try:
+            for context in sorted(contexts, key=lambda c: c.num_pending):
+                count = min(context.num_pending, rows_left)
+                slots = self._alloc(count)
+                if slots is None:
+                    continue
+                rows = range(context.done, context.done + count)
+                builder.add(context.tokens[rows.start:rows.stop], [row - context.origin for row in rows],
+                            slots.tolist(), context.slots, logits="last")
+                taken.append((context, slots, context.done + count == context.base))
+                states = context.pull(count)
+                if states is not None:
+                    inputs.append(states)
+                rows_left -= count
+            if not taken:
+                return set()
+            output = self._forward(builder, inputs)
+        except torch.OutOfMemoryError as error:
+            raise self._full([slots for _, slots, _ in taken]) from error
         ready = list[tuple[DraftContext, range, Indices]]()
         for place, (context, slots, finished) in enumerate(taken):
             context.computed(slots)
@@ -339,18 +343,19 @@ class NeuralDrafter:
             return True
         builder, taken = BatchBuilder(), list[tuple[DraftContext, range, Indices]]()
         inputs: list[torch.Tensor] = []
-        for context in contexts:
-            slots = self._alloc(len(context.tree.frontier))
-            if slots is None:
-                continue
-            rows = _add_frontier(builder, context, slots)
-            if context.lag:
-                inputs.append(context.states_of([context.tree.parents[node] for node in context.tree.frontier]))
-            taken.append((context, rows, slots))
-        if not taken:
-            return False
-        output = self._forward(builder, inputs, [slots for _, _, slots in taken])
-        self._expand(output, taken)
+        try:
+            for context in contexts:
+                slots = self._alloc(len(context.tree.frontier))
+                if slots is None:
+                    continue
+                taken.append((context, _add_frontier(builder, context, slots), slots))
+                if context.lag:
+                    inputs.append(context.states_of([context.tree.parents[node] for node in context.tree.frontier]))
+            if not taken:
+                return False
+            self._expand(self._forward(builder, inputs), taken)
+        except torch.OutOfMemoryError as error:  # it does not run out behind the first tree that takes its slots
+            raise self._full([slots for _, _, slots in taken]) from error
         return True
 
     def _expand(self, output: Output, taken: Sequence[tuple[DraftContext, range, Indices]]) -> None:
@@ -399,15 +404,14 @@ class NeuralDrafter:
                 first += len(nodes)
                 context.tree.expand([own.get(node, ((), ())) for node in context.tree.frontier])
 
-    def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor], taken: Sequence[Indices]) -> Output:
-        """taken: slots of the rows, which are nobody's yet. Raises DeviceFull; they are free again then."""
-        device = self.network.device
-        try:
-            return self.network.forward(builder.build(device, torch.cat(list(inputs)) if inputs else None))
-        except torch.OutOfMemoryError as error:
-            for slots in taken:
-                self.slots.free(slots)
-            raise DeviceFull("the draft's device has no memory for this step; lower draft.max_sessions") from error
+    def _forward(self, builder: BatchBuilder, inputs: Sequence[torch.Tensor]) -> Output:
+        return self.network.forward(builder.build(self.network.device, torch.cat(list(inputs)) if inputs else None))
+
+    def _full(self, taken: Sequence[Indices]) -> DeviceFull:
+        """What is to be raised where memory ran out. taken: slots that are nobody's yet; they are free again."""
+        for slots in taken:
+            self.slots.free(slots)
+        return DeviceFull("the draft's device has no memory for this step; lower draft.max_sessions")
 
     def _alloc(self, count: int) -> Indices | None:
         try:

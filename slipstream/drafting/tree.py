@@ -331,8 +331,8 @@ class DraftContext:
         return freed
 
     def _drop_oldest(self, count: int) -> Indices:
+        self.pull(min(max(0, count - len(self.slots)), self.num_inputs))  # first: memory may run out there
         freed, self.slots = self.slots[:count], self.slots[count:]
-        self.pull(min(count - len(freed), self.num_inputs))
         self.start += count
         return freed
 
@@ -359,10 +359,11 @@ class DraftContext:
             self.num_inputs += end - expected
             return NO_SLOTS
         freed, gap, most = NO_SLOTS, start - expected, min(BRIDGE, self.window // 2)
+        bridge = rows.new_zeros(min(gap, most), *rows.shape[1:])  # first: memory may run out there
         if gap > most:
-            freed, self.start, gap = self.close(), start + 1 - most, most
-        self.inputs += [rows.new_zeros(gap, *rows.shape[1:]), rows[: end - start]]
-        self.num_inputs += gap + end - start
+            freed, self.start = self.close(), start + 1 - most
+        self.inputs += [bridge, rows[: end - start]]
+        self.num_inputs += len(bridge) + end - start
         return freed
 
     def seed(self, row: int, slots: Indices, levels: int) -> Seed:
