@@ -37,6 +37,7 @@ from slipstream.engine.kv import Match, RadixCache, Row
 from slipstream.engine.runner import FeatureRows, ModelRunner
 from slipstream.following.followed import Followed
 from slipstream.following.following import Following
+from slipstream.observe.log import logger
 from slipstream.observe.spans import Span, Spans
 from slipstream.protocol.messages import FeatureSpec
 from slipstream.protocol.requests import Finish, Piece, Request
@@ -62,6 +63,7 @@ class Rule(Protocol):
 
 NOTHING = np.zeros(0, np.int64)
 LUMPS = 128  # in which a full prefix cache is given up: to find what is oldest it looks at all that it holds
+AT_ONCE = 512  # feature rows of a prompt that are gathered and projected together, so that memory has a bound
 SHARED = 64  # tokens of a prompt, from which on it is better to wait for who computes them than to do so again
 Beginning = tuple[str, int]
 
@@ -323,7 +325,10 @@ class KV:
                 places.append(place)
         if self._rows is None or not places:
             return rows
-        data, begin = self._rows(self._runner.features(np.concatenate(slots))), 0
+        try:
+            data, begin = self._rows(self._runner.features(np.concatenate(slots))), 0
+        except torch.OutOfMemoryError:  # they come late, or are a gap
+            return rows
         size = len(data) // sum(map(len, slots))
         for place, own in zip(places, slots, strict=True):
             rows[place] = data[begin : begin + size * len(own)]
@@ -331,12 +336,20 @@ class KV:
         return rows
 
     def give_prompt_rows(self, ones: Iterable[Sequence]) -> None:
-        """Hand their drafters the rows that they read and have not had."""
+        """Hand their drafters the rows that they read and have not had. Where memory runs out, a drafter has none of
+        them, and bridges the gap."""
         for one in ones if self._rows is not None else ():
             wanted, end = one.followed.wants_rows(), min(one.computed, one.base - 1)  # a root's goes with its commit
             if wanted is None or self._rows is None or wanted[1] >= end:
                 continue
             start = max(wanted[1], self._runner.features_from(one.slots[:end]))
-            if start < end:
-                rows = self._rows(self._runner.features(one.slots[start:end]))
-                one.followed.give_rows(start, end - start, rows)
+            while start < end:
+                upto = min(start + AT_ONCE, end)
+                try:
+                    one.followed.give_rows(start, upto - start, self._rows(
+                        self._runner.features(one.slots[start:upto])))
+                except torch.OutOfMemoryError:
+                    logger("target").warning("no memory for the rows that a drafter reads", session=one.number)
+                    one.followed.give_rows(end, 0, b"")
+                    break
+                start = upto

@@ -188,6 +188,30 @@ async def test_answers_of_one_step_get_each_its_own_rows(folder: Path, tiny_fold
         runner.slots.free(slots)
 
 
+@pytest.mark.parametrize("failing", [(), (1,), (2,), (3, 4), range(1000)], ids=["none", "first", "2nd", "some", "all"])
+async def test_rows_that_find_no_memory_cost_drafts_and_no_answers(
+        folder: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, failing: Sequence[int]) -> None:
+    """The engine thread goes on. Rows of a prompt are made a few at a time."""
+    sizes, real = list[int](), FeatureRows.__call__
+
+    def cramped(rows: FeatureRows, states: Tensor) -> bytes:
+        sizes.append(len(states))
+        if len(sizes) in failing or failing == range(1000):
+            raise torch.OutOfMemoryError("no memory for rows")
+        return real(rows, states)
+
+    monkeypatch.setattr(FeatureRows, "__call__", cramped)
+    monkeypatch.setattr("target_service.sequence.AT_ONCE", 8)
+    async with target(tiny_folder) as rig:
+        alone = tokens_of(await rig.answer(REQUEST))
+    async with (target(tiny_folder) as rig, drafting(drafter(folder, tiny_folder, True)) as peers,
+                local_link(rig, peers)):
+        first, second = await rig.answer(REQUEST), await rig.answer(REQUEST)  # of the second, rows are in the cache
+        await rig.check()
+    assert tokens_of(first) == tokens_of(second) == alone and max(sizes) <= 8 < len(sizes)
+    assert (sum(piece.drafted for piece in second) > 0) == (failing != range(1000))
+
+
 def test_settings_choose(folder: Path, tiny_folder: Path) -> None:
     widths = [made.features.width for project in (True, False)
               if (made := drafter(folder, tiny_folder, project)).features is not None]

@@ -149,6 +149,26 @@ def test_a_step_that_fails_with_the_end_of_a_prompt_ends_that_answer_alone(
     assert sum(piece.cached_tokens for piece in follows if isinstance(piece, Piece)) == 0, "of a step that failed"
 
 
+def test_feature_rows_that_find_no_memory_on_their_way_are_not_there(tiny_folder: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = target(tiny_folder)._runner
+    runner.set_taps((1,))
+    builder = BatchBuilder()
+    builder.add(LONG[:4], range(4), runner.slots.alloc(4).tolist(), np.zeros(0, np.int64), logits="last")
+    runner.forward(builder.build())
+
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory to move rows")
+
+    old, new = np.array([0, 1]), np.array([8, 9])
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "index_select", full)
+        runner.copy_features(old, new)
+    assert runner.features_from(new) == 2
+    runner.copy_features(old, new)
+    assert runner.features_from(new) == 0 and torch.equal(runner.features(new), runner.features(old))
+
+
 def test_feature_rows_move_with_tokens_to_the_slots_that_the_cache_has(tiny_folder: Path) -> None:
     """A prompt was computed before anybody read its states, and then again, by who is to score it."""
     worker, first, second = target(tiny_folder), Told(), Told()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -289,9 +290,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_features(self, old: NDArray[np.int64], new: NDArray[np.int64]) -> None:
-        """Tokens at slots ``old`` are at ``new`` from now on; rows that are not there are not needed."""
-        if self.taps:
-            had = self._known[old]
+        """Tokens at slots ``old`` are at ``new`` from now on; rows that are not there, or find no memory on their way,
+        are not needed."""
+        if not self.taps:
+            return
+        had = self._known[old]
+        with suppress(torch.OutOfMemoryError):
             near, there = (sent(slots[had], self._features.device) for slots in (old, new))
             self._features.index_copy_(0, there, self._features.index_select(0, near))
             self._known[new[had]] = True
