@@ -278,8 +278,7 @@ class Surface:
             return EventStream(events, client, run.aclose, headers)
         answers: list[list[TextDelta]] = [[] for _ in run.completions]
         await _taken(run, client, lambda number, delta: answers[number].append(delta))
-        written = await self._gateway.beside(run.job.num_scores,
-                                             lambda: orjson.dumps(reply.whole(answers, run.usage())))
+        written = await self._gateway.beside(run.num_told, lambda: orjson.dumps(reply.whole(answers, run.usage())))
         return Response(written, headers=headers, media_type="application/json")
 
     async def _begun(self, request: Request, asked: Asked) -> tuple[Presence, Run]:

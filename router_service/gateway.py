@@ -48,6 +48,7 @@ from slipstream.protocol.identity import Identity
 from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, TargetInfo
 
 MAX_N = 8  # answers that one request may ask for
+MAX_ANSWER_SCORES = 1 << 20  # log probabilities of its answers: 32k tokens with 20 alternatives, or 128k of 8 answers
 Made = TypeVar("Made")
 
 
@@ -72,6 +73,12 @@ class Asked:
     @property
     def num_answers(self) -> int:
         return max(1, len(self.prompts)) * self.options.n
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that each answer may have for what is told of them; None: as many as it likes."""
+        told = self.options.top_logprobs
+        return None if told is None else MAX_ANSWER_SCORES // (self.num_answers * (1 + told))
 
     @property
     def size(self) -> int:
@@ -269,8 +276,8 @@ class Gateway:
         await self._lanes.pause(size)
 
     async def beside(self, size: int, work: Callable[[], Made]) -> Made:
-        """What ``work`` on so many numbers gives, beside the event loop if they are many. Raises CapacityError."""
-        return await self._lanes.run(size, work, at_once=True)
+        """What ``work`` on so many numbers gives, beside the event loop if they are many."""
+        return await self._lanes.run(size, work, at_once=True, patient=True)
 
     def completion(self, job: Job, tenant: Tenant, request_id: str, number: int, trace: str) -> Completion:
         """Answer ``number`` of a job: choice after choice, prompt after prompt. ``trace``: whose part it is."""
@@ -316,6 +323,10 @@ class Gateway:
             raise self.no_model(asked.model)
         if asked.options.n > MAX_N:
             raise InvalidRequest("n", f"must be at most {MAX_N}")
+        most = asked.most_tokens
+        if most is not None and (asked.options.max_tokens or 0) > most:
+            raise InvalidRequest("max_tokens", f"must be at most {most} with these log probabilities, so that no more "
+                                 f"than {MAX_ANSWER_SCORES} are told; ask for fewer tokens, answers or alternatives")
         for need, name in asked.options.asked_by.items():
             if need not in info.honours:
                 raise InvalidRequest(name, "the engine that serves this model does not honour it; leave it out",
@@ -349,6 +360,8 @@ class Gateway:
         info, prompts = self._info(), self._prompts(asked)
         param = "messages" if asked.messages else "prompt"
         limits = tuple(_room(param, prompt, asked.options.max_tokens, info) for prompt in prompts)
+        if (most := asked.most_tokens) is not None:
+            limits = tuple(min(limit, most) for limit in limits)
         shown = tuple(map(self._text_of, asked.prompts, prompts)) if asked.options.echo else ()
         words = [run for i, word in enumerate(asked.options.bad_words) for run in self._spelt(i, word)]
         job = Job(asked.endpoint, asked.model, tuple(tuple(prompt) for prompt in prompts), limits, asked.options,
@@ -491,6 +504,11 @@ class Run:
             self.mode = "speculative" if meant and self._gateway.drafted else "plain"
         self._came = time.monotonic(), found[0], found[1].num_tokens
         return found
+
+    @property
+    def num_told(self) -> int:
+        """Tokens of the answers so far, and log probabilities: how much there is to write."""
+        return self.job.num_scores + self._generated() * (1 + (self.job.options.top_logprobs or 0))
 
     def usage(self) -> Usage:
         """Of all answers together; a prompt counts once, however many choices it has."""

@@ -201,13 +201,20 @@ async def test_lanes_hold_one_text_each_whatever_clients_do() -> None:
     with pytest.raises(CapacityError, match="long prompts") as caught:
         await lanes.run(LONG_TEXT + 1, lambda: work("too many"))
     assert caught.value.retry_after_s >= MAX_WAITING
+    written = asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("an answer"), patient=True))
     waiting.pop().cancel()  # one that waits goes: there is room for another
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError):
+        await lanes.run(LONG_TEXT + 1, lambda: work("too many"))  # the answer has its place
+    waiting.pop().cancel()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     waiting.append(asyncio.create_task(lanes.run(LONG_TEXT + 1, lambda: work("last"))))
     held.set()
-    assert await asyncio.gather(*waiting) == ["later"] * (MAX_WAITING - 1) + ["last"]
-    assert begun.count("later") == MAX_WAITING - 1, "who went away was left out"
+    assert await written == "an answer", "who is done is not refused"
+    assert await asyncio.gather(*waiting) == ["later"] * (MAX_WAITING - 2) + ["last"]
+    assert begun.count("later") == MAX_WAITING - 2, "who went away was left out"
     with pytest.raises(ZeroDivisionError):
         await lanes.run(1, lambda: 1 // 0)
     lanes.close()

@@ -229,6 +229,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"stop": "a" * 1025}, 400, "stop[0]", "invalid_value"),
     (CHAT, {"top_logprobs": 3}, 400, "top_logprobs", "invalid_value"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_value"),
+    (CHAT, {"logprobs": True, "top_logprobs": 20, "max_tokens": 1 << 15, "n": 8}, 400, "max_tokens", "invalid_value"),
     (CHAT, {"logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"logit_bias": {"260": 1}}, 400, "logit_bias", "invalid_value"),
     (CHAT, {"logit_bias": {str(i): 1 for i in range(301)}}, 400, "logit_bias", "invalid_value"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router_service.dialects.prompts import AT_ONCE, Prompts
+from router_service.dialects.replies import ChatReply
+from router_service.gateway import MAX_ANSWER_SCORES
 from router_service.text.tokens import Completion, TextCodec, TextDelta
 from slipstream.base.config import TargetSection
 from slipstream.base.errors import Unavailable
@@ -33,6 +36,7 @@ from slipstream.protocol.requests import MAX_SCORES, LogprobsMode, Piece, Prompt
 from slipstream.protocol.tree import MAX_HELD, MAX_NODES, DraftTree
 from target_service.scheduler import Limits
 from target_service.sequence import Sequence
+from tests.echo import EchoTarget
 from tests.pair import Rig, target
 from tests.routing import CHAT, COMPLETIONS, HELLO, Routing, events, routing
 from tests.test_lossless import MAX_TOKENS, PROMPTS, folders, joined, tokens_of
@@ -343,6 +347,28 @@ async def test_where_no_prompt_is_told_none_is_scored(routed: Routing) -> None:
         assert (await routed.post(path, **body)).status_code == 200
         refused = await routed.post(path, prompt_logprobs=0, **body)
         assert refused.status_code == 400 and "prompt_logprobs: is told by" in refused.json()["error"]["message"]
+
+
+async def test_what_is_told_of_an_answer_is_bounded_before_and_written_beside_the_loop(
+        tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, threads, whole = EchoTarget(end=200), list[str](), ChatReply.whole
+    target.context = 1 << 17
+
+    def watched(reply: ChatReply, answers: Any, usage: Any) -> Any:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return whole(reply, answers, usage)
+
+    monkeypatch.setattr(ChatReply, "whole", watched)
+    asked: dict[str, Any] = {"messages": HELLO, "logprobs": True, "top_logprobs": 20}
+    async with routing(tiny_folder, target) as routed:
+        answer = await routed.post(CHAT, max_tokens=1 << 15, **asked)
+        assert len(answer.json()["choices"][0]["logprobs"]["content"]) == 200
+        assert (await routed.post(CHAT, messages=HELLO, max_tokens=9)).status_code == 200
+        assert (await routed.post(CHAT, n=5, **asked)).status_code == 200
+        assert threads == ["short-texts", "MainThread", "long-texts"]
+        assert target.requests[-1].max_tokens == MAX_ANSWER_SCORES // (5 * 21), "what the context leaves is too much"
+        refused = await routed.post(CHAT, n=8, max_tokens=1 << 15, **asked)
+        assert refused.status_code == 400 and "fewer tokens, answers or alternatives" in refused.text
 
 
 @pytest.mark.parametrize(("fields", "named"), [

@@ -1,11 +1,12 @@
-"""Lanes: threads in which texts become tokens, so that the event loop and the answers on it go on.
+"""Lanes: threads in which texts become tokens and answers are written, so that the event loop goes on.
 
 Rules:
 1. Long texts have a lane of their own: a short one never waits for a long one.
 2. Each lane works on one text at a time, whatever its clients do: who goes away frees his place in the lane when the
    work that was begun is done.
 3. What takes less than a thread's turn needs none: it is done at once, on the event loop.
-4. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused.
+4. Who comes to the long lane while ``MAX_WAITING`` others wait there is refused. What is paid for is not: an answer
+   that is only to be written waits.
 
 It knows nothing about what a text is turned into.
 """
@@ -36,15 +37,15 @@ class Lanes:
         self._num_long = 0  # in the long lane, the one that is worked on included
         self._large = asyncio.Lock()
 
-    async def run(self, size: int, work: Callable[[], Made], at_once: bool = False) -> Made:
+    async def run(self, size: int, work: Callable[[], Made], at_once: bool = False, patient: bool = False) -> Made:
         """What ``work`` on a text of that size returns or raises. ``at_once``: it waits for nobody, so a brief
-        text needs no thread. Raises CapacityError."""
+        text needs no thread. Raises CapacityError, but not for who is ``patient``."""
         if at_once and size <= BRIEF_TEXT:
             return work()
         loop = asyncio.get_running_loop()
         if size <= LONG_TEXT:
             return await loop.run_in_executor(self._short, work)
-        if self._num_long > MAX_WAITING:
+        if self._num_long > MAX_WAITING and not patient:
             raise self._long.refusal("too many long prompts wait to be read; try again later", self._num_long)
         self._num_long += 1
         return await asyncio.wrap_future(self._long.submit(work, loop.call_soon_threadsafe, self._left))
