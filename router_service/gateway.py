@@ -49,6 +49,7 @@ from slipstream.protocol.requests import MAX_BAD_WORD, MAX_SCORES, Request, Targ
 
 MAX_N = 8  # answers that one request may ask for
 MAX_ANSWER_SCORES = 1 << 20  # log probabilities of its answers: 32k tokens with 20 alternatives, or 128k of 8 answers
+MESSAGE = 32  # characters that one costs a template besides its own
 Made = TypeVar("Made")
 
 
@@ -83,10 +84,8 @@ class Asked:
     @property
     def size(self) -> int:
         """Characters and token ids."""
-        others = [self.turn.names, *(message["tool_calls"] for message in self.messages if "tool_calls" in message)]
-        written = sum(len(orjson.dumps(other)) for other in others if other)
         begun = 0 if self.begun is None else len(self.begun.tokens)
-        return sum(len(message["content"]) for message in self.messages) + sum(map(len, self.prompts)) + written + begun
+        return sum(map(_size, self.messages)) + sum(map(len, self.prompts)) + _written(self.turn.names) + begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +409,15 @@ class Gateway:
         if info is None:
             raise Unavailable("no target has answered yet; try again soon")
         return info
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters of all that a template may write of it."""
+    return MESSAGE + sum(len(part) if isinstance(part, str) else _written(part) for part in message.values())
+
+
+def _written(part: Any) -> int:
+    return len(orjson.dumps(part)) if part else 0
 
 
 def _salted(namespace: str, salt: str) -> str:

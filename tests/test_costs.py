@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from router_service.dialects.fields import MAX_CONTAINERS, MAX_DEPTH
-from router_service.dialects.openai import ChatBody, CompletionBody, parse
+from router_service.dialects.openai import ChatBody, CompletionBody, Options, parse
+from router_service.gateway import MESSAGE, Asked
 from router_service.tenants import Tenant
 from router_service.text.files import longest_token
 from router_service.text.lanes import LARGE_BODY, LONG_TEXT, MAX_WAITING, Lanes
@@ -26,6 +27,7 @@ from slipstream.base.errors import CapacityError, InvalidRequest, TooLarge
 from slipstream.cli.process import kept_up
 from slipstream.observe.lag import EVERY_S, watch_lag
 from slipstream.protocol.chat import MAX_BIASES, MAX_BODY_BYTES, MAX_ITEMS, MAX_STOPS, ChatOptions, Message
+from slipstream.protocol.messages import Sampling
 from slipstream.v1 import inference_pb2
 from slipstream.wire.inference import decode_chat, decode_complete, encode_chat
 from tests.echo import CONTEXT, EchoTarget
@@ -160,6 +162,18 @@ async def test_the_loop_turns_while_a_text_is_encoded(tiny_folder: Path) -> None
     assert num_tokens > 30_000
     assert turned > 15_000, "it kept the interpreter"  # a tenth of it otherwise
     lanes.close()
+
+
+def test_all_that_a_conversation_says_makes_it_long() -> None:
+    def size(*messages: dict[str, Any]) -> int:
+        return Asked("chat", "tiny", Options(Sampling()), messages=messages).size
+
+    turn = {"role": "assistant", "content": ""}
+    call = {"type": "function", "function": {"name": "f", "arguments": "x" * LONG_TEXT}}
+    for more in ({"reasoning_content": LONG}, {"name": LONG}, {"tool_call_id": LONG}, {"tool_calls": [call]}):
+        assert size(turn | more) > LONG_TEXT, more.keys()
+    assert size(*[turn] * (LONG_TEXT // MESSAGE)) > LONG_TEXT, "marks are work, too"
+    assert size(turn) < 2 * MESSAGE
 
 
 async def test_between_large_bodies_the_loop_is_others() -> None:
