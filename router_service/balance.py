@@ -4,9 +4,9 @@ Rules:
 1. Least load wins, load being what the target last reported plus what this router has sent since. A target that has
    probably seen the prompt's beginning in its namespace is preferred until it is markedly more loaded (rendezvous
    hashing: a target that comes or goes moves only its own share).
-2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it. If no
-   other is left, ejected ones are used all the same, and such as discovery no longer lists, while they answer: the last
-   target is never ejected.
+2. A target that fails several requests in a row is ejected for a time that doubles; then one request probes it, and
+   until that is answered others go elsewhere. If no other is left, ejected ones are used all the same, and such as
+   discovery no longer lists, while they answer: the last target is never ejected.
 3. A request whose target fails or drains moves to another one. Before its first token that is a retry: at most a fifth
    of the requests, so that an outage is not multiplied. After it the answer is resumed, where it stopped: tokens are a
    function of prompt, seed, position and the target's identity. A begun answer goes only where that is the same; where
@@ -66,6 +66,7 @@ class Target:
     failures: int = 0
     ejections: int = 0
     ejected_until: float = 0.0
+    probe: RoutedAnswer | None = None  # that tries it after it was ejected
     problem: str = "not asked yet"
     ready: bool = False  # it answers polls, fits and is not draining
     draining: bool = False
@@ -80,6 +81,10 @@ class Target:
     def takes(self, request: Request) -> bool:
         """Whether it honours all that is asked. An older one would not look at some fields, and answer anything."""
         return not request.needs or (self.info is not None and request.needs <= self.info.honours)
+
+    def rests(self, now_s: float) -> bool:
+        """Whether it is ejected, or has its probe: who came along would fail with it."""
+        return self.ejected_until > now_s or self.probe is not None
 
     @property
     def load(self) -> int:
@@ -279,7 +284,7 @@ class Balancer:
                 raise _gone()
         left = [t for t in known if not t.draining]
         now = self._clock()
-        usable = ([t for t in left if t.ready and not t.left and t.ejected_until <= now]
+        usable = ([t for t in left if t.ready and not t.left and not t.rests(now)]
                   or [t for t in left if t.ready] or [t for t in left if not self._mismatched(t)])
         if usable:
             return usable[0] if len(usable) == 1 else self._choose(usable, request)
@@ -301,11 +306,19 @@ class Balancer:
         bound = least.load * 1.25 + self.rules.affinity_slack
         return preferred if preferred.load <= bound and len(tokens) >= self.rules.affinity_tokens else least
 
+    def sent(self, target: Target, answer: RoutedAnswer) -> None:
+        """``answer`` is asked of ``target``: as its probe where it was ejected, and its time is over."""
+        target.in_flight += 1
+        if target.ejections and not target.rests(self._clock()):
+            target.probe = answer
+            self._metrics.breaker(target.name, 1)
+
     def succeeded(self, target: Target) -> None:
         if target.ejections:
             self._metrics.breaker(target.name, 0)
             self._log.info("target back", target=target.name)
         target.failures = target.ejections = 0
+        target.probe = None
 
     def failed(self, target: Target, error: SlipstreamError) -> None:
         """Count a failure that is the target's fault; a full or draining one does what it should."""
@@ -319,7 +332,7 @@ class Balancer:
         if target.failures < self.rules.failures_until_ejected and not target.ejections:
             return
         pause = min(self.rules.ejected_min_s * 2.0**target.ejections, self.rules.ejected_max_s)
-        target.failures, target.ejections = 0, target.ejections + 1
+        target.failures, target.ejections, target.probe = 0, target.ejections + 1, None
         target.ejected_until = self._clock() + pause
         self._metrics.breaker(target.name, 2)
         self._log.warning("target ejected", target=target.name, seconds=pause, error=type(error).__name__)
@@ -356,9 +369,11 @@ class Balancer:
             return False
         return True
 
-    def left(self, target: Target) -> None:
-        """An answer of ``target`` is over, or has gone elsewhere: who waits longest for room asks again."""
+    def left(self, target: Target, answer: RoutedAnswer) -> None:
+        """``answer`` is over, or has gone elsewhere: who waits longest for room asks again."""
         target.in_flight -= 1
+        if target.probe is answer:  # it was given up before it told anything: the next one does
+            target.probe = None
         self._let_in()
 
     def _let_in(self) -> None:
@@ -460,7 +475,7 @@ class RoutedAnswer:
         rest = self._rest()
         target = self._balancer.pick(rest, self._tried | self._full)
         self._target = target
-        target.in_flight += 1
+        self._balancer.sent(target, self)
         self._begun = False
         self._asked = replace(rest, identity=target.identity)
         self._answer = target.backend.submit(self._asked)
@@ -489,9 +504,10 @@ class RoutedAnswer:
     async def _failed(self, error: SlipstreamError) -> None:
         """Leave the target; raises what the client is told unless the request may move on."""
         target = self._target
+        if target is not None:
+            self._balancer.failed(target, error)  # before it leaves, so that nobody takes its place as a probe
         await self._leave()
         if target is not None:
-            self._balancer.failed(target, error)
             rest = self._rest()
             if await self._may_move(rest, target, error):
                 self._balancer.moved(target)
@@ -522,6 +538,6 @@ class RoutedAnswer:
         answer, target = self._answer, self._target
         self._answer = self._target = self._pieces = None
         if target is not None:
-            self._balancer.left(target)
+            self._balancer.left(target, self)
         if answer is not None:
             await answer.aclose()

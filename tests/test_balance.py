@@ -14,6 +14,7 @@ from slipstream.observe.metrics import RouterMetrics
 from slipstream.protocol.messages import Sampling
 from slipstream.protocol.requests import Answer, Request
 from tests.echo import EchoTarget
+from tests.loop import settled
 
 LONG = tuple(range(100))
 
@@ -28,9 +29,17 @@ class Clock:
         return self.now_s
 
 
-def balancer(*targets: EchoTarget, clock: Clock | None = None, **rules: float) -> Balancer:
-    named = {f"t{i}": target for i, target in enumerate(targets)}
-    return Balancer(Targets(named), RouterMetrics("tiny"), rules=BalanceRules(**rules), clock=clock or Clock())  # type: ignore[arg-type]
+def balancer(*targets: EchoTarget, clock: Clock | None = None, metrics: RouterMetrics | None = None,
+             **rules: float) -> Balancer:
+    named, limits = {f"t{i}": target for i, target in enumerate(targets)}, BalanceRules(**rules)  # type: ignore[arg-type]
+    return Balancer(Targets(named), metrics or RouterMetrics("tiny"), rules=limits, clock=clock or Clock())
+
+
+def breaker(metrics: RouterMetrics) -> float:
+    """Of the first target."""
+    page = metrics.registry.page("")[1].decode().splitlines()
+    return next(float(line.split()[-1]) for line in page if line.startswith("slipstream_breaker_state{")
+                and 'peer="t0"' in line)
 
 
 def request(tokens: tuple[int, ...] = LONG, max_tokens: int = 8) -> Request:
@@ -151,6 +160,61 @@ async def test_ejection_backs_off_probes_and_returns() -> None:
     await read(b.submit(request()))
     await read(b.submit(request()))
     assert len(flaky.requests) == 6
+
+
+async def ejected(flaky: EchoTarget, b: Balancer, clock: Clock) -> None:
+    """``flaky`` fails until it is, and its pause is over."""
+    await b.poll()
+    for _ in range(4):
+        await read(b.submit(request()))
+    assert len(flaky.requests) == 3
+    clock.now_s += 1.1
+
+
+async def test_after_its_pause_one_request_alone_tries_a_target() -> None:
+    clock, flaky, good = Clock(), EchoTarget(fail_after=0, error=Unavailable("down")), EchoTarget()
+    good.waiting = 1000
+    metrics = RouterMetrics("tiny")
+    b = balancer(flaky, good, clock=clock, metrics=metrics)
+    await ejected(flaky, b, clock)
+    assert breaker(metrics) == 2
+    flaky.hang = True
+    trying = asyncio.ensure_future(read(b.submit(request())))
+    await settled()
+    assert (len(flaky.requests), breaker(metrics)) == (4, 1)
+    async with asyncio.timeout(60):
+        others = await asyncio.gather(*(read(b.submit(request())) for _ in range(30)))
+    assert [len(answer) for answer in others] == [8] * 30
+    assert len(flaky.requests) == 4, "others wait for what becomes of it"
+    flaky.running.pop().closed.set()  # it fails
+    assert len(await trying) == 8 and breaker(metrics) == 2
+    flaky.hang, flaky.fail_after = False, None
+    clock.now_s += 2.1
+    await asyncio.gather(*(read(b.submit(request())) for _ in range(30)))
+    assert len(flaky.requests) == 5
+    await read(b.submit(request()))
+    assert (len(flaky.requests), breaker(metrics)) == (6, 0)
+
+
+async def test_a_probe_that_is_given_up_leaves_the_next_one_to_try() -> None:
+    clock, flaky, good = Clock(), EchoTarget(fail_after=0, error=Unavailable("down")), EchoTarget()
+    good.waiting = 1000
+    b = balancer(flaky, good, clock=clock)
+    await ejected(flaky, b, clock)
+    flaky.hang = True
+    for tries in (4, 5):
+        answer = b.submit(request())
+        trying = asyncio.ensure_future(read(answer))
+        await settled()
+        assert len(flaky.requests) == tries
+        trying.cancel()
+        await asyncio.wait([trying])
+        await answer.aclose()
+    flaky.hang, flaky.error = False, CapacityError("full")
+    await read(b.submit(request()))
+    flaky.fail_after = None
+    await read(b.submit(request()))
+    assert len(flaky.requests) == 7, "who was refused has told nothing"
 
 
 async def test_the_last_target_is_never_ejected() -> None:
