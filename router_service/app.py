@@ -142,6 +142,9 @@ class Surface:
             response = await self.refused(request, error)
         except ClientDisconnect as error:
             response = await self.gone(request, error)
+        except Exception as error:  # the gate answers it
+            self._gateway.failed(ENDPOINTS[scope["path"]], error)
+            raise
         await response(scope, receive, send)
 
     async def chat(self, request: Request) -> Response:
@@ -334,6 +337,7 @@ class Surface:
 
     def _broken_off(self, run: Run, request_id: str, error: Exception) -> None:
         self._log.warning("stream broken", request_id=request_id, answer_id=run.id, error=type(error).__name__)
+        run.fail()
         self._gateway.failed(run.job.endpoint, error)
 
     def _reached(self, request: Request, asked: Asked, body: ChatBody | CompletionBody) -> Reached | None:
@@ -402,6 +406,10 @@ async def _taken(run: Run, client: Presence, take: Callable[[int, TextDelta], ob
         with client:
             async for number, delta in run:
                 take(number, delta)
+    except Exception as error:
+        if not isinstance(error, ClientDisconnect):
+            run.fail()
+        raise
     finally:
         client.close()
         await run.aclose()

@@ -25,7 +25,7 @@ from router_service.tenants import Tenant
 from router_service.text.calls import call_id
 from router_service.text.markup import Markup, Named, finish_of
 from router_service.text.tokens import TextDelta
-from slipstream.base.errors import InvalidRequest, SlipstreamError
+from slipstream.base.errors import InvalidRequest
 from slipstream.protocol.chat import ChatOptions, Delta, Function, Message, TextToken, ToolCall, Usage
 
 # Options that a body has in another form.
@@ -92,9 +92,12 @@ class GatewayFront:
                         yield _told(_delta(delta, run.usage() if delta.finish else None, identity), markup,
                                     run.job.options.tell_reasoning)
                         identity = ""
+            except Exception:
+                run.fail()
+                raise
             finally:
                 await run.aclose()
-        except SlipstreamError as error:
+        except Exception as error:
             self._gateway.failed(endpoint, error)
             if isinstance(error, InvalidRequest) and (name := names.get(error.field.partition(".")[0])):
                 raise InvalidRequest(name, error.message, error.code) from error

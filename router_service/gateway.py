@@ -228,6 +228,23 @@ class Gateway:
     async def start(self, asked: Asked, tenant: Tenant, trace: str = "") -> Run:
         """Wait for room, start all answers and wait for the first delta: what can fail before it has failed by then.
         ``trace``: the client's traceparent. Raises CapacityError, Draining, InvalidRequest, or what answers raise."""
+        try:
+            run = await self._made(asked, tenant, trace)
+        except asyncio.CancelledError as error:  # its client left, and no run is there to count it
+            self.failed(asked.endpoint, error)
+            raise
+        try:
+            await run.begin()
+        except CapacityError as error:
+            await run.aclose()
+            raise self.admission.overloaded(run.place, error) from error
+        except BaseException:
+            await run.aclose()
+            raise
+        return run
+
+    async def _made(self, asked: Asked, tenant: Tenant, trace: str) -> Run:
+        """Once there is room for it."""
         arrived_s = time.monotonic()
         place = await self.admission.enter(tenant, asked.num_answers)
         waited_s = time.monotonic() - arrived_s
@@ -238,19 +255,10 @@ class Gateway:
             # The head is as much work for a token that is scored as for one that is answered.
             place.spend(sum(map(len, job.prompts)) * (1 if job.options.scored is None else 1 + job.options.n))
             self.metrics.admitted(waited_s, sum(map(len, job.prompts)) * job.options.n)
-            run = Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
+            return Run(self, job, place, arrived_s, arrived_s + self._section.request_timeout_s, trace)
         except BaseException:
             place.leave()
             raise
-        try:
-            await run.begin()
-        except CapacityError as error:
-            await run.aclose()
-            raise self.admission.overloaded(place, error) from error
-        except BaseException:
-            await run.aclose()
-            raise
-        return run
 
     async def tokens(self, asked: Asked, tenant: Tenant) -> list[int]:
         """Those of the prompt that is ``asked`` about. It waits for room as an answer would. Raises as ``start``."""
@@ -301,7 +309,9 @@ class Gateway:
     def failed(self, endpoint: str, error: BaseException) -> None:
         """Count a request that ends with ``error``."""
         _, code, kind = status_of(error)
-        self.metrics.failed("cancelled" if isinstance(error, asyncio.CancelledError) else kind)
+        if isinstance(error, asyncio.CancelledError):
+            code, kind = 499, "cancelled"
+        self.metrics.failed(kind)
         self.metrics.request(endpoint, code, "none")
 
     def _named(self, model: str | None) -> str:
@@ -464,7 +474,7 @@ class Run:
         self.job = job
         self.mode = "plain"  # how the first answer began: speculative when its target meant to and a draft is there
         self._gateway = gateway
-        self._place = place
+        self.place = place
         self._arrived_s = arrived_s
         self._first: Numbered | None = None  # which ``begin`` has waited for
         self._came: tuple[float, int, int] | None = None  # the latest delta: when, of which answer, how many tokens
@@ -502,7 +512,7 @@ class Run:
         except StopAsyncIteration:
             raise
         except Exception as error:
-            self._failed = True
+            self.fail()
             bound_by = self.job.options.bound_by
             if isinstance(error, InvalidRequest) and error.field == "grammar" and bound_by:  # that is a target's word
                 raise InvalidRequest(bound_by, error.message, error.code) from error
@@ -512,6 +522,10 @@ class Run:
             self.mode = "speculative" if meant and self._gateway.drafted else "plain"
         self._came = time.monotonic(), found[0], found[1].num_tokens
         return found
+
+    def fail(self) -> None:
+        """It ends with an error, which whoever meets it counts."""
+        self._failed = True
 
     @property
     def num_told(self) -> int:
@@ -548,8 +562,8 @@ class Run:
             await asyncio.gather(*(completion.aclose() for completion in self.completions))
         finally:
             used = self.usage()
-            self._place.spend(self._generated())
-            self._place.leave()
+            self.place.spend(self._generated())
+            self.place.leave()
             self._count()
             self._span.end(mode=self.mode, tokens=used.completion_tokens, accepted=used.accepted_prediction_tokens)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -35,6 +37,13 @@ class Routing:
 
     async def metrics(self) -> str:
         return (await self.http.get(f"http://127.0.0.1:{self.service.metrics_port}/metrics")).text
+
+    async def codes(self) -> Counter[int]:
+        """How many requests ended with each."""
+        counted = Counter[int]()
+        for code, count in re.findall(r'^slipstream_requests_total{code="(\d+)".* (.+)$', await self.metrics(), re.M):
+            counted[int(code)] += int(float(count))
+        return counted
 
 
 @asynccontextmanager

@@ -147,6 +147,8 @@ async def test_another_answer_is_never_joined(tiny_folder: Path) -> None:
             *_, error, done = await asked(router, body | changes, last)
             problem = json.loads(error.data)["error"]
             assert (problem["param"], problem["type"]) == (HEADER, "invalid_request_error") and done.data == "[DONE]"
+        await eventually(lambda: not router.service.gateway.admission.in_flight)
+        assert await router.codes() == {200: 1, 400: 3}, "each is counted once"
 
 
 async def test_another_model_does_not_go_on(tiny_folder: Path) -> None:

@@ -12,10 +12,14 @@ import pytest
 
 from router_service.admission import WAITING
 from router_service.app import PAGES, create_app
+from router_service.dialects.messages import MessagesReply
 from router_service.dialects.openai import ChatBody, CompletionBody
+from router_service.dialects.replies import ChatReply
+from router_service.front import GatewayFront
 from router_service.gateway import Asked
 from router_service.tenants import ANYONE, ApiKeys
 from slipstream.base.errors import CapacityError, InvalidRequest, Unavailable
+from slipstream.protocol.chat import ChatOptions, Message
 from tests.echo import EchoTarget
 from tests.loop import eventually
 from tests.routing import CHAT, HELLO, events, routing
@@ -41,6 +45,45 @@ async def test_going_away_before_the_first_token(tiny_folder: Path) -> None:
         await eventually(lambda: len(target.running) == 1)
         reading.cancel()
         await eventually(lambda: not target.running and not r.service.gateway.admission.in_flight)
+
+
+async def test_who_goes_away_is_counted_wherever_he_waited(tiny_folder: Path) -> None:
+    target = EchoTarget(hang=True)
+    async with routing(tiny_folder, target, max_in_flight=1) as r:
+        admission = r.service.gateway.admission
+        running = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
+        await eventually(lambda: len(target.running) == 1)
+        queued = asyncio.ensure_future(r.post(CHAT, messages=HELLO))
+        await eventually(lambda: admission.queued == 1)
+        queued.cancel()
+        await eventually(lambda: admission.queued == 0)
+        running.cancel()
+        await eventually(lambda: admission.in_flight == 0)
+        assert await r.codes() == {499: 2}
+        assert 'request_errors_total{model="target",service="router",type="cancelled"} 2.0' in await r.metrics()
+
+
+async def test_what_nobody_foresaw_is_counted_once(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alert on errors looks there."""
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a secret")
+
+    async with routing(tiny_folder, EchoTarget()) as r:
+        front, hello = GatewayFront(r.service.gateway, ANYONE), (Message("user", "hello"),)
+        for kind, name in ((GatewayFront, "_markup"), (ChatReply, "_told"), (MessagesReply, "told")):
+            monkeypatch.setattr(kind, name, broken)
+        assert (await r.post("/v1/messages", messages=HELLO, max_tokens=4)).status_code == 500
+        streamed = events((await r.post(CHAT, messages=HELLO, stream=True)).text)
+        assert streamed[-1]["error"]["type"] == "server_error"
+        with pytest.raises(RuntimeError):
+            await anext(front.chat("tiny", hello, ChatOptions()))
+        monkeypatch.setattr(r.service.gateway, "plan_chat", broken)
+        assert (await r.post(CHAT, messages=HELLO)).status_code == 500
+        with pytest.raises(RuntimeError):
+            await anext(front.chat("tiny", hello, ChatOptions()))
+        await eventually(lambda: not r.service.gateway.admission.in_flight)
+        assert await r.codes() == {500: 5}
+        assert 'request_errors_total{model="target",service="router",type="server_error"} 5.0' in await r.metrics()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -232,6 +275,9 @@ class BrokenGateway:
 
     def plan_chat(self, body: ChatBody) -> Asked:
         raise RuntimeError("a secret")
+
+    def failed(self, endpoint: str, error: BaseException) -> None:
+        """Nobody looks at the count."""
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", CHAT)])
