@@ -134,6 +134,12 @@ class Account:
     def idle(self) -> bool:
         return not (self.in_flight or self.queued or self.tenant.tokens_per_minute)
 
+    def renew(self, tenant: Tenant, now_s: float) -> None:
+        """Its line may have changed. A limit that is new begins with all of its tokens."""
+        if not self.tenant.tokens_per_minute:
+            self._tokens, self._at_s = float(tenant.tokens_per_minute), now_s
+        self.tenant = tenant
+
     def due_s(self, now_s: float) -> float:
         """Seconds until it has tokens left; 0: it has."""
         rate = self.tenant.tokens_per_minute / 60.0
@@ -144,8 +150,9 @@ class Account:
         return (1.0 - self._tokens) / rate if self._tokens <= 0 else 0.0
 
     def spend(self, tokens: int) -> None:
-        """It may owe some afterwards: what an answer takes is known when it is over."""
-        self._tokens -= tokens
+        """It may owe some afterwards: what an answer takes is known when it is over. Without a limit nobody owes."""
+        if self.tenant.tokens_per_minute:
+            self._tokens -= tokens
 
 
 class Place:
@@ -209,7 +216,7 @@ class Admission:
         if answers > most:
             raise InvalidRequest("n", f"asks for {answers} answers at once; {most} may run")
         account = self._accounts.setdefault(tenant.id, Account(tenant, self._clock()))
-        account.tenant = tenant  # its line may have changed
+        account.renew(tenant, self._clock())
         try:
             if (due_s := account.due_s(self._clock())) > 0:
                 raise self._refusal(account, "tokens", due_s)

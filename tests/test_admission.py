@@ -160,6 +160,27 @@ def test_a_quota_of_tokens_is_kept_and_who_comes_back_in_time_is_let_in() -> Non
     assert told and 15 < max(told) < 25, "200 tokens are there after 20 s"
 
 
+def test_a_limit_that_comes_to_a_busy_tenant_is_of_what_it_takes_from_then_on() -> None:
+    async def reloaded() -> None:
+        admission, limited = Office().admission, replace(A, tokens_per_minute=600)
+        before = await admission.enter(A, 1)
+        before.spend(1_000_000)
+        await asyncio.sleep(100.0)
+        place = await admission.enter(limited, 1)
+        before.spend(100)
+        place.spend(600)
+        with pytest.raises(QuotaExceeded) as caught:
+            await admission.enter(limited, 1)
+        assert 10 < caught.value.retry_after_s < 11, "700 of 600 are spent"
+        freed = await admission.enter(A, 1)  # and the limit goes again
+        for held in (before, place, freed):
+            held.spend(1000)
+            held.leave()
+        assert await admission.enter(limited, 1)
+
+    counted(reloaded())
+
+
 def test_who_waits_where_nobody_leaves_is_refused_in_time_and_told_what_is_known() -> None:
     async def stalled() -> list[tuple[float, float]]:
         office = Office(places=2)
