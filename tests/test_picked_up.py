@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import signal
@@ -43,14 +44,15 @@ STREAMS = 24
 
 
 class Given:
-    """An Answer of these tokens, one a piece."""
+    """An Answer of these tokens, one a piece, by targets that had so many of what they were asked."""
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[int], *cached: int) -> None:
         self._tokens = tokens
+        self._cached = cached
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        for token in self._tokens[:-1]:
-            yield Piece((token,))
+        for token, cached in itertools.zip_longest(self._tokens[:-1], self._cached, fillvalue=0):
+            yield Piece((token,), cached_tokens=cached)
         yield Piece(tuple(self._tokens[-1:]), finish="length")
 
     def set_speculation(self, allowed: bool) -> None:
@@ -62,6 +64,16 @@ class Given:
 
 async def deltas_of(codec: TextCodec, request: Request, tokens: list[int], stops: list[str]) -> list[TextDelta]:
     return [delta async for delta in Completion(request, Given(tokens), codec, stops, 260)]
+
+
+@pytest.mark.parametrize(("answered", "cached", "told"), [
+    (0, (2, 0, 7), 2), (0, (0, 5), 0), (4, (6,), 3), (4, (2,), 2)])
+async def test_what_was_answered_is_no_cached_prompt(tiny_folder: Path, answered: int, cached: tuple[int, ...],
+                                                     told: int) -> None:
+    tokens = list(TEXT.encode())
+    request = Request("r", (1, 2, 3), Sampling(), len(tokens)).after(tokens[:answered])
+    completion = Completion(request, Given(tokens[answered:], *cached), TextCodec(tiny_folder), [], 260)
+    assert [delta async for delta in completion] and completion.tally.cached_tokens == told
 
 
 @pytest.mark.parametrize("stops", [[], ["END"], ["END of me", "twx"], ["€€!" * 30, " th"]], ids=str)

@@ -169,6 +169,18 @@ async def test_another_target_takes_over(tiny_folder: Path) -> None:
         assert len(alive.requests) == 10
 
 
+async def test_what_is_cached_of_an_answer_is_not_of_its_prompt(tiny_folder: Path) -> None:
+    """The target that goes on with it is sent both."""
+    dead, alive = EchoTarget(end=400, fail_after=80, error=Unavailable("gone")), EchoTarget(end=400)
+    alive.waiting = 100
+    async with routing(tiny_folder, dead, alive) as r:
+        told = (await r.post("/v1/messages", messages=HELLO, max_tokens=400)).json()["usage"]
+        first, second = dead.requests[0], alive.requests[0]
+        assert len(second.tokens) // 2 > len(first.tokens), "the second one finds more than the prompt"
+        assert told["cache_read_input_tokens"] == len(first.tokens) // 2
+        assert told["input_tokens"] + told["cache_read_input_tokens"] == len(first.tokens)
+
+
 async def test_every_route_needs_a_key(tiny_folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# two of them\nfirst-key\n\nsecond-key\n")

@@ -310,6 +310,7 @@ class Completion:
         self._vocab_size = vocab_size
         self._detokenizer = Detokenizer(codec, shown, echo)
         self._echo = echo
+        self._prompt = len(request.tokens) - request.answered
         self._scores: list[PromptScores] = []
         self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
         self._stops = StopStrings(stops, keep_stop) if stops else None
@@ -359,7 +360,8 @@ class Completion:
         return None if self._stops is None else self._stops.matched
 
     def _score(self, piece: Piece) -> None:
-        self.tally.cached_tokens = max(self.tally.cached_tokens, piece.cached_tokens)
+        if not self.tally.tokens:  # where an answer goes on, a target counts what was answered into its prompt
+            self.tally.cached_tokens = min(max(self.tally.cached_tokens, piece.cached_tokens), self._prompt)
         if piece.prompt is not None:
             if piece.prompt.start == 1:  # it begins, at another target maybe
                 self._scores.clear()
@@ -374,7 +376,6 @@ class Completion:
             tally.drafted += piece.drafted
             tally.drafts += 1
             tally.reached[piece.accepted] += 1
-        tally.cached_tokens = max(tally.cached_tokens, piece.cached_tokens)
         for i, token in enumerate(piece.tokens):
             last = piece.finish == "stop" and i == len(piece.tokens) - 1
             tally.tokens += 1
