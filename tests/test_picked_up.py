@@ -77,10 +77,11 @@ async def test_what_was_answered_is_no_cached_prompt(tiny_folder: Path, answered
 
 
 @pytest.mark.parametrize("stops", [[], ["END"], ["END of me", "twx"], ["€€!" * 30, " th"]], ids=str)
-async def test_text_goes_on_from_every_cut(tiny_folder: Path, stops: list[str]) -> None:
+@pytest.mark.parametrize("least", [0, 20, 200])
+async def test_text_goes_on_from_every_cut(tiny_folder: Path, stops: list[str], least: int) -> None:
     """In the middle of a character, and of what may become a stop string, too."""
     codec, tokens = TextCodec(tiny_folder), list(TEXT.encode())
-    request = Request("r", (1, 2, 3), Sampling(), len(tokens))
+    request = Request("r", (1, 2, 3), Sampling(min_tokens=least), len(tokens))
     whole = await deltas_of(codec, request, tokens, stops)
     for cut in range(1, len(whole)):
         told = [token.id for delta in whole[:cut] for token in delta.tokens]

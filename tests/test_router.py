@@ -71,7 +71,8 @@ async def test_an_answer_does_not_depend_on_how_it_was_made(tiny_folder: Path) -
     """Stop strings, limits and usage are the same for plain decoding and for commits of any size."""
     asked: dict[str, Any] = {"prompt": PROMPT, "seed": 3, "max_tokens": 60}
     cases: list[dict[str, Any]] = [
-        {}, {"stop": ["w5"]}, {"stop": [" w", "zz"]}, {"stop": "w10 w"}, {"max_tokens": 7}, {"min_tokens": 3}]
+        {}, {"stop": ["w5"]}, {"stop": [" w", "zz"]}, {"stop": "w10 w"}, {"max_tokens": 7}, {"min_tokens": 3},
+        {"stop": ["w1"], "min_tokens": 12}, {"stop": ["w1 w", "s3"], "min_tokens": 5}]
     target = EchoTarget()
     async with routing(tiny_folder, target) as r:
         for extra in cases:
@@ -94,6 +95,10 @@ async def test_stop_cuts_exactly(tiny_folder: Path) -> None:
         choice = whole["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == ("10 s3 w0 w1", "stop")
         assert whole["usage"]["completion_tokens"] == len("10 s3 w0 w1 w2")
+        for most, cut in ((10, "10 s3 w0 "), (11, "10 s3 w0 w1 w2 "), (13, "10 s3 w0 w1 w2 ")):
+            late = (await r.post(COMPLETIONS, prompt=PROMPT, seed=3, max_tokens=60, stop=["w1", "w3", "0"],
+                                 min_tokens=most)).json()
+            assert late["choices"][0]["text"] == cut, "what is complete by then ends nothing"
 
 
 async def test_completions_of_all_prompt_kinds(tiny_folder: Path) -> None:

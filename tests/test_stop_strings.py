@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from router_service.text.tokens import StopStrings
 
 
-def naive_cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Character by character: the first moment at which a stop string is complete, the longest of those."""
-    for end in range(1, len(text) + 1):
+def naive_cut(text: str, stops: list[str], passed: int = 0) -> tuple[str, str | None]:
+    """Character by character: the first moment at which a stop string is complete, the longest of those. None ends in
+    what is ``passed``."""
+    for end in range(1 + passed, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             longest = max(complete, key=len)
@@ -23,13 +24,16 @@ def few_letters(least: int, most: int) -> st.SearchStrategy[str]:
 
 
 @settings(deadline=None, max_examples=400)
-@given(pieces=st.lists(few_letters(0, 5), max_size=12), stops=st.lists(few_letters(1, 4), max_size=4))
-def test_stop_strings_cut_like_the_naive_cut(pieces: list[str], stops: list[str]) -> None:
+@given(pieces=st.lists(few_letters(0, 5), max_size=12), stops=st.lists(few_letters(1, 4), max_size=4),
+       early=st.sampled_from([0, 0, 1, 3, 9]))
+def test_stop_strings_cut_like_the_naive_cut(pieces: list[str], stops: list[str], early: int) -> None:
     cutter, keeper = StopStrings(stops), StopStrings(stops, keep=True)
-    out, text = "".join([cutter.push(piece) for piece in pieces]), "".join(pieces)
-    assert "".join([keeper.push(piece) for piece in pieces]) == out + (cutter.matched or "")
+    out, text = "".join([cutter.push(piece, i >= early) for i, piece in enumerate(pieces)]), "".join(pieces)
+    kept = "".join([keeper.push(piece, i >= early) for i, piece in enumerate(pieces)])
+    assert kept == out + (cutter.matched or "")
     assert text.startswith(out), "what is held back and never became a stop string is the rest"
-    assert (text if cutter.matched is None else out, cutter.matched) == naive_cut(text, stops)
+    cut = naive_cut(text, stops, len("".join(pieces[:early])))
+    assert (text if cutter.matched is None else out, cutter.matched) == cut
 
 
 @settings(deadline=None, max_examples=200)

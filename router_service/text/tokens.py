@@ -11,7 +11,8 @@ Rules:
 5. The texts of an answer's tokens joined are its text; only an unfinished character at the very end has no token. While
    a stop string may be growing, tokens are held back; where it is complete, the last token is cut.
 6. ``StopStrings`` ends a text where the first stop string is complete, however the text was cut into pieces; the
-   longest one if several end there. Nothing from its start on comes out.
+   longest one if several end there. Nothing from its start on comes out. One that is complete within the answer's
+   ``min_tokens`` is none.
 7. An answer ends with a finish or with an error, never without either. Ending early frees the target at once.
 
 Tokens and deltas are named tuples: one of each is made for every token, and a frozen dataclass takes four times as
@@ -315,6 +316,7 @@ class Completion:
         self._unscored = 0 if request.prompt_logprobs is None else len(request.tokens) - 1
         self._stops = StopStrings(stops, keep_stop) if stops else None
         self._held: deque[tuple[int, AnswerToken]] = deque()  # each with the length of the text up to its end
+        self._early = request.sampling.min_tokens  # tokens to come in whose texts no stop string ends
         self._length = 0  # of the text so far
         self._clear = 0  # of the text that may go out
         self._before = partial(self._recall, request, stops) if request.answered else None
@@ -322,8 +324,9 @@ class Completion:
     def _recall(self, request: Request, stops: Sequence[str]) -> None:
         """Be as one that has given the tokens that are there. A text's end is all that matters of it: less than a
         character, and what could still become a stop string. Raises InvalidRequest where the answer was over."""
-        end = max(TAIL, *map(len, stops)) if stops else TAIL
-        for token in request.tokens[max(len(request.tokens) - end, len(request.tokens) - request.answered):]:
+        end = min(max(TAIL, *map(len, stops)) if stops else TAIL, request.answered)
+        self._early -= request.answered - end
+        for token in request.tokens[len(request.tokens) - end:]:
             if self._push(token, False, None):
                 raise InvalidRequest("begun.tokens", "a stop string ends them")
         self._held.clear()
@@ -397,10 +400,11 @@ class Completion:
             raise Unavailable("the target sent a token outside its vocabulary")
         text = self._detokenizer.push(token)
         self._length += len(text)
+        self._early -= 1
         self._held.append((self._length, AnswerToken(token, text, drafted, logprob)))
         if self._stops is None:  # nothing is ever held back
             return False
-        self._clear += len(self._stops.push(text))
+        self._clear += len(self._stops.push(text, self._early < 0))
         return self._stops.matched is not None
 
     def _released(self) -> list[AnswerToken]:
@@ -442,27 +446,33 @@ class StopStrings:
     """Cuts one answer's text before the first stop string, or behind it (``keep``). ``matched`` names it once it
     came."""
 
-    __slots__ = ("_held", "_keep", "_stops", "matched")
+    __slots__ = ("_held", "_keep", "_passed", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         """None of ``stops`` is empty."""
         self._stops = Words(stops)
         self._keep = keep
         self._held = ""
+        self._passed = 0  # characters of it in which no stop string ends
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that may go out now: what could still become a stop string is held back. "" after a match."""
+    def push(self, text: str, counts: bool = True) -> str:
+        """The text that may go out now: what could still become a stop string is held back. "" after a match.
+        ``counts``: whether a stop string that ends in ``text`` is one."""
         if self.matched is not None:
             return ""
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops.words if (start := text.find(stop)) >= 0]
+        if not counts:
+            self._passed = len(text)
+        found = [(start + len(stop), start, stop) for stop in self._stops.words
+                 if (start := text.find(stop, max(0, self._passed + 1 - len(stop)))) >= 0]
         if found:
             _, start, self.matched = min(found)
             self._held = ""
             return text[:start + len(self.matched) if self._keep else start]
         kept = self._stops.unfinished(text)
         self._held = text[len(text) - kept:]
+        self._passed = max(0, self._passed - (len(text) - kept))
         return text[:len(text) - kept]
 
 
