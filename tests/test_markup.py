@@ -110,6 +110,17 @@ def cut(text: str, chance: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_reasoning_that_stays_in_the_content_is_as_it_was_written(thinking: bool) -> None:
+    chance, call = random.Random(3), '<tool_call>{"name": "now"}</tool_call>'
+    text = f"A {call}\n</think>\n\n So.\n" if thinking else f"So.\n<think>\n {call} B\n</think>\n\nC\n"
+    for _ in range(100):
+        markup = Markup(HERMES, TOOLS, thinking, mixed=True)
+        parts = [markup.push(piece) for piece in cut(text + call, chance)] + [markup.push("", over=True)]
+        assert "".join(part.content for part in parts) == text.rstrip() and markup.num_calls == 1
+        assert not any(part.reasoning for part in parts)
+
+
 @pytest.mark.parametrize("said", SAID)
 def test_every_form_is_told_alike_however_it_is_cut(said: str) -> None:
     style, text, (reasoning, content, calls) = SAID[said]

@@ -219,6 +219,7 @@ async def test_a_call_whose_arguments_were_cut_ends_no_conversation(tiny_folder:
 
 async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
     target = EchoTarget()
+    target.context = 4096
     target.says = "Hm.\n</think>\n\nSo."
     async with routing(thinking_folder, target) as r:
         message = (await r.post(CHAT, messages=HELLO)).json()["choices"][0]["message"]
@@ -231,6 +232,12 @@ async def test_reasoning_is_told_apart(thinking_folder: Path) -> None:
         assert "reasoning_content" not in quiet and quiet["content"] == "So."
         mixed = (await r.post(CHAT, messages=HELLO, separate_reasoning=False)).json()["choices"][0]["message"]
         assert mixed["content"] == target.says
+        target.says = ('I may <tool_call>{"name": "now"}</tool_call>.\n</think>\n\nSo.\n<think>\nHm.\n</think>\n'
+                       '<tool_call>{"name": "now"}</tool_call>')
+        asked = {"messages": HELLO, "tools": [NOW], "separate_reasoning": False, "max_tokens": 200}
+        mixed = (await r.post(CHAT, **asked)).json()["choices"][0]["message"]
+        assert mixed["content"] == target.says.rpartition("\n<tool_call>")[0], "calls alone are told apart"
+        assert len(mixed["tool_calls"]) == 1 and "reasoning_content" not in mixed
         target.says = "So."
         for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
             plain = (await r.post(CHAT, messages=HELLO, **fields)).json()["choices"][0]["message"]
@@ -255,6 +262,7 @@ def test_marks_show_only_where_calls_or_reasoning_are_told_apart() -> None:
     bound = Grammar("regex", "a")
     cases: list[tuple[Style, dict[str, Any], bool]] = [
         (plain, {}, False), (thinks, {}, True), (plain, {"use": offered}, True), (plain, {"use": none}, False),
+        (thinks, {"mixed": True}, False), (thinks, {"use": offered, "mixed": True}, True),
         (thinks, {"use": offered, "parsed": False}, False), (thinks, {"use": offered, "grammar": bound}, False),
         (plain, {"use": forced, "grammar": bound}, True)]
     for style, options, apart in cases:

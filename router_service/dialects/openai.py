@@ -81,6 +81,7 @@ class Options:
     show_specials: bool = False  # in the text
     parsed: bool = False  # calls and reasoning are told apart
     use: ToolUse | None = None
+    mixed: bool = False  # reasoning stays in the content
     tell_reasoning: bool = True
     top_logprobs: int | None = None
     token_ids: bool = False
@@ -113,7 +114,8 @@ class Options:
         its first character on, only calls that it forces are."""
         if self.grammar is not None:
             return self.parsed and self.use is not None and self.use.forced
-        return self.parsed and (style.thoughts is not None or (self.use is not None and self.use.offered))
+        reasons = style.thoughts is not None and not self.mixed
+        return self.parsed and (reasons or (self.use is not None and self.use.offered))
 
     @property
     def asked_by(self) -> dict[Need, str]:
@@ -318,7 +320,7 @@ class ChatBody(Generation):
             use = use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         wanted = self.wanted(most, (self.top_logprobs or 0) if self.logprobs else None, use)
-        return replace(wanted, parsed=self.separate_reasoning is not False or use is not None,
+        return replace(wanted, parsed=True, mixed=self.separate_reasoning is False,
                        tell_reasoning=self.include_reasoning is not False)
 
     def names(self) -> dict[str, Any]:

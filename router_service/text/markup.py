@@ -84,12 +84,14 @@ class Named:
 
 class Markup:
     """The text of one answer. ``tools``: names of those that may be called -> their schemas; ``thinking``: it begins in
-    the midst of reasoning; ``most``: calls that are told; ``bound``: it is calls and nothing else."""
+    the midst of reasoning; ``most``: calls that are told; ``bound``: it is calls and nothing else; ``mixed``: reasoning
+    is content, with its marks."""
 
     def __init__(self, style: Style, tools: Mapping[str, Any] = MappingProxyType({}), thinking: bool = False,
-                 most: int | None = None, bound: bool = False) -> None:
+                 most: int | None = None, bound: bool = False, mixed: bool = False) -> None:
         self._tools = tools
         self._bound = bound
+        self._mixed = mixed
         self._text = Scanner()
         self._calls = Calls(self._text, tools, most, self._called)
         self._bare = style.bare and bool(tools)
@@ -129,7 +131,7 @@ class Markup:
     def _answer(self, thinking: bool) -> Generator[None, None, None]:
         if thinking and self._thoughts is not None:
             yield
-            yield from self._reasoning()
+            yield from self._reasoning("")
         else:
             yield
         if self._bare:
@@ -139,14 +141,19 @@ class Markup:
             if not mark:
                 break
             if self._thoughts is not None and mark == self._thoughts[0]:
-                yield from self._reasoning()
+                yield from self._reasoning(mark)
             elif mark not in self._stray:
                 yield from self._maybe_call(self._calls.read(mark))
         if self._blank and (self._begun or not (self.num_calls or self._thought)):
             self._parts.add("text", "".join(self._blank))
 
-    def _reasoning(self) -> Step:
+    def _reasoning(self, mark: str) -> Step:
+        """What follows ``mark``. No call is looked for in it."""
         assert self._thoughts is not None
+        if self._mixed:
+            self._content(mark)
+            self._content((yield from self._text.until(Words(self._thoughts[1:]), self._content)))
+            return
         self._thought, self._blank = True, []
         held: list[str] = []
         begun = False
