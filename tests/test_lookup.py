@@ -126,6 +126,17 @@ def test_a_drafter_is_asked_where_its_tree_is_worth_the_wait() -> None:
     assert looked_up(policy_of(exchange_s=1e-4), [0.95**n for n in range(1, 17)], True) > 8
 
 
+def test_sessions_of_one_step_see_what_the_others_look_up() -> None:
+    """A few rows are nearly free; behind them each costs all."""
+    beliefs = Beliefs(StepCosts({1: 10e-3, 8: 11e-3, 10: 11.2e-3, 12: 13.5e-3, 16: 16e-3, 64: 40e-3}))
+    policies = [SpeculationPolicy(PolicySection(), beliefs) for _ in range(8)]
+    seen = Seen(7, False, [0.25, 0.05])
+    assert policies[0].decide(0.0, seen).lookup == 1
+    assert all(one.decide(0.0, seen).lookup == 1 for one in policies), "each for itself"
+    together = SpeculationPolicy.decide_step([(one, seen) for one in policies])
+    assert [decision.lookup for decision in together] == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
 def test_nobody_is_asked_while_the_text_s_own_chain_is_verified() -> None:
     decision = policy_of(exchange_s=50e-3).decide(0.0, Seen(0, True, [0.9, 0.8]))
     assert decision.lookup == 2 and decision.why == "prompt lookup"

@@ -172,15 +172,24 @@ class Standing:
 
 @value
 class Prices:
-    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes; ``rows``: sessions that wait for them."""
+    """Of the coming step. ``steps``: its seconds with 0, 1, 2, … draft nodes; ``rows``: sessions that wait for them;
+    ``tokens``: that these get without them."""
 
     steps: Sequence[float]
     rows: int
-    worth: float = 1.0
+    worth: float
+    tokens: float
 
     @staticmethod
     def of(beliefs: Beliefs, others: int, most: int) -> Prices:
-        return Prices(beliefs.steps(others + 1, most), others + 1, beliefs.worth)
+        return Prices(beliefs.steps(others + 1, most), others + 1, beliefs.worth, others + 1)
+
+    def behind(self, beliefs: Beliefs, most: int, taken: int, given: float) -> Prices:
+        """For who comes behind others that have ``taken`` rows more, which should give so many tokens: the more rows
+        there are, the dearer is the next one, and the more waits for it."""
+        if beliefs.together:
+            return self
+        return Prices(beliefs.steps(self.rows + taken, most), self.rows, self.worth, self.tokens + given)
 
     @property
     def plain_s(self) -> float:
@@ -188,13 +197,13 @@ class Prices:
 
     def seconds(self, nodes: int, beside_s: float) -> float:
         """Rule 1; ``beside_s``: waits and what they take from others."""
-        return self.steps[0] + self.worth * (self.rows * (self.steps[nodes] - self.steps[0]) + beside_s)
+        return self.steps[0] + self.worth * (self.tokens * (self.steps[nodes] - self.steps[0]) + beside_s)
 
     def best(self, expected: Sequence[float], floor: float, beside_s: float = 0.0) -> int:
         """How many draft nodes gain most, where the best n give ``expected[n]`` tokens; 0: none gains more than
         ``floor``."""
         steps, plain_s = self.steps, self.steps[0]
-        base_s, step, best, most = plain_s + self.worth * beside_s, self.worth * self.rows, 0, len(expected) - 1
+        base_s, step, best, most = plain_s + self.worth * beside_s, self.worth * self.tokens, 0, len(expected) - 1
         if not most or (1 + expected[most]) * plain_s <= floor * (base_s + step * (steps[1] - plain_s)):
             return 0  # quickly, as a full house asks often
         for nodes in range(1, most + 1):
@@ -341,12 +350,17 @@ def decide_all(beliefs: Beliefs, cases: Sequence[Case], rules: Rules) -> list[De
     """The coming rounds of sessions that were in one step."""
     prices: Prices | None = None
     turns, due = list[Turn](), False
+    taken, given = 0, 0.0  # rows of the coming step that texts' own chains have, and the tokens that they should give
     for standing, seen, leads in cases:
         if prices is None or prices.rows != seen.others + 1:  # all of a step have the same
             prices = Prices.of(beliefs, seen.others, standing.most)
             due = beliefs.costs.due(prices.rows, rules.plain_every)
         nodes, wants = tree_nodes(prices, beliefs, standing, rules), standing.wants
-        lookup = _lookup(prices, nodes, beliefs, standing, seen, rules) if seen.chances else 0
+        lookup = 0
+        if seen.chances:
+            left = prices.behind(beliefs, standing.most, taken, given) if taken else prices
+            lookup = _lookup(left, nodes, beliefs, standing, seen, rules)
+            taken, given = taken + lookup, given + sum(seen.chances[:lookup])
         stands = wants and nodes > 0 and seen.followed and not standing.silent
         turn = Turn(standing, seen, leads, prices, nodes, lookup, wants, stands)
         if due or standing.since_plain >= rules.plain_every:
