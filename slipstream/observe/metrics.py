@@ -197,7 +197,9 @@ FAILURES = (*dict.fromkeys(kind for *_, kind in STATUS), "cancelled")
 LEAVING = ("acceptance_low", "draft_unavailable", "draft_timeout", "overload")
 OUTCOMES = ("used", "prompt_lookup", "plain", "draft_missing", "discarded_late")
 POSITIONS = tuple(str(depth) for depth in range(1, 5))
+REFUSALS = ("queue", "late", "tokens", "target")
 MOST_TENANTS = 200  # that have series of their own
+OTHERS = "others"  # all that came behind these
 
 
 class VllmMetrics(Collector):
@@ -240,7 +242,8 @@ class RouterMetrics:
             registry.add(self.for_vllm)
         self.mode = ModeMetrics(registry, "pool")
         self._requests = registry.counter("requests_total", "Requests answered.", "endpoint", "code", "mode")
-        self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant", "reason")
+        self._refused = registry.counter("requests_refused_total", "Requests refused with 429.", "tenant",
+                                         "reason").begin(*((OTHERS, reason) for reason in REFUSALS))
         self._tenants = set[str]()
         self._errors = registry.counter("request_errors_total", "Requests that failed.", "type").begin(*zip(FAILURES))
         self._in_flight = registry.gauge("requests_in_flight", "Answers being generated.")
@@ -282,7 +285,7 @@ class RouterMetrics:
         """``tenant``: a name of the operator's, never a key. ``reason``: queue (it would wait too long), late (it has),
         tokens (its quota of a minute) or target (the targets have no room)."""
         if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
-            tenant = "others"
+            tenant = OTHERS
         self._tenants.add(tenant)
         self._refused.of(tenant, reason).inc()
 
