@@ -433,7 +433,7 @@ class PoolFallback:
         self._followed.discard(answer)
 
     def tick(self) -> None:
-        """Time passes: a probe may begin or run out."""
+        """What was heard is judged; a probe may begin."""
         self._judge_all()
         self._heed(self._policy.tick(self._clock()))
         self._fill_probe()

@@ -115,7 +115,7 @@ def test_a_text_begins_with_what_others_of_its_kind_have_shown() -> None:
     late = PromptLookup([1, 2, 3, 4, 1, 2, 3], known)
     assert PromptLookup([1, 2, 3]).doubt == 2.0 < 4.0 < late.doubt
     assert late.chain(1)[1][0] < 0.45 < PromptLookup([1, 2, 3, 4, 1, 2, 3]).chain(1)[1][0]
-    known.wrong *= 1e6
+    known.right = 0.0
     assert PromptLookup([1], known).doubt == 16.0, "and can learn better soon"
 
 

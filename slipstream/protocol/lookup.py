@@ -148,11 +148,11 @@ class PromptLookup:
     __slots__ = ("_broken", "_forced", "_index", "_kept", "_known", "_match", "_right", "_wrong")
 
     def __init__(self, tokens: Sequence[int], known: Doubt | None = None) -> None:
-        """tokens: prompt and answer so far. known: of texts of its kind, which it adds to; None: it is
-        the only one."""
+        """tokens: prompt and answer so far. known: of texts of its kind, which it adds to; None: it is the
+        only one."""
         self._index = SuffixIndex(ORDERS, LONGEST, KEEP)
         self._known = known = known or Doubt()
-        self._right, self._wrong = PRIOR, PRIOR * min(known.wrong / known.right, MOST_DOUBT)
+        self._right, self._wrong = PRIOR, PRIOR * known.wrong / max(known.right, known.wrong / MOST_DOUBT)
         self._kept, self._broken = KEPT, BROKEN
         self._forced: Sequence[int] = ()
         self._index.extend(tokens)
